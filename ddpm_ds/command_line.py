@@ -6,11 +6,12 @@ Does not import torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,6 +76,19 @@ def check_writable(option: str, path: Path) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error while a result is written into one line.
+
+    Raises:
+        OutputError: the file can't be written, such as on a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path} can't be written ({error.strerror}); name a file in another folder") from None
 
 
 def file_path(text: str) -> Path:

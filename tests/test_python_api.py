@@ -145,6 +145,10 @@ def test_a_plan_leaves_the_environment_to_what_is_started_next(monkeypatch: pyte
     assert dict(os.environ) == before
     with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b200 or"):
         plan(tiny_spec(), json_path, processes=2, device_kind="z80")
+    below: list[dict[str, Any]] = [{"processes": 0}, {"processes": 2, "nodes": 0}, {"processes": 2, "top": 0}]
+    for wrong in below:
+        with pytest.raises(LayoutError, match=" = 0 leaves nothing to plan; use 1 or more"):
+            plan(tiny_spec(), json_path, device_kind="l4", **wrong)
 
 
 def test_a_plan_is_for_this_machines_gpu_where_it_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,13 +20,16 @@ from ddpm_ds.command_line import (
     add_spec_options,
     batch,
     check_writable,
+    counted,
     file_path,
     gib,
     memory_size,
     positive,
     processes,
     seconds,
+    writing,
 )
+from ddpm_ds.config.ds_config import divisors
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
@@ -40,13 +43,13 @@ EVERYTHING = 2**50
 """Number of bytes larger than any device's memory, which means no limit."""
 
 DESCRIPTION = """\
-Find the largest micro-batch that fits, by trying: for each layout - stages x replicas of the processes - some real
-optimizer steps with micro-batches of 1, 2, 4, ... images, in processes that may die of memory, then with sizes between
-the last that fitted and the first that did not. Then say which layout and micro-batch to train with: the smallest
-within 5 % of the best images/s, the knee of the curve.
+Find the largest micro-batch that fits, by trying. Each layout (stages x replicas) takes a few real optimizer steps with
+micro-batches of 1, 2, 4, ... images until its processes run out of memory, then with sizes between the last that fitted
+and the first that did not. It names the layout and micro-batch to train with, the knee of the fastest curve: the
+smallest micro-batch within 5 % of its best images/s.
 
-The batch stays train.batch_images, so only micro-batches are tried that make a whole number of them, as many as the
-schedule needs or more. With --accumulation the number of micro-batches stays instead and the batch grows.
+The batch stays train.batch_images, so only micro-batches are tried that divide a replica's share of it, with at least
+as many of them as the schedule needs. With --accumulation their number stays the same and the batch grows.
 """
 
 EXAMPLES = """\
@@ -57,7 +60,7 @@ examples
   ddpm-ds fit --deepspeed_config ds_configs/zero0_fp32.json --layouts 1x1,2x1 --memory-budget 1GiB
       digits on a CPU, no process larger than 1 GiB
   ddpm-ds fit --deepspeed_config ds_configs/zero2_bf16.json --processes 2 -p 2 --accumulation 8
-      the largest batch of 8 micro-batches
+      the largest batch that 8 micro-batches can make
 
 exit codes
   0 done   2 bad input, or not even the smallest micro-batch fits or takes a step   130 interrupted   1 a bug
@@ -99,7 +102,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-p", "--pipeline-stages", type=processes, metavar="STAGES", help="try this layout alone")
-    tried = "try these layouts, stages x replicas (default: all of N processes)"
+    tried = "try these layouts, stages x replicas (default: every layout of the processes)"
     which.add_argument("--layouts", type=layout_list, metavar="PxR,...", help=tried)
     parser.add_argument(
         "--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)"
@@ -110,7 +113,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     budget = "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)"
     parser.add_argument("--memory-budget", type=memory_size, metavar="SIZE", help=budget)
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
-    hang = f"time without a step after which a trial has failed ({HANG_SECONDS:g})"
+    hang = f"time without a step after which a trial has failed (default {HANG_SECONDS:g})"
     parser.add_argument("--hang-seconds", type=seconds, default=HANG_SECONDS, metavar="S", help=hang)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON to train with")
@@ -141,7 +144,7 @@ def _fit(options: argparse.Namespace) -> int:
         plan = first.plan(first.candidates[0], Path(folder))
         check_store(prepare(plan.spec.data, progress=True), plan)  # before any process needs the images
         budget = "the device's memory" if first.budget_bytes is None else f"{gib(first.budget_bytes)} a process"
-        batch = f"{first.accumulation} micro-batches a step" if first.accumulation else "the spec's batch"
+        batch = f"{counted(first.accumulation, 'micro-batch')} a step" if first.accumulation else "the spec's batch"
         print(f"{plan.spec.name} on {device}, {budget}, {batch}; {first.steps} timed steps a trial", flush=True)
         for layout, reason in left_out.items():
             print(f"{layout} is left out: {reason}")
@@ -157,7 +160,7 @@ def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
     if options.layouts:
         return list(options.layouts)
     processes, stages = options.processes or devices, options.pipeline_stages
-    dividing = [number for number in range(1, processes + 1) if processes % number == 0]
+    dividing = divisors(processes)
     if stages is not None and stages not in dividing:
         fitting = " or ".join(map(str, dividing))
         raise LayoutError(f"-p {stages} does not divide --processes {processes}; use -p {fitting}")
@@ -221,7 +224,7 @@ def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Tria
         tried, needed = search(task, folder / str(task.layout))
         trials = sorted(tried, key=lambda trial: trial.micro_batch_images)
         if trials[0].fits:
-            found.append(Found(task, tuple(trials), is_limit=trials[-1].fits))
+            found.append(Found(task, tuple(trials)))
         elif needed is not None:
             needs[task.layout] = needed
             print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needed)}", flush=True)
@@ -251,10 +254,13 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     config = task.config(size)
     changes = list(task.changes(size))
     if options.out is not None:
-        options.out.write_text(json.dumps(config, indent=2) + "\n")
+        with writing(options.out):
+            options.out.write_text(json.dumps(config, indent=2) + "\n")
     else:
         keys = {key: config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
         keys["pipeline.stages"] = task.layout.stages
+        if task.accumulation is not None:
+            keys["train_batch_size"] = config["train_batch_size"]
         changes += [change for change in task.overrides if change.startswith(JSON_PREFIX)]
         changes += [f"{JSON_PREFIX}{key}={value}" for key, value in keys.items()]
     command = ["ddpm-ds", "train", "--processes", str(task.layout.processes)]
@@ -264,7 +270,9 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     print(f"train with it: {shlex.join(command)}")
     if options.json is not None:
         about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(task.spec), "ds_config": config}
-        options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
+        with writing(options.json):
+            options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
     if options.plot is not None:
-        draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, options.plot)
+        with writing(options.plot):
+            draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, options.plot)
         print(f"{options.plot}: images/s and memory against micro-batch")

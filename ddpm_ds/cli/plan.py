@@ -6,17 +6,23 @@ import argparse
 import json
 import os
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tqdm import tqdm
 
 from ddpm_ds.command_line import (
     add_spec_options,
     bandwidth,
     check_writable,
+    counted,
     file_path,
     memory_size,
     positive,
     processes,
     teraflops,
+    writing,
 )
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError
@@ -30,18 +36,18 @@ if TYPE_CHECKING:
     from ddpm_ds.unet.layers import Layer
 
 DESCRIPTION = """\
-Predict memory, step time, bubble and bytes on the wire of every way to lay a run out on some devices - stages x
-replicas, schedule, micro-batch, activation checkpointing, ZeRO stage, offload - and print the fastest that fit. Nothing
-is trained; step times come from a simulator that executes the instruction streams of the engines.
+Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
+fit. A layout is stages x replicas, schedule, micro-batch, activation checkpointing, ZeRO stage and offload. Nothing is
+trained; step times come from a simulator that executes the programs of the engine.
 """
 
 EXAMPLES = """\
 examples
   ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --processes 8
-      8 devices like those of this machine, else one core each
+      8 GPUs like this machine's, or 8 cores if it has none
   ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
       --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
-      two nodes of A100s that are not here; write the JSON to train with and draw the step
+      two nodes of A100s, which need not be here; write the JSON to train with and draw the step
   ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
       time each layer on this machine instead of computing its cost
 
@@ -77,20 +83,22 @@ def _plan(options: argparse.Namespace) -> None:
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
     set_environment()
-    found = plan(
-        spec,
-        options.deepspeed_config,
-        options.overrides,
-        processes=options.processes,
-        nodes=options.nodes,
-        device_kind=options.device_kind,
-        device_memory=options.device_memory,
-        flops=options.tflops,
-        link_bandwidth=options.bandwidth,
-        network_bandwidth=options.inter_node,
-        times=_measured if options.measure else None,
-        top=options.top,
-    )
+    hidden = None if options.measure else True
+    with tqdm(desc="timing layers", unit=" layers", leave=False, disable=hidden) as bar:
+        found = plan(
+            spec,
+            options.deepspeed_config,
+            options.overrides,
+            processes=options.processes,
+            nodes=options.nodes,
+            device_kind=options.device_kind,
+            device_memory=options.device_memory,
+            flops=options.tflops,
+            link_bandwidth=options.bandwidth,
+            network_bandwidth=options.inter_node,
+            times=partial(_measured, bar) if options.measure else None,
+            top=options.top,
+        )
     from ddpm_ds.predict.report import draw_timeline, report  # imports deepspeed, as the planner has
 
     predictor, job, devices = found.predictor, found.predictor.job, found.predictor.machine
@@ -101,32 +109,49 @@ def _plan(options: argparse.Namespace) -> None:
     print(report(found))
     first = found.best[0].layout
     if options.out is not None:
-        options.out.write_text(json.dumps(found.ds_config(), indent=2) + "\n")
+        with writing(options.out):
+            options.out.write_text(json.dumps(found.ds_config(), indent=2) + "\n")
         where = ["--processes", str(options.processes)] if options.nodes == 1 else ["--hostfile", "hostfile"]
         command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out), "--spec", str(options.spec)]
         command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
         print(f"\ntrain with 1: {shlex.join(command)}")
     if options.timeline is not None and first.stages == 1:
-        print(f"{options.timeline}: not drawn, as 1 has one stage and waits for no other")
+        print(f"{options.timeline}: not drawn, as 1 has one stage, which waits for no other")
     elif options.timeline is not None:
-        draw_timeline(predictor.simulate(first, keep_events=True), f"{spec.name}: {first.words()}", options.timeline)
-        print(f"{options.timeline}: its step")
+        step = predictor.simulate(first, keep_events=True)
+        with writing(options.timeline):
+            draw_timeline(step, f"{spec.name}: {first.words()}", options.timeline)
+        print(f"{options.timeline}: the step of 1")
 
 
-def _measured(job: Workload, devices: Machine) -> LayerTimes:
+def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:
+    """Return the times of layers on this machine; ``bar`` counts those that are timed."""
     import torch
-    from tqdm import tqdm
 
     from ddpm_ds.device import choose_device
-    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.observe.device_speed import LayerSeconds, measured_times
 
     device = choose_device("cpu" if devices.is_cpu else "cuda")
     if devices.is_cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // devices.devices_per_node))
-    bar = tqdm(desc="timing layers", unit="layer", disable=None)
 
     def progress(layer: Layer, images: int) -> None:
-        bar.set_postfix_str(f"{layer.name}, {images} images", refresh=False)
+        bar.set_postfix_str(f"{layer.name}, {counted(images, 'image')}", refresh=False)
         bar.update()
 
-    return measured_times(job.layers, device, job.precision, progress)
+    measure = measured_times(job.layers, device, job.precision, progress)
+
+    def times(images: int) -> Sequence[LayerSeconds]:
+        try:
+            return measure(images)
+        except (MemoryError, RuntimeError) as error:
+            from ddpm_ds.fit.measure import is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
+            raise LayoutError(
+                f"--measure ran out of memory with a layer and {counted(images, 'image')}; free the device's memory or "
+                "use a smaller --device-memory"
+            ) from None
+
+    return times

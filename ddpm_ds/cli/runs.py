@@ -12,8 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import check_writable, file_path
-from ddpm_ds.errors import OutputError
+from ddpm_ds.command_line import check_writable, file_path, writing
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
 COMPARE_DESCRIPTION = """\
@@ -33,7 +32,7 @@ docs/compare.md says how to read it.
 """
 
 NOTE_DESCRIPTION = """\
-Add to the note of a run, which MLflow shows as its description, with the date; or print it, where no text is given.
+Add to the note of a run, which MLflow shows as its description, with the date; or print it, if no text is given.
 A RUN is a folder, an id, the beginning of one or a name.
 """
 
@@ -44,10 +43,9 @@ examples
 """
 
 DIAGNOSE_DESCRIPTION = """\
-Say where the devices' time of a trained run went - useful work, bubble, communication, data wait and so on - what
-took most of it, with the numbers that show it, and the one change to try next with what it is predicted to save. It is
-what a run says at its end. The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says
-otherwise.
+Show where the devices' time of a trained run went (useful work, bubble, communication, data wait and so on), what took
+most of it, with numbers, and the one change to try next, with its predicted saving. A run prints the same at its end.
+The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says otherwise.
 """
 
 DIAGNOSE_EXAMPLES = """\
@@ -115,10 +113,8 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path} can't be written ({error.strerror}); name a file in another folder") from None
     print(f"\n{path}: {len(text.encode()) / 2**10:,.0f} KiB")
 
 

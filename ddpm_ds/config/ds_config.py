@@ -114,8 +114,9 @@ def _check_together(config: dict[str, Any]) -> None:
     if params.get("fused") and params.get("foreach"):
         raise DsConfigError("optimizer.params.fused and foreach are both true; keep one")
     pipeline = config.get("pipeline", {})
-    for name in ("in_flight", "replan"):
-        if _given(pipeline, "schedule", "planned") != "planned" and pipeline.get(name, "auto") not in ("auto", False):
+    planned = _given(pipeline, "schedule", "planned") == "planned" or _given(pipeline, "stages", None) == 1
+    for name in ("in_flight", "replan"):  # a planned schedule of one stage is recorded as 1F1B
+        if not planned and pipeline.get(name, "auto") not in ("auto", False):
             raise DsConfigError(
                 f"pipeline.{name} = {shown(pipeline[name])} belongs to a planned schedule, and pipeline.schedule is "
                 f'"{pipeline["schedule"]}"; remove one of them'

@@ -44,7 +44,7 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """Change as typed, as options of ``ddpm-ds train``."""
+        """Change as options of ``ddpm-ds train``."""
         options = []
         for name, value in self.settings.items():
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
@@ -102,11 +102,13 @@ def micro_batches(model: Model, *, more: bool) -> Ideas:
 
 
 def _sharing(model: Model, way: Setup) -> Settings:
-    """Return the settings that give the micro-batches of a setup."""
-    if model.facts.spec.train.accumulation != "auto":
-        return {"train.accumulation": way.micro_batches}
-    micro_batch = {"ds.train_micro_batch_size_per_gpu": way.micro_batch_images}
-    return {**micro_batch, "ds.gradient_accumulation_steps": way.micro_batches}
+    """Return the settings that give the micro-batches of a setup; the run's JSON has all of its own as numbers."""
+    given = model.facts.spec.train.accumulation != "auto"
+    return {
+        **({"train.accumulation": way.micro_batches} if given else {}),
+        "ds.train_micro_batch_size_per_gpu": way.micro_batch_images,
+        "ds.gradient_accumulation_steps": way.micro_batches,
+    }
 
 
 def schedules(model: Model) -> Ideas:
@@ -118,11 +120,21 @@ def schedules(model: Model) -> Ideas:
     words = (
         "An order made for the run, with weight gradients in passes of their own, leaves almost no bubble"
         if other == "planned"
-        else "The 1f1b schedule has no second visit to each rank"
+        else "The 1f1b schedule visits each rank once instead of twice"
     )
     if cut := _cut(model, now.stages, other):
         bounds, partitioned = cut
-        yield words, replace(now, schedule=other, bounds=bounds), {"ds.pipeline.schedule": other} | partitioned
+        way = replace(now, schedule=other, bounds=bounds, in_flight=None)
+        yield words, way, _scheduled(model, other) | partitioned
+
+
+def _scheduled(model: Model, schedule: Schedule) -> Settings:
+    """Return the settings that change the run's JSON to a schedule with the usual number of micro-batches in flight."""
+    pipeline: dict[str, Any] = {"schedule": schedule, "in_flight": "auto"}
+    if schedule != "planned":
+        pipeline["replan"] = False
+    given = model.job.config["pipeline"]
+    return {f"ds.pipeline.{name}": value for name, value in pipeline.items() if given.get(name, value) != value}
 
 
 def partitions(model: Model) -> Ideas:
@@ -179,16 +191,19 @@ def stages(model: Model) -> Ideas:
         bounds, partitioned = cut
         way = replace(now, stages=ranks, replicas=replicas, micro_batches=count, in_flight=None)
         way = replace(way, schedule=schedule, bounds=bounds)
-        scheduled = {"ds.pipeline.schedule": schedule} if schedule != now.schedule else {}
         words = f"{counted(ranks, 'stage')} x {counted(replicas, 'replica')} instead of {now.stages} x {now.replicas}"
-        yield words, way, {"-p": ranks, **_sharing(model, way), **scheduled, **partitioned}
+        yield words, way, {"-p": ranks, **_sharing(model, way), **_scheduled(model, schedule), **partitioned}
 
 
 def batches(model: Model, *, part: str) -> Ideas:
     """Propose a batch twice as large, by more micro-batches or by larger ones."""
     way = replace(model.now, **{part: 2 * getattr(model.now, part)})
     words = "A batch twice as large, which learns differently: look at optimizer.learning_rate too"
-    yield words, way, {"train.batch_images": way.images, **_sharing(model, way)}
+    computed = {"ds.train_batch_size": "auto"}  # what the run's JSON has as numbers that follow from the batch
+    for name in model.job.config.get("scheduler", {}).get("params", {}):
+        if name.endswith("_num_steps"):
+            computed[f"ds.scheduler.params.{name}"] = "auto"
+    yield words, way, {"train.batch_images": way.images, **computed, **_sharing(model, way)}
 
 
 def keep_activations(model: Model) -> Ideas:
@@ -215,7 +230,7 @@ def halve_messages(model: Model) -> Ideas:
 
 
 def workers(model: Model) -> Ideas:
-    """Propose as many loader processes as keep up with the steps; more than cores only to wait for a disk."""
+    """Propose as many loader processes as keep up with the steps; more than there are cores only if a disk is slow."""
     now, workers, residence = model.now, model.facts.spec.data.workers, model.facts.residence
     most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
     wait = max(rank.data_wait_seconds for rank in model.facts.ranks)
@@ -231,7 +246,7 @@ def workers(model: Model) -> Ideas:
 
 
 def windows(model: Model) -> Ideas:
-    """Propose to shuffle within windows if a full shuffle waits for the disk with every image."""
+    """Propose to shuffle within windows, if a full shuffle makes each image wait for the disk."""
     residence = model.facts.residence
     if residence is not None and residence.scattered(model.facts.spec.data.shuffle_images):
         window = residence.window
@@ -261,7 +276,7 @@ def loss_scale(model: Model) -> Ideas:
 
 
 def rarer_pauses(model: Model, *parts: str) -> Ideas:
-    """Propose checkpoints, samples or validation so rare that each takes 1 %."""
+    """Propose checkpoints, samples or validation so seldom that each takes 1 % of the time."""
     facts = model.facts
     saving, inspecting = facts.pauses.checkpoint_share, facts.pauses.inspection_share
     validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting)
@@ -273,7 +288,7 @@ def rarer_pauses(model: Model, *parts: str) -> Ideas:
         every = getattr(spec, key, None)
         if every is not None and shares[part]:
             rarer = {f"{part}.{key}": f"{factor * every:.15g}"}
-            yield f"{names[part]} {factor} times as rare", shares[part] * (1 - 1 / factor), rarer
+            yield f"{names[part]} {factor} times less often", shares[part] * (1 - 1 / factor), rarer
 
 
 _SIMPLE: dict[str, tuple[Callable[[Model], Ideas], ...]] = {

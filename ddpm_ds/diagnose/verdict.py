@@ -3,10 +3,12 @@
 All devices' time is attributed. Times measured directly in a traced step are used unchanged; waiting for other ranks is
 explained by simulating the same schedule, one cause after the other::
 
-    equal ranks, free links                                 the bubble
-    the measured ranks                                      and imbalance
-    with what loading takes on the ranks that load          and what others wait for the loader
-    the waiting that is left                                communication
+    simulated                                    explains
+    equal ranks, free links                      the bubble
+    the measured ranks                           and the imbalance
+    with loading, on the ranks that load         and waiting for the loader of another rank
+
+The waiting that is left is communication.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from statistics import fmean
 import torch
 
 from ddpm_ds.command_line import counted, gib
+from ddpm_ds.data.sources.base import printable
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
 from ddpm_ds.errors import UserError
@@ -54,7 +57,7 @@ class Verdict:
     evidence: str
     """Numbers behind the largest cost, in a sentence."""
     change: Change | None
-    """Change to try next; None if no setting of this project makes the run faster."""
+    """Change to try next; None if no change of a setting is predicted to make the run faster."""
     change_for: str
     """Cost that the change lowers: the largest for which there is one."""
     processes: int
@@ -116,7 +119,7 @@ def text(found: Verdict, run_dir: Path) -> str:
             lines.append(f"Nothing is predicted to lower that. Against {names[found.change_for]}:")
         faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
         files = {"--spec": run_dir / "spec.yaml", "--deepspeed_config": run_dir / "ds_config.json"}
-        same = " ".join(f"{option} {shlex.quote(str(path))}" for option, path in files.items())
+        same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
         command = f"ddpm-ds train {same} --processes {found.processes} {found.change.edit}"
         lines += [f"try next: {command}", _wrapped(f"{found.change.words}. Predicted: {faster}.")]
     return "\n".join(lines) + "\n"
@@ -244,8 +247,8 @@ def _evidence(model: Model, cost: str, share: float) -> str:
         case "imbalance":
             busy = [now.micro_batches * rank.pass_seconds for rank in ranks]
             return (
-                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of a rank "
-                f"{_seconds(fmean(busy))} in the mean, and the others wait for it"
+                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of all ranks "
+                f"{_seconds(fmean(busy))} on average, and the others wait for it"
             )
         case "communication":
             clause = f"{_seconds(share * facts.step_seconds)} of {step} go to messages and gradients"
@@ -263,7 +266,7 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             return f"rank {number} waits {wait} of {step} for the next images, {_slow_reading(facts)}"
         case "transfers":
             number, load = longest("load_seconds")
-            return f"rank {number} takes {load} of {step} to bring images to its device and to noise them"
+            return f"rank {number} takes {load} of {step} to bring images to its device and add noise to them"
         case "overflow steps":
             found = facts.overflows
             return (
@@ -296,11 +299,12 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             passes = fmean(rank.pass_seconds for rank in ranks)
             reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
             return (
-                f"of {_seconds(passes)} that a micro-batch of {counted(now.micro_batch_images, 'image')} takes a rank, "
-                f"{_seconds(model.startup_seconds)} are what its layers take before they compute{reached}"
+                f"of the {_seconds(passes)} that a rank takes for a micro-batch of "
+                f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(model.startup_seconds)} "
+                f"before they compute{reached}"
             )
     other = _seconds(fmean(rank.other_seconds for rank in ranks))
-    return f"{other} of {step} are in no instruction: Python between them; --profile-kernels FIRST-LAST shows more"
+    return f"{other} of {step} are Python between instructions; --profile-kernels FIRST-LAST shows more"
 
 
 def _slow_reading(facts: FinishedRun) -> str:

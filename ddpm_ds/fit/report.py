@@ -23,8 +23,6 @@ class Found:
     task: Task
     trials: tuple[TriedSize, ...]
     """Trials in ascending order of size."""
-    is_limit: bool
-    """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
 
     @property
     def layout(self) -> TrialLayout:
@@ -33,6 +31,11 @@ class Found:
     @property
     def fitting(self) -> tuple[TriedSize, ...]:
         return tuple(trial for trial in self.trials if trial.fits)
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
+        return self.trials[-1].fits
 
     @property
     def largest(self) -> TriedSize:
@@ -99,7 +102,7 @@ def why(found: Sequence[Found]) -> str:
     if others := [one for one in found if one is not best]:
         second = winner(others)
         share = second.knee.images_per_second / chosen.images_per_second
-        sentences.append(f"Of the other layouts {second.layout} is next, with {share:.0%} of its images/s.")
+        sentences.append(f"The next best layout, {second.layout}, reaches {share:.0%} of these images/s.")
     sentences += [
         f"{one.layout}: {one.largest.micro_batch_images} is the largest that could be tried, not the memory's limit."
         for one in found

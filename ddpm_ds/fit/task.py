@@ -9,15 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import counted
-from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.command_line import MOST_BATCH, counted
+from ddpm_ds.config.ds_config import divisors, read_ds_config, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
-
-LARGEST = 2**20
-"""Maximum micro-batch of a search, in images."""
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -83,11 +80,11 @@ class Task:
     hang_seconds: float
     """Maximum seconds that a trial may take for a step; after that it counts as hung."""
     sizes: tuple[int, ...] = ()
-    """Micro-batches to choose from, ascending; empty means every size."""
+    """Micro-batches to choose from, ascending; empty means every size with which the batch can still grow."""
 
     @property
     def candidates(self) -> Sequence[int]:
-        return self.sizes or range(1, LARGEST + 1)
+        return self.sizes or range(1, MOST_BATCH // (self.layout.replicas * (self.accumulation or 1)) + 1)
 
     def choosing_from(self, asked: Sequence[int]) -> Task:
         """Return the task with its ``sizes`` filled in: those ``asked`` for, or every possible one if none are.
@@ -100,7 +97,8 @@ class Task:
         """
         train, layout = self.load_spec(1).train, self.layout
         if self.accumulation is not None:
-            self._check(1)
+            for size in asked or (1,):
+                self._check(size)
             return replace(self, sizes=tuple(asked))
         batch, wanted = train.batch_images, train.accumulation
         if wanted != "auto":
@@ -115,7 +113,7 @@ class Task:
                 f"--set train.batch_images={more}, other --layouts or --accumulation"
             )
         share = batch // layout.replicas
-        dividing = [size for size in range(1, share + 1) if share % size == 0]
+        dividing = divisors(share)
         if odd := [size for size in asked if share % size]:
             raise LayoutError(
                 f"--micro-batch {odd[0]} does not divide the {share} images of a replica (train.batch_images = "

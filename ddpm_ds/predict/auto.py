@@ -88,8 +88,8 @@ def planned_again(
 ) -> tuple[Program, ...]:
     """Return the programs of a planned schedule by the seconds of a trace's summary.
 
-    Of what is not measured the computed share counts: weight gradients in whole backwards, and what a pass of weight
-    gradients takes once for all its micro-batches.
+    Two parts of a backward are not measured, and have their computed share of it: weight gradients in whole backwards,
+    and what a pass of weight gradients takes once for all its micro-batches.
     """
     predictor = _predictor(spec, ds.blocks, ds.layout.world_size)
     layout = Candidate.of(ds, int(ds.checkpoint_interval))

@@ -83,7 +83,7 @@ def step_costs(
 def weight_share(layer: Layer) -> float:
     """Return the weight gradients' share of a layer's backward: half, if all its products are with weights."""
     of_weights = layer.weights * math.prod(layer.output_shape[1:])
-    return 0.5 * min(1.0, of_weights / layer.macs) if layer.macs else 0.0
+    return 0.5 * min(1.0, of_weights / layer.macs)
 
 
 def planned_costs(
@@ -133,8 +133,7 @@ def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int
 
 def grid(machine: Machine, layout: Candidate) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
-    across = "stages" if layout.across == "auto" else layout.across
-    return _grid(layout.stages, layout.replicas, across, machine.devices_per_node)
+    return _grid(layout.stages, layout.replicas, layout.apart, machine.devices_per_node)
 
 
 def link(machine: Machine, layout: Candidate) -> Links:
@@ -151,8 +150,9 @@ def link(machine: Machine, layout: Candidate) -> Links:
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Candidate) -> float:
     """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
-    links = [link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
-    return 2 * layout.micro_batch_images * job.stored_bytes / min(links, default=machine.link_bandwidth)
+    between = link(machine, layout)
+    speeds = [between(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
+    return 2 * layout.micro_batch_images * job.stored_bytes / min(speeds, default=machine.link_bandwidth)
 
 
 def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
@@ -168,7 +168,7 @@ def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
 
 
 def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:
-    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1)."""
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes) or gather them (one)."""
     count = layout.replicas
     if count == 1 or not size:
         return 0.0

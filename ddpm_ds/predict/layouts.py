@@ -84,7 +84,7 @@ class Candidate:
     offload: bool
     """Whether Adam's state and the averaged weights are in host memory."""
     across: AcrossHosts | Literal["auto"] = "auto"
-    """Axis that is split over nodes; "auto" where it makes no difference."""
+    """Axis that is split over nodes; "auto" if it makes no difference."""
     in_flight: int | None = None
     """Most micro-batches that a rank of a planned pipeline holds; None for the usual number."""
 
@@ -105,8 +105,9 @@ class Candidate:
 
     @property
     def most_held(self) -> int:
-        """Most micro-batches that a rank of a planned pipeline holds, or a single stage, whose weight gradients it then
-        computes together; usually one there.
+        """Most micro-batches that a rank of a planned pipeline holds.
+
+        A single stage usually holds one; if it holds several, it computes their weight gradients together.
         """
         if self.stages == 1:
             return self.in_flight or 1
@@ -120,7 +121,7 @@ class Candidate:
 
     @property
     def apart(self) -> AcrossHosts:
-        """Axis that is split over nodes, where there are several."""
+        """Axis that is split over nodes, if there are several nodes."""
         if self.across == "auto":
             return "replicas" if self.stages == 1 else "stages"
         return self.across
@@ -173,7 +174,10 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
     config = copy.deepcopy(dict(job.config))
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
     config["gradient_accumulation_steps"] = layout.micro_batches
-    config.setdefault("pipeline", {}).update(
+    pipeline = config.setdefault("pipeline", {})
+    if layout.schedule != "planned":
+        pipeline.pop("replan", None)  # only a planned schedule has it
+    pipeline.update(
         stages=layout.stages,
         schedule=layout.schedule,
         in_flight=layout.in_flight or "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from ddpm_ds.command_line import GIB
@@ -141,10 +142,10 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if unknown."""
-    plain = name.lower().replace(" ", "").replace("geforce", "")
-    if "a100" in plain:
+    plain = name.lower().replace("rtx ", "rtx")
+    if re.search(r"a100(?!\d)", plain):
         return "a100-80" if "80gb" in plain else "a100-40"
-    return next((kind for kind in KINDS if kind != "cpu" and kind in plain), None)
+    return next((kind for kind in KINDS if re.search(rf"{kind}(?!\d)", plain)), None)  # an L40 is no L4
 
 
 def this_machine(sharing: int) -> tuple[str | None, int]:

@@ -164,7 +164,7 @@ def stage_table(plan: RunPlan) -> str:
 def hosts_line(plan: RunPlan) -> str | None:
     """Return a line on the bytes that cross hosts in a step, for both axes across hosts; None for one host."""
     if not plan.hosts:
-        return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
+        return "hosts        of different sizes: placement and traffic are known once the ranks have met"
     if not plan.several_hosts:
         return None
     sizes, wires = list(Counter(plan.hosts).values()), traffic(plan.grid(), plan.exchange)

@@ -47,6 +47,9 @@ def plan(
         DsConfigError: the JSON can't be read, or training would refuse it.
         LayoutError: no layout divides devices, layers and batch, or none fits; or the devices are unknown.
     """
+    for name, number in (("processes", processes), ("nodes", nodes), ("top", top)):
+        if number < 1:
+            raise LayoutError(f"{name} = {number} leaves nothing to plan; use 1 or more")
     config = read_ds_config(ds_config, overrides)
     check_ds_config(config, ds_config)
     if device_kind is None:

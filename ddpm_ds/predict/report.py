@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpm_ds.command_line import GIB, aligned, gib
+from ddpm_ds.command_line import GIB, aligned, counted, gib
 from ddpm_ds.observe.pictures import draw_step
 from ddpm_ds.predict.predictor import Prediction
 from ddpm_ds.predict.search import Plan
@@ -32,7 +32,7 @@ def why(plan: Plan) -> str:
     """Return sentences: why the first layout is fastest, what crosses nodes, what more memory would do."""
     machine, (first, *others) = plan.predictor.machine, plan.best
     sentences = [
-        f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "
+        f"1 is the fastest of {counted(plan.fitting, 'layout')} that fit; {plan.misfits:,} don't. Its devices spend "
         f"{first.pass_seconds / first.step_seconds:.0%} of the step in forwards and backwards, "
         f"{first.update_seconds / first.step_seconds:.0%} on gradients and weights and wait for {first.bubble:.0%}."
     ]

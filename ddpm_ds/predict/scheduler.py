@@ -82,8 +82,8 @@ def planned(
 def _whole(
     programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
 ) -> tuple[Program, ...]:
-    """Merge input gradients with weight gradients that directly follow alone, in some phases of some ranks, into whole
-    backwards.
+    """Merge the input gradients of a micro-batch with its weight gradients into a whole backward, if they follow
+    directly and alone; ``where`` selects ranks and phases.
     """
     joined = []
     for rank, own in enumerate(programs):

@@ -1,8 +1,8 @@
 """Predictions of a traced step laid out another way, with the planner's models of time and memory.
 
-The planner takes its rates from data sheets. Here they come from the trace: a stage's seconds are shared out to its
-layers by their flops, the links are as slow as explains the waiting that the schedule does not explain, and loading,
-sending, reducing and updating go as fast as they did.
+The planner takes its rates from data sheets. Here they come from the trace: a stage's seconds are divided among its
+layers by their flops, links have the bandwidth that accounts for the waiting that the schedule does not explain, and
+loading, sending, reducing and updating keep their rates.
 """
 
 from __future__ import annotations

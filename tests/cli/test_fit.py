@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from ddpm_ds.cli.fit import add_fit
+from ddpm_ds.cli.fit import _report, add_fit
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import UserError
-from tests.launching import REPOSITORY
+from ddpm_ds.fit.report import Found
+from ddpm_ds.fit.trial import TriedSize
+from ddpm_ds.predict.plan import plan_run
+from tests.fit.test_task import task
+from tests.launching import REPOSITORY, write_json
 
 ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 
@@ -58,6 +65,23 @@ def test_a_wrong_json_is_refused_as_training_refuses_it(tmp_path: Path) -> None:
     wrong.write_text('{"optimizer": {"type": "AdamW", "params": {"torch_adam": true}}, "gradient_cliping": 1.0}')
     with pytest.raises(UserError, match=r"wrong\.json: gradient_cliping is unknown; did you mean gradient_clipping"):
         fit(config=wrong)
+
+
+def test_training_accepts_the_command_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without ``--out`` it changes what the JSON says of the batch, which grows."""
+    config = write_json(tmp_path / "ds.json", json.loads(ZERO.read_text()) | {"train_batch_size": 64})
+    of = task(accumulation=8, config=config)
+    size = TriedSize(4, 8, 32, fits=True, why="", step_seconds=[0.1], rank_peak_bytes=[1], checkpoint_interval=0)
+    options = argparse.Namespace(out=None, json=None, plot=None)
+    _report(options, [Found(of, (size,))])
+    words = shlex.split(capsys.readouterr().out.rpartition("train with it: ")[2])
+    overrides = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+    layout = plan_run(of.spec, overrides, config, world_size=1, stages=None).ds.layout
+    assert (layout.batch_images, layout.micro_batch_images, layout.micro_batches) == (32, 4, 8)
+
+    options.json = Path("/dev/full")
+    with pytest.raises(UserError, match=r"^/dev/full can't be written \(No space left on device\); name a file in"):
+        _report(options, [Found(of, (size,))])
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

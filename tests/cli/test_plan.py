@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,25 @@ def test_timed_layers_are_planned_with(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("ddpm_ds.observe.device_speed.ENOUGH_SECONDS", 0.0)
-    plan(tmp_path, "--processes", "2", "--device-kind", "cpu", "--measure", "--top", "1")
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    with contextlib.redirect_stderr(screen):
+        plan(tmp_path, "--processes", "2", "--device-kind", "cpu", "--measure", "--top", "1")
     assert "layers   timed on this machine" in capsys.readouterr().out
+    assert "\rtiming layers: 0 layers" in screen.getvalue() and screen.getvalue().endswith("\r")  # and it is gone
     assert (tmp_path / "ddpm_ds" / "layer_times.json").exists()
+
+
+def test_memory_that_ends_while_layers_are_timed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_layer(*told: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ddpm_ds.observe.device_speed.time_layer", time_layer)
+    with pytest.raises(
+        UserError, match=r"^--measure ran out of memory with a layer and \d+ images?; free the device's"
+    ):
+        plan(tmp_path, "--processes", "2", "--device-kind", "cpu", "--measure")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +99,8 @@ def test_timed_layers_are_planned_with(
         ("--processes 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
         ("--processes 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
         ("--processes 2 --timeline .", "--timeline . can't be written"),
+        ("--processes 1 --device-kind l4 --out /dev/full", "/dev/full can't be written (No space left on device)"),
+        ("--processes 2 --device-kind l4 --bandwidth 1MB/s --timeline /dev/full", "/dev/full can't be written"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path: Path, options: str, message: str) -> None:

@@ -272,6 +272,8 @@ def test_a_list_of_cuts_makes_its_number_of_stages_and_with_the_stages_its_sched
 
 def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert filled(config(pipeline__in_flight=3), world_size=2, stages=2).in_flight == 3
+    recorded = filled(config(pipeline__in_flight=3, pipeline__replan=True))
+    assert recorded.schedule == "1f1b" and filled(recorded.as_json()) == recorded
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 

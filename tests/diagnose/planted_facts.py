@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
+from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
@@ -37,6 +38,10 @@ class Bench:
     """None makes the ranks' flops as equal as can be."""
     interval: int = 0
     in_flight: int | None = None
+    replan: bool = False
+    accumulation: int | Literal["auto"] = "auto"
+    """Of the spec."""
+    warmup_images: int = 0
     workers: int = 0
     zero_stage: int = 0
     start_seconds: float = 1e-6
@@ -50,8 +55,11 @@ class Bench:
 
     @cached_property
     def job(self) -> Workload:
-        spec = tiny_spec(train={"batch_images": BATCH}, data={"workers": self.workers})
-        return Workload(spec, self.config, on_cpu=True)
+        train = {"batch_images": BATCH, "accumulation": self.accumulation}
+        spec = tiny_spec(train=train, data={"workers": self.workers}, optimizer={"warmup_images": self.warmup_images})
+        world_size = self.ranks * self.replicas
+        resolved = resolve(self.config, spec, world_size=world_size, stages=self.ranks, path="planted")
+        return Workload(spec, resolved.as_json(), on_cpu=True)  # as a run records it
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -73,6 +81,7 @@ class Bench:
         """The DeepSpeed JSON with which it would be trained."""
         return {
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+            "scheduler": {"type": "WarmupLR"},
             "train_micro_batch_size_per_gpu": self.images,
             "gradient_accumulation_steps": self.micro_batches,
             "zero_optimization": {"stage": self.zero_stage},
@@ -80,6 +89,7 @@ class Bench:
                 "stages": self.ranks,
                 "schedule": self.schedule,
                 "in_flight": self.in_flight or "auto",
+                "replan": self.replan,
                 "partition": list(self.cuts) if self.cuts else "measured",
                 "activation_checkpoint_interval": self.interval,
             },

@@ -14,7 +14,7 @@ import yaml
 
 from ddpm_ds.data.cache import Kind
 from ddpm_ds.data.residence import Residence
-from ddpm_ds.diagnose.changes import Change
+from ddpm_ds.diagnose.changes import _FAR, _SIMPLE, Change
 from ddpm_ds.diagnose.verdict import USEFUL, Verdict, shares, tags, text, verdict
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
@@ -97,6 +97,25 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config))
     plan_run(spec, overrides, config, world_size=facts.setup.stages * facts.setup.replicas, stages=stages)
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        Bench(micro_batches=8, accumulation=8, warmup_images=320, replicas=2),
+        Bench(schedule="folded", micro_batches=8, cuts=(2, 8, 15)),
+        Bench(schedule="planned", micro_batches=8, in_flight=3, replan=True),
+        Bench(ranks=1, micro_batches=8, in_flight=4, replan=True, replicas=2),
+    ],
+)
+def test_training_accepts_every_change_that_is_proposed(bench: Bench, tmp_path: Path) -> None:
+    """The run's JSON has numbers that follow from others; a change of one takes the others with it."""
+    facts = bench.traced()
+    sources = {source for table in (_SIMPLE, _FAR) for sources in table.values() for source in sources}
+    changes = [Change(words, 0.1, settings) for source in sources for words, _, settings in source(Model(facts))]
+    assert any("train.batch_images" in change.settings for change in changes)
+    for change in changes:
+        check_accepted(facts, change, tmp_path)
 
 
 def changed(bench: Bench, change: Change) -> Bench:

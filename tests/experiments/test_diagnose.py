@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -109,10 +110,11 @@ def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
 
 
 def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = write_run(tmp_path / "alone", Bench(cuts=(3,)).traced())
+    run_dir = write_run(tmp_path / os.fsdecode(b"al\xffone"), Bench(cuts=(3,)).traced())
     assert main(["diagnose", str(run_dir), "--runs", str(tmp_path)]) == 0
     said = capsys.readouterr()
-    assert "largest cost: imbalance" in said.out
+    assert "largest cost: imbalance" in said.out and "al\\xffone/spec.yaml" in said.out
+    assert (run_dir / "verdict.txt").read_text() == said.out
     assert said.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
     assert len(said.err.splitlines()) == 1
 
@@ -127,6 +129,7 @@ def test_a_run_that_can_not_be_judged_is_one_line(
         ("slwo", "slwo is no run .*did you mean slow"),
         (str(tmp_path / "empty"), "is not the folder of a run"),
         ("away", "the folder of run away is not on this machine"),
+        ("a" * 300, "/identity can't be read .File name too long"),
         ("slow", "no step was traced; train with --trace-steps FIRST-LAST"),
     ):
         assert main(["diagnose", name, "--runs", str(store.root)]) == 2

@@ -23,10 +23,8 @@ def trial(size: int, speed: float, gibibytes: float = 0.0) -> TriedSize:
     return TriedSize(size, 64 // size, 64, bool(speed), why, seconds, [int(gibibytes * GIB), GIB // 8], 0)
 
 
-ONE = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), trial(4, 100, 2), trial(8, 0)), is_limit=False)
-OTHER = Found(
-    task(stages=2), (trial(1, 40, 0.25), trial(2, 60, 0.5), trial(4, 90, 1), trial(8, 50, 1.5)), is_limit=True
-)
+ONE = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), trial(4, 100, 2), trial(8, 0)))
+OTHER = Found(task(stages=2), (trial(1, 40, 0.25), trial(2, 60, 0.5), trial(4, 90, 1), trial(8, 50, 1.5)))
 
 
 def test_the_winner_is_the_layout_with_the_fastest_knee() -> None:
@@ -35,7 +33,7 @@ def test_the_winner_is_the_layout_with_the_fastest_knee() -> None:
     said = why([OTHER, ONE])
     assert "Train with 1 stage x 2 replicas and micro-batches of 2: 97 images/s in 1.00 GiB, within 5%" in said
     assert "(4: 100 images/s in 2.00 GiB). The largest that fits is 4: 100 images/s in 2.00 GiB." in said
-    assert "2x1 is next, with 93% of its images/s" in said
+    assert "The next best layout, 2x1, reaches 93% of these images/s." in said
     assert "2x1: 8 is the largest that could be tried, not the memory's limit" in said
     assert "1x2: " not in said
 
@@ -70,7 +68,7 @@ def test_crosses_are_where_something_was_measured(tmp_path: Path, monkeypatch: p
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     over = replace(trial(4, 70, 3), fits=False, why="rank 0 took over 2.00 GiB")
-    found = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), over, trial(8, 0, 1.5)), is_limit=False)
+    found = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), over, trial(8, 0, 1.5)))
     draw([found], "a test", 2 * GIB, tmp_path / "fit.png")
     lines = [[line for line in axes.lines if line.get_marker() == "x"] for axes in figures[0].axes]
     crosses = [[np.ravel(line.get_xydata()).tolist() for line in those] for those in lines]
@@ -80,4 +78,4 @@ def test_crosses_are_where_something_was_measured(tmp_path: Path, monkeypatch: p
 def test_the_knee_is_the_smallest_that_is_nearly_the_fastest() -> None:
     for speeds, knee in (({1: 50, 2: 94.9, 4: 95, 8: 100, 16: 90}, 4), ({1: 50, 2: 40}, 1), ({8: 99, 32: 100}, 8)):
         trials = tuple(trial(size, speed) for size, speed in speeds.items())
-        assert Found(task(), trials, is_limit=True).knee.micro_batch_images == knee
+        assert Found(task(), trials).knee.micro_batch_images == knee

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.command_line import MOST_BATCH
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.task import LARGEST, Task, TrialLayout, largest_fitting
+from ddpm_ds.fit.task import Task, TrialLayout, largest_fitting
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -47,7 +48,9 @@ def test_the_batch_stays_so_a_replicas_share_is_a_number_of_micro_batches(
 
 def test_with_accumulation_any_micro_batch_is_possible_and_the_batch_grows(tmp_path: Path) -> None:
     of = task("train.batch_images=48", "train.accumulation=6", accumulation=4, replicas=2)
-    assert of.choosing_from([]).candidates == range(1, LARGEST + 1)
+    possible = of.choosing_from([]).candidates
+    assert possible == range(1, MOST_BATCH // 8 + 1)
+    assert of.load_spec(possible[-1]).train.batch_images == MOST_BATCH
     assert of.choosing_from([5, 7]).candidates == (5, 7)
     plan = of.plan(7, tmp_path)
     assert plan.ds.layout.batch_images == plan.spec.train.batch_images == 2 * 4 * 7
@@ -69,6 +72,7 @@ def test_what_the_json_says_of_its_own_micro_batch_is_replaced(tmp_path: Path) -
         (task(config=FOLDED, stages=2), [32], LayoutError, "needs 4 micro-batches or more"),
         (task(config=FOLDED, replicas=2), [], LayoutError, "has nothing to fold on one stage"),
         (task(config=FOLDED, accumulation=3, stages=2), [], LayoutError, "needs 4 micro-batches or more"),
+        (task(accumulation=4), [2**19], SpecError, "train.batch_images = 2097152 should be a"),
         (task("train.accumulation=4"), [], SpecError, "leaves one micro-batch to try; use --set train"),
     ],
 )

@@ -84,7 +84,7 @@ def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
 def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
     before = plan(())
     line = hosts_line(before)
-    assert line is not None and "known when the ranks have met" in line and before.across == "stages"
+    assert line is not None and "known once the ranks have met" in line and before.across == "stages"
     after = hosts_line(on_hosts(before, ["a", "a", "a", "b"]))
     assert after is not None and after.startswith("hosts        3 + 1 processes, stages across hosts: ")
 
