@@ -187,7 +187,8 @@ def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
         )
     for cut, mirror in zip(bounds[1:ranks], reversed(bounds[ranks + 1 : -1]), strict=True):
         if live[cut] != live[mirror]:
-            fitting = [str(other) for other in range(turns[0], len(layers)) if live[other] == live[cut]]
+            after = range(bounds[ranks] + 1, len(layers))
+            fitting = [str(other) for other in after if live[other] == live[cut]] or ["none after the turn"]
             raise LayoutError(
                 f"pipeline.partition: the cuts {cut} and {mirror} are not mirrored: {live[cut]} skips are alive at one "
                 f"and {live[mirror]} at the other; with {cut} goes {' or '.join(fitting)}"
