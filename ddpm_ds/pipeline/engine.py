@@ -50,7 +50,8 @@ class Objective(Protocol):
 
 
 CAUTIOUS_STEPS = 2
-"""Number of a process's first steps, in which kernels are loaded and the allocator reaches its peak."""
+"""Number of steps until kernels are loaded and the allocator has reached its peak. Skipped steps don't count, since the
+optimizer allocates its moments in the first step that it takes."""
 
 
 class UnetPipelineEngine(PipelineEngine):
@@ -251,7 +252,6 @@ class UnetPipelineEngine(PipelineEngine):
         scale = insides.loss_scale(self)
         self._step_loss_scale = scale
         by_host = runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
-        self._cautious_steps = max(self._cautious_steps - 1, 0)
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host)
         self._flights.clear()
@@ -260,6 +260,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._flights.clear()
         for channels in self._channels:
             channels.drain()
+        if self.was_step_applied():
+            self._cautious_steps = max(self._cautious_steps - 1, 0)
         self.images_seen += self.train_batch_size()
         self._watch_scale_floor(scale)
         return self.loss_sum / self.micro_batches
