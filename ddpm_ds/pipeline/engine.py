@@ -104,7 +104,7 @@ class UnetPipelineEngine(PipelineEngine):
         self.images_seen = 0
         """Number of images of all completed steps."""
         self.skipped_images = 0
-        """Positions of the training sequence that are left out, after bad numbers; what is random follows the sum."""
+        """Number of images left out after bad numbers; an image's index counts them too."""
         self.consecutive_overflows_at_floor = 0
         """Number of consecutive optimizer steps that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)

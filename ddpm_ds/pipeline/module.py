@@ -181,7 +181,7 @@ def warm_up(
                 module(inputs)
             continue
         leaves = [tensor for tensor in inputs if tensor.is_floating_point()] if index else []
-        for leaf in leaves[index == 1 and 0 in modules :]:  # the image is no layer's output, but may have been received
+        for leaf in leaves[index == 1 and 0 in modules :]:  # the image needs no gradient, unless it was received
             leaf.requires_grad_()
         if recompute:
             outputs = checkpoint(module, inputs, use_reentrant=False, preserve_rng_state=False)
