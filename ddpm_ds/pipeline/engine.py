@@ -137,7 +137,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def own_layers(self, *phases: int) -> dict[int, nn.Module]:
         """Return the layers of this rank's stages of some phases (default: all), by their index in the list."""
-        ends = (self.module.ends(phase) for phase in phases or range(self.phases))
+        ends = (self.module.phase_bounds[phase] for phase in phases or range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
     def _weighted_parts(self, *phases: int) -> list[Weighted]:
@@ -145,7 +145,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
-        (first, stop), own = self.module.ends(phase), self.stage_id
+        (first, stop), own = self.module.phase_bounds[phase], self.stage_id
         before, after = neighbours(self.module.schedule, self.num_stages, own, phase)
 
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:

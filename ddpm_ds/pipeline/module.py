@@ -60,10 +60,6 @@ class UnetPipelineModule(PipelineModule):
         ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
 
-    def ends(self, phase: int) -> tuple[int, int]:
-        """Return the layers [first, stop) of this rank's stage of a phase."""
-        return self.phase_bounds[phase]
-
     def walk(self, phase: int, carry: Carry) -> Any:
         """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
         return self(carry)
