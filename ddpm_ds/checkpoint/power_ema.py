@@ -204,7 +204,8 @@ class Reconstruction:
                 read = self.read(span.name)
                 if not read.isfinite().all():
                     raise CheckpointError(
-                        f"{span.name} of {self.path} is not finite or beyond fp16; use others with --at"
+                        f"the average of {span.name} is not finite: a snapshot up to {self.path} has values that are "
+                        "not, or were beyond fp16; use earlier ones with --at"
                     )
                 yield read.numpy().data
 

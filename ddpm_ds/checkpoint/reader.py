@@ -35,7 +35,8 @@ from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import open_tensors, sync, temporary_beside
 
-ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+STORED: dict[str, torch.dtype] = dict(DTYPES.values())
+"""PyTorch's data types by their names in safetensors files."""
 
 
 class Reader:
@@ -139,7 +140,7 @@ def write_tensors(
     entries: dict[str, object] = {"__metadata__": metadata}
     at = 0
     for key, dtype, shape in tensors:
-        end = at + math.prod(shape) * ELEMENT_BYTES[dtype]
+        end = at + math.prod(shape) * STORED[dtype].itemsize
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -238,7 +238,7 @@ def _lacks(
     """Describe what is missing, where it was written, and which hosts have the rest."""
 
     def about(host: str) -> str:
-        return " (it has that no more)" if host in groups.hosts else " (a host that is not in this run)"
+        return " (where it no longer is)" if host in groups.hosts else " (a host that is not in this run)"
 
     rest = ", ".join(
         f"host {groups.hosts[rank]} has {', '.join(name for name in here if name != STATE) or 'none of the others'}"
@@ -247,7 +247,7 @@ def _lacks(
     parts = [f"checkpoint {path.name} lacks {written(manifest, gone, about)}"]
     if any(groups.hosts):
         parts.append(rest)
-    if any(name in manifest.places for name in gone):
+    if any(name in manifest.places and manifest.places[name].host not in groups.hosts for name in gone):
         parts.append(BRING_BACK)
     return "; ".join(parts)
 

@@ -46,7 +46,7 @@ from ddpm_ds.checkpoint.manifest import (
     StoredDtype,
     manifest_of,
 )
-from ddpm_ds.checkpoint.reader import write_tensors
+from ddpm_ds.checkpoint.reader import STORED, write_tensors
 from ddpm_ds.files import replace_file, write_file
 
 
@@ -57,9 +57,6 @@ class Fragment(NamedTuple):
     name: str
     start: int
     values: Tensor  # (length,) fp32, any device
-
-
-DTYPES: dict[StoredDtype, torch.dtype] = {"F32": torch.float32, "F16": torch.float16}
 
 
 class HostCopy:
@@ -125,7 +122,7 @@ class Writer:
         self._saved = True
         self.why_not = ""
         """Reason, on rank 0, why the last checkpoint that was not saved was not, and what is there instead."""
-        self._host = HostCopy(DTYPES[self._dtype])
+        self._host = HostCopy(STORED[self._dtype])
         if groups.leads:
             with contextlib.suppress(OSError):
                 clean(folder)

@@ -133,13 +133,12 @@ class FlopsProfile(Observer):
         if instruction.name != "ForwardPass" or phase not in self._left:
             execute()
             return
-        first, stop = self._engine.module.ends(phase)
-        modules = {index: self._engine.module.get_submodule(str(index)) for index in range(first, stop)}
+        modules = self._engine.own_layers(phase)
         seconds, text = profile_layers(modules, execute, self._settings, step=self._step)
         images = self._engine.micro_batch_size
         costs = {
             layer.name: Cost(layer.parameters, layer.macs * images, 2 * layer.macs * images, took)
-            for layer, took in zip(self._layers[first:stop], seconds, strict=True)
+            for layer, took in zip((self._layers[index] for index in modules), seconds, strict=True)
         }
         assert self._found is not None
         self._found.append(StageProfile(self._left.pop(phase), dist.get_rank(), costs, text))

@@ -5,7 +5,7 @@ A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layer
 and 2P - 1 - r, cut in mirrored pairs, so that every skip is made and used on one rank.
 
 The number of live skips rises along the encoder and falls along the decoder. A cut of the encoder and a cut of the
-decoder are mirrored where that number is the same: between them the skips of the layers between are made and used::
+decoder are mirrored if that number is the same at both: then every skip made between them is used between them::
 
     live skips   1    2    3         3    2    1
     layers     0 ─┬── ─┬── ─┬── turn ─┬── ─┬── ─┬─ n
@@ -187,7 +187,8 @@ def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
         )
     for cut, mirror in zip(bounds[1:ranks], reversed(bounds[ranks + 1 : -1]), strict=True):
         if live[cut] != live[mirror]:
-            fitting = [str(other) for other in range(turns[0], len(layers)) if live[other] == live[cut]]
+            after = range(bounds[ranks] + 1, len(layers))
+            fitting = [str(other) for other in after if live[other] == live[cut]] or ["none after the turn"]
             raise LayoutError(
                 f"pipeline.partition: the cuts {cut} and {mirror} are not mirrored: {live[cut]} skips are alive at one "
                 f"and {live[mirror]} at the other; with {cut} goes {' or '.join(fitting)}"

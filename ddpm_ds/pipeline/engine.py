@@ -50,7 +50,8 @@ class Objective(Protocol):
 
 
 CAUTIOUS_STEPS = 2
-"""Number of a process's first steps, in which kernels are loaded and the allocator reaches its peak."""
+"""Number of steps until kernels are loaded and the allocator has reached its peak. Skipped steps don't count, since the
+optimizer allocates its moments in the first step that it takes."""
 
 
 class UnetPipelineEngine(PipelineEngine):
@@ -103,7 +104,7 @@ class UnetPipelineEngine(PipelineEngine):
         self.images_seen = 0
         """Number of images of all completed steps."""
         self.skipped_images = 0
-        """Positions of the training sequence that are left out, after bad numbers; what is random follows the sum."""
+        """Number of images left out after bad numbers; an image's index counts them too."""
         self.consecutive_overflows_at_floor = 0
         """Number of consecutive optimizer steps that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)
@@ -136,7 +137,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def own_layers(self, *phases: int) -> dict[int, nn.Module]:
         """Return the layers of this rank's stages of some phases (default: all), by their index in the list."""
-        ends = (self.module.ends(phase) for phase in phases or range(self.phases))
+        ends = (self.module.phase_bounds[phase] for phase in phases or range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
     def _weighted_parts(self, *phases: int) -> list[Weighted]:
@@ -144,7 +145,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
-        (first, stop), own = self.module.ends(phase), self.stage_id
+        (first, stop), own = self.module.phase_bounds[phase], self.stage_id
         before, after = neighbours(self.module.schedule, self.num_stages, own, phase)
 
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
@@ -251,7 +252,6 @@ class UnetPipelineEngine(PipelineEngine):
         scale = insides.loss_scale(self)
         self._step_loss_scale = scale
         by_host = runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
-        self._cautious_steps = max(self._cautious_steps - 1, 0)
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host)
         self._flights.clear()
@@ -260,6 +260,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._flights.clear()
         for channels in self._channels:
             channels.drain()
+        if self.was_step_applied():
+            self._cautious_steps = max(self._cautious_steps - 1, 0)
         self.images_seen += self.train_batch_size()
         self._watch_scale_floor(scale)
         return self.loss_sum / self.micro_batches

@@ -36,13 +36,13 @@ class ForwardPipeline:
         """Whether this rank gives inputs and takes predictions."""
         self._channels = [engine.stage_channels(phase, images) for phase in range(engine.phases)]
         self._back = StageChannels()
-        """Way back of predictions, where the last stage is on another rank than the first."""
+        """Way back of predictions, if the last stage is on another rank than the first."""
         if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
             shape = (images, *engine.module.unet_layers[0].output_shape)
             back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
             self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
         self._under_way: deque[Carry] = deque()
-        """What this rank keeps of calls until it ends them: emb and skips in a fold; at its turn h before them."""
+        """Tensors that this rank keeps of each unfinished call: in a fold emb and skips, at its turn preceded by h."""
 
     @torch.no_grad()
     def run(

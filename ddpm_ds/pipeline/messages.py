@@ -245,8 +245,8 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
     """Connect this rank's edges of its pipeline; all ranks call this, with the global ranks of all ``pipelines``.
 
     All ranks make the groups in one order, since PyTorch names a group by their count. Only the two ranks of a group
-    communicate, as long as the default group is not bound to a device; for all others it is only a count. NCCL connects
-    two ranks at their first message and blocks both until then, so each edge now carries a token, and they need not
+    communicate, as long as the default group is not bound to a device; the others only count it. NCCL connects two
+    ranks at their first message and blocks both until then, so a token goes through each edge here, and no ranks
     connect in the middle of a schedule.
     """
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:

@@ -60,10 +60,6 @@ class UnetPipelineModule(PipelineModule):
         ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
 
-    def ends(self, phase: int) -> tuple[int, int]:
-        """Return the layers [first, stop) of this rank's stage of a phase."""
-        return self.phase_bounds[phase]
-
     def walk(self, phase: int, carry: Carry) -> Any:
         """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
         return self(carry)
@@ -181,7 +177,7 @@ def warm_up(
                 module(inputs)
             continue
         leaves = [tensor for tensor in inputs if tensor.is_floating_point()] if index else []
-        for leaf in leaves[index == 1 and 0 in modules :]:  # the image is no layer's output, but may have been received
+        for leaf in leaves[index == 1 and 0 in modules :]:  # the image needs no gradient, unless it was received
             leaf.requires_grad_()
         if recompute:
             outputs = checkpoint(module, inputs, use_reentrant=False, preserve_rng_state=False)

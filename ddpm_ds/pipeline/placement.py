@@ -135,7 +135,7 @@ def exchange(
 ) -> Exchange:
     """Return the bytes sent by a step of ``images`` images for each replica.
 
-    ``reductions`` says by rank and phase how often ZeRO-2 reduces weight gradients, where they have passes of their
+    ``reductions`` says by rank and phase how often ZeRO-2 reduces weight gradients, if they have passes of their
     own; all other gradients are reduced after each micro-batch.
     """
     ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)

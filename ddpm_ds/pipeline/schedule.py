@@ -61,7 +61,7 @@ class Instruction(NamedTuple):
 
 Program = tuple[Instruction, ...]
 PROGRAMS = "programs.txt"
-"""File of a run's folder with the passes of every rank, where they are planned."""
+"""File of a run's folder with the passes of every rank, if they are planned."""
 
 
 class Event(NamedTuple):
@@ -166,7 +166,7 @@ def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> Pr
 def zero_bubble_v(micro_batches: int, ranks: int, rank: int) -> Program:
     """Return a rank's program by ZB-V (Qi et al. 2024, arXiv:2405.15362): on a fold, every backward split in two.
 
-    It leaves no bubble where forwards, input gradients and weight gradients of all stages take equally long.
+    It leaves no bubble if forwards, input gradients and weight gradients of all stages take equally long.
     """
     names: dict[str, Name] = {"f": "ForwardPass", "i": "InputGradients", "w": "WeightGradients"}
     inside, count = ranks - rank, max(2 * ranks - 1, micro_batches)

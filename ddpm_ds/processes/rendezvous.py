@@ -49,8 +49,9 @@ class Rendezvous:
         self._start_seconds = start_seconds
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="rendezvous", daemon=True)
         if self._store is not None:
-            threading.Thread(target=self._beat, name="rendezvous", daemon=True).start()
+            self._beating.start()
 
     def name(self, rank: int, stage: int | None = None) -> str:
         """Return a rank's name for users: ``rank 2 (stage 1, host b)``, with the host if there are several."""
@@ -100,10 +101,16 @@ class Rendezvous:
             until = time.monotonic() + TELL_SECONDS
             while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
+        self.close()
 
     def close(self) -> None:
-        """End the rendezvous once the process group exists; from now on the watchdog watches the ranks."""
+        """End the rendezvous once the process group exists, or before a rank that can't take part exits.
+
+        From now on the watchdog watches the ranks. An interpreter that exits during a beat would abort.
+        """
         self._closed.set()
+        if self._store is not None:
+            self._beating.join(BEAT_SECONDS)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

@@ -123,7 +123,9 @@ class Embed(nn.Module):
         label = None
         if self.layer.classes is not None:
             label = rest[0] if rest else torch.full_like(t, self.layer.classes, dtype=torch.int64)
-        return x_t, self.compute(t, label, condition, arithmetic_dtype(x_t.device.type, x_t.dtype)).to(x_t.dtype)
+        dtype = arithmetic_dtype(x_t.device.type, x_t.dtype)
+        emb = self.compute(t.float(), label, condition, dtype)  # one dtype of t, else the warm-up compiles for another
+        return x_t, emb.to(x_t.dtype)
 
     def compute(self, t: Tensor, label: Tensor | None, condition: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Compute the embedding (N, E) of timesteps and labels, (N,) each, and conditions in ``dtype``."""

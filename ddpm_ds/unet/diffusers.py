@@ -72,7 +72,7 @@ def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) ->
     }
 
 
-Widths = Annotated[tuple[Channels, ...], Field(max_length=MOST_LEVELS)]
+Widths = Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
 
 
 class _UnetArguments(Arguments):
@@ -161,7 +161,7 @@ def _image_size(found: _UnetArguments) -> int:
         size = size[0]
     if not isinstance(size, int):
         raise refused("sample_size", size, "our images are square and of one size, such as 32")
-    if not levels or size % 2 ** (levels - 1):
+    if size % 2 ** (levels - 1):
         raise refused("sample_size", size, f"it can't be halved {levels - 1} times, as {levels} levels ask")
     return size
 

@@ -67,7 +67,7 @@ def check_kernels(asked: Asked, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """Times of the kernels on the device of one rank, in seconds; 0 where nothing was timed."""
+    """Times of the kernels on the device of one rank, in seconds; 0 if nothing was timed."""
 
     reference_seconds: float = 0.0
     fused_seconds: float = 0.0

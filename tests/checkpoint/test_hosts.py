@@ -129,13 +129,13 @@ def test_what_is_missing_is_named_with_the_host_and_folder_that_wrote_it(two: Ho
     assert found is not None and found.path.name == ONE
     there = two.folders[2]
     assert two.said == [
-        f"checkpoint {TWO} lacks rank3.safetensors, which host b wrote in {there} (it has that no more); host a has "
-        f"rank0.safetensors, rank1.safetensors, host b has rank2.safetensors; {BRING_BACK}"
+        f"checkpoint {TWO} lacks rank3.safetensors, which host b wrote in {there} (where it no longer is); host a has "
+        "rank0.safetensors, rank1.safetensors, host b has rank2.safetensors"
     ]
     shutil.rmtree(there)
     error = two.error()
-    assert "none of the 2 checkpoints in" in error and f"host b wrote in {there} (it has that no more)" in error
-    assert error.endswith(BRING_BACK)
+    assert "none of the 2 checkpoints in" in error and f"host b wrote in {there} (where it no longer is)" in error
+    assert BRING_BACK not in error, "that host is in the run already"
 
 
 def test_missing_hosts_are_named_and_a_run_never_starts_anew_for_a_fresh_host(two: Hosts, tmp_path: Path) -> None:
@@ -143,6 +143,7 @@ def test_missing_hosts_are_named_and_a_run_never_starts_anew_for_a_fresh_host(tw
         alone = Hosts(tmp_path, present)
         error = alone.error()
         assert f"which host {absent} wrote in" in error and "(a host that is not in this run)" in error
+        assert error.endswith(BRING_BACK)
         assert [line.split()[:2] for line in alone.said] == [["checkpoint", TWO], ["checkpoint", ONE]]
     found = Hosts(tmp_path, "cab").newest()
     assert found is not None and found.path.name == TWO and found.here == () and found.state.images_seen == 2

@@ -42,10 +42,10 @@ class OneStage:
         for layer in unet.layers[1:3] if compiled else ():  # conv_in and a block
             layer.compute = torch.compile(layer.compute, backend="eager", dynamic=False)
         setattr(unet.layers, "schedule", "1f1b")  # noqa: B010
-        setattr(unet.layers, "ends", lambda phase: (0, len(self.layers)))  # noqa: B010
         self.module, self.stage_id, self.num_stages, self.micro_batch_size = unet.layers, 0, 1, 2
         self.global_steps = global_steps
         self.grid = SimpleNamespace(get_data_parallel_id=lambda: 0)
+        self.own_layers = lambda phase: dict(enumerate(unet.layers))
         self.forward = lambda *_: unet(*batch(name))
         self.execute = {"ForwardPass": self.forward}
         self.messages_by_host = False

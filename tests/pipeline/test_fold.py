@@ -209,6 +209,7 @@ def test_nothing_but_h_and_emb_crosses() -> None:
             [2, 6, 8],
             "the cuts 2 and 8 are not mirrored: 1 skips are alive at one and 4 at the other; with 2 goes 15",
         ),
+        (2, [6, 9, 12], "the cuts 6 and 12 are not mirrored: .*; with 6 goes none after the turn"),
         (2, [2, 6], "into 4 stages; give 3 increasing positions"),
     ],
 )

@@ -69,7 +69,7 @@ BY_FOUR = [
 SOME: tuple[tuple[int, Precision, int], ...] = ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
 ONE_PROCESS = [
     *(Case(1, 1, *ways, micro_batches=2) for ways in (*SOME, (0, "fp16", 0))),
-    Case(1, 1, 0, "fp32", 0, compile=True, random_programs=8),
+    Case(1, 1, 0, "fp32", 0, compile=True, process="edm", random_programs=8),
     Case(1, 1, 2, "fp16", 1, compile=True, random_programs=9),
 ]
 MORE_BY_TWO = [

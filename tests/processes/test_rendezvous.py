@@ -71,7 +71,10 @@ def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:
     def fails(together: Rendezvous) -> object:
         raise SpecError("data.path = photos is no folder")
 
+    before = threading.enumerate()
     ended = meet(agree, agree, fails)
+    left = [thread for thread in threading.enumerate() if thread.name == "rendezvous" and thread not in before]
+    assert not left, "a beat while the interpreter exits would abort the process"
     assert [type(error) for error in ended] == [HostError, HostError, SpecError]
     assert str(ended[0]) == str(ended[1]) == "rank 2 (host worker-2): data.path = photos is no folder"
 

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "down block": ({"down_block_types": ["ResnetDownsampleBlock2D"] * 4}, "down_block_types.*'DownBlock2D' or 'Attn"),
     "attention not mirrored": ({"up_block_types": ["AttnUpBlock2D"] + ["UpBlock2D"] * 3}, "up_block_types.*mirrored"),
     "too few blocks": ({"down_block_types": ["DownBlock2D"]}, "down_block_types.*4 entries"),
-    "no levels": ({"block_out_channels": [], "down_block_types": [], "up_block_types": []}, "sample_size"),
+    "no levels": ({"block_out_channels": []}, r"block_out_channels = \[\]: "),
     "no middle": ({"mid_block_type": None}, "mid_block_type = null.*'UNetMidBlock2D'"),
     "middle scale": ({"mid_block_scale_factor": 1.4142}, r"mid_block_scale_factor = 1\.4142"),
     "activation": ({"act_fn": "gelu"}, "act_fn = \"gelu\": it should be 'silu' or 'swish'"),
