@@ -215,11 +215,6 @@ class UnetPipelineEngine(PipelineEngine):
     def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 
-    def in_message_dtype(self, inputs: Carry) -> Carry:
-        """Return the first layer's arguments, with floating-point ones in the dtype of the weights."""
-        dtype = self._message_dtype()
-        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
-
     @property
     def loss_stage(self) -> int:
         """Rank of a pipeline that knows the loss."""
@@ -327,7 +322,7 @@ class UnetPipelineEngine(PipelineEngine):
         if channels.activations_in is not None:
             passage.leaves = tuple(leaf.requires_grad_() for leaf in self.receive(channels.activations_in))
         if phase == 0 and self.is_first_stage():
-            carry = self.in_message_dtype(self.objective.inputs(flight.prepared))
+            carry = self.objective.inputs(flight.prepared)
         else:
             carry = self.module.unpacked(phase, passage.leaves, flight.kept)
         outputs = self.module.walk(phase, carry)

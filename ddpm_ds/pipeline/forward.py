@@ -70,7 +70,7 @@ class ForwardPipeline:
         lead = min(depth, self._most_ahead()) - 1
         for number in range(calls + lead):
             if number < calls:
-                self._under_way.append(self._pass(0, engine.in_message_dtype(give(number)) if self._gives else ()))
+                self._under_way.append(self._pass(0, give(number) if self._gives else ()))
             if number >= lead:
                 outputs = self._under_way.popleft()
                 if engine.phases == 2:

@@ -205,7 +205,7 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gr
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
-        condition = torch.zeros((images, layer.conditions), dtype=like.dtype, device=like.device)
+        condition = torch.zeros((images, layer.conditions), device=like.device)
         labels = () if layer.classes is None else (numbers.clone(),)
         return (image, numbers, *labels, *((condition,) if layer.conditions and gradients else ()))
 

@@ -116,7 +116,7 @@ class OneStageEngine(OurPipeline):
         engine = self._engine
         with layout_of(engine.mpu), without_dropout(engine.module):
             with torch.no_grad():
-                inputs = engine.in_message_dtype(self._objective.inputs(self._objective.prepare(micro_batch)))
+                inputs = self._objective.inputs(self._objective.prepare(micro_batch))
                 prediction: Tensor = engine.module(inputs)
             for _ in range(SCALES):  # an engine that overflows halves its loss scale and leaves the weights alone
                 loss = engine.train_batch(iter([micro_batch]))

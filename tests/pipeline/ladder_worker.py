@@ -49,8 +49,8 @@ from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal["plain", "edm", "augmented"]
-"""DDPM, EDM, or DDPM whose images are augmented, inputs perturbed and losses weighed."""
+Process = Literal["plain", "edm", "flow", "augmented"]
+"""DDPM, EDM, flow matching, or DDPM whose images are augmented, inputs perturbed and losses weighed."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -235,6 +235,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     unet: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}
     if process == "edm":  # with sigma_data 0.5 the gradient of the last bias, one number, nearly cancels over the batch
         return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25})
+    if process == "flow":
+        return tiny_spec(unet=unet, diffusion={"schedule": "flow", "objective": "velocity"})
     if process == "augmented":
         weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
         unet |= {"augmentation": 0.5, "colour_augmentation": 0.5}
