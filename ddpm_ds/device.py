@@ -59,7 +59,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     chosen = _prepare_messages() if wanted != "cpu" else {}
     devices = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted != "cpu":
-        _check_cuda(devices)
+        check_cuda(devices)
     if wanted == "cuda" and not devices:
         raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")
     if not devices:
@@ -154,8 +154,10 @@ def _prepare_messages() -> dict[str, str]:
     return chosen
 
 
-def _check_cuda(devices: int) -> None:
+def check_cuda(devices: int) -> None:
     """Raise an error if this host has a GPU that CUDA can't use, rather than fall back on the CPU or fail later.
+
+    ``devices`` is PyTorch's count of CUDA devices.
 
     Raises:
         LayoutError: the driver is too old for this PyTorch or broken, or CUDA_VISIBLE_DEVICES is wrong.

@@ -478,20 +478,20 @@ def run_check(name: str, machine: Machine) -> Outcome:
 
 def facts(machine: Machine) -> dict[str, str]:
     """Return the facts that the numbers depend on: devices, driver, versions, date, commit."""
+    import pynvml
     import torch
 
     found = {"date": datetime.now().astimezone().isoformat(timespec="minutes")}
-
-    def first_line(*command: str) -> str:
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
-        return next(iter(done.stdout.splitlines()), "unknown")
-
     if shutil.which("git"):
-        found["commit"] = first_line("git", "describe", "--always", "--dirty")
+        described = ("git", "describe", "--always", "--dirty")
+        done = subprocess.run(described, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        found["commit"] = done.stdout.strip() or "unknown"
     if machine.on_gpu:
         cards = [torch.cuda.get_device_properties(number) for number in range(machine.gpus)]
         found["GPUs"] = ", ".join(f"{card.name} ({card.total_memory / 2**30:.0f} GiB)" for card in cards)
-        found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        with contextlib.suppress(pynvml.NVMLError):  # a container may have CUDA's library alone
+            pynvml.nvmlInit()
+            found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -525,6 +525,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     """
     import torch
 
+    from ddpm_ds.device import check_cuda
+
     listed = "".join(f"  {name:11}{check.__doc__}\n" for name, check in CHECKS.items())
     parser = OneLineParser(
         prog="python launch/check_gpu.py", description=DESCRIPTION, epilog=f"checks\n{listed}\n{EXIT_CODES}"
@@ -541,6 +543,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
             raise SpecError(f"--only: {name!r} is no check; checks are {', '.join(CHECKS)}")
     check_writable("--out", options.out)
     gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
+    if options.device != "cpu":
+        check_cuda(gpus)
     if options.device == "cuda" and not gpus:
         raise LayoutError("--device = cuda, but PyTorch finds no CUDA device; use --device cpu, or fix the driver")
     try:
