@@ -101,8 +101,10 @@ class Work:
         """Return the scores of a trained run, which are computed unless they are there."""
         folder, result = self._folder(name, seed), self._result(name, seed)
         if not result.exists():
-            self._ddpm_ds(name, seed, ["evaluate", str(folder), "--count", str(self.count), "--metrics", "digits"])
-            (report,) = (folder / "evaluations").glob("*/scores.json")
+            own = result.with_suffix("")  # a run may have been scored on other numbers of samples
+            words = ["evaluate", str(folder), "--count", str(self.count), "--metrics", "digits", "--out", str(own)]
+            self._ddpm_ds(name, seed, words)
+            (report,) = own.glob("*/scores.json")
             found = {score["name"]: score["value"] for score in json.loads(report.read_text())["scores"]}
             run = open_run(folder)
             found["held-out loss"] = run.evaluations["eval/loss"][-1]
@@ -189,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} can't be made ({error.strerror}); name another folder")
     work, cores = Work(options.out, options.images, options.count), len(os.sched_getaffinity(0))
     seeds = {name: range(options.layout_seeds if name in LAYOUTS else options.seeds) for name in names}
     jobs = [(name, seed) for name in names for seed in seeds[name]]
