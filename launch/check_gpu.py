@@ -38,6 +38,7 @@ from ddpm_ds.command_line import OneLineParser, check_writable  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
+from ddpm_ds.processes.launcher import local_options  # noqa: E402
 from ddpm_ds.processes.ranks import free_port  # noqa: E402
 from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
@@ -145,7 +146,8 @@ class Machine:
 
     def launch(self, name: str, processes: int, *words: str | Path, **how: Any) -> None:
         """Run a program of ``launch/`` under DeepSpeed's launcher, whose console script need not be on the path."""
-        options = ("-q", "--num_gpus", str(processes), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+        devices = local_options(processes, on_cpu=not self.on_gpu)
+        options = ("-q", *devices, "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
         self.run(name, "-m", "deepspeed.launcher.runner", *options, *words, **how)
 
     def train(self, name: str, config: Path, *options: str | Path, launched: bool = False, **how: Any) -> list[Metrics]:
