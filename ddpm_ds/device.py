@@ -56,9 +56,10 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
     # A process that plans a run before its ranks are started has no rank.
     local_rank, local_size = (int(os.environ.get(*found)) for found in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-    chosen = _prepare_messages() if wanted != "cpu" else {}
-    devices = torch.cuda.device_count() if wanted != "cpu" else 0
+    chosen, devices = dict[str, str](), 0
     if wanted != "cpu":
+        chosen = _prepare_messages()
+        devices = torch.cuda.device_count()
         check_cuda(devices)
     if wanted == "cuda" and not devices:
         raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")

@@ -34,7 +34,7 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
-from ddpm_ds.command_line import OneLineParser, check_writable  # noqa: E402
+from ddpm_ds.command_line import OneLineParser, check_writable, number  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
@@ -51,7 +51,7 @@ LOG_LINES, MOST_LOGS = 60, 3
 DESCRIPTION = """\
 Run this project on this machine's GPUs, or on its CPU with less of everything, and hold what it does to stated limits.
 Nothing is downloaded. Each check runs in processes of its own, so that one that crashes or hangs costs no other, and
-the report is rewritten after each. A GPU takes about ten minutes, two CPU cores four.
+the report is rewritten after each. A GPU takes up to ten minutes, two CPU cores about five.
 """
 EXIT_CODES = """\
 exit codes
@@ -64,7 +64,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Finding:
-    """Line of the report's table; ``measured`` is a number without a limit."""
+    """Line of the report's table; the status ``measured`` says that the numbers have no limit."""
 
     name: str
     measured: str
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class CommandFailed(Exception):
-    """A command ended with a wrong exit code, or was killed because it was late."""
+    """A command ended with a wrong exit code, or took too long and was killed."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,10 @@ class Machine:
         return json.loads(out.read_text())
 
 
+minutes = functools.partial(number, lowest=0.0, highest=1e6, what="a number of minutes such as 10")
+"""Option type: minutes."""
+
+
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Run some calls at the same time and return their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -182,8 +186,9 @@ def settings(**values: Any) -> list[str | Path]:
     return [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
-CIFAR10_SIZED: list[str | Path] = [*settings(data__source="digits", optimizer__warmup_images=0)]
-"""The digits in CIFAR-10's size and colours: the arithmetic is the same, and nothing is downloaded."""
+CIFAR10_SIZED = settings(data__source="digits", optimizer__warmup_images=0)
+"""Options that replace CIFAR-10's images by digits of their size and colours: the arithmetic stays, and nothing is
+downloaded."""
 
 
 def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) -> Finding:
@@ -536,7 +541,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     parser.add_argument("--out", type=Path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
     parser.add_argument("--work", type=Path, metavar="DIR", help="for runs and logs (a new temporary folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="what all checks may take (10)")
+    parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time limit of all checks (10)")
     parser.add_argument("--only", default=",".join(CHECKS), metavar="CHECK,...", help="some checks (default: all)")
     options = parser.parse_args(arguments)
     options.only = [name.strip() for name in options.only.split(",")]
@@ -552,9 +557,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     try:
         work = options.work or Path(tempfile.mkdtemp(prefix="check_gpu-"))
         work.mkdir(parents=True, exist_ok=True)
+        used = any(work.iterdir())
     except OSError as error:
-        raise OutputError(f"--work {options.work} can't be made ({error.strerror}); name another folder") from None
-    if any(work.iterdir()):
+        raise OutputError(f"--work {options.work} can't be used ({error.strerror}); name another folder") from None
+    if used:
         raise OutputError(f"--work {work} is not empty; its runs would be resumed: name a new folder")
     deadline = time.monotonic() + 60 * options.minutes
     return options, Machine(work.resolve(), "cuda" if gpus else "cpu", gpus, deadline)

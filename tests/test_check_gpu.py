@@ -156,8 +156,8 @@ def test_a_signal_ends_what_runs(tmp_path: Path) -> None:
         (["--device", "cuda"], "--device = cuda, but PyTorch finds no CUDA device; use --device cpu"),
         (["--out", "nowhere/report.md"], "--out nowhere/report.md can't be written"),
         (["--work", "full"], "--work full is not empty; its runs would be resumed: name a new folder"),
-        (["--work", "full/file"], "--work full/file can't be made (File exists); name another folder"),
-        (["--minutes", "ten"], "argument --minutes: invalid float value: 'ten'"),
+        (["--work", "full/file"], "--work full/file can't be used (File exists); name another folder"),
+        (["--minutes", "nan"], "argument --minutes: 'nan' is not a number of minutes such as 10"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
