@@ -4,7 +4,7 @@
 
 It prints two tables: of the processes in one layout, and of the layouts for one process. All runs have the same U-Net
 and see the same images; each is scored on samples of its averaged weights. As many run at a time as there are cores
-for. What is there already is kept, so the same command goes on where it was stopped, with more rows or seeds too.
+for. Finished runs and scores are kept: the same command continues after an interruption, also with more rows or seeds.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def spread(values: Sequence[float]) -> str:
 def table(results: Mapping[str, Sequence[Run]], one: Sequence[Run] = ()) -> str:
     """Return a line for each row, with mean and spread over its runs.
 
-    With the runs of ``one`` device there is a column more: by how much the training losses of equal seeds differ from
-    theirs at most, relative to them.
+    With the runs of ``one`` device there is one more column: the largest relative difference between their training
+    losses and those of the same seeds.
     """
     lines = [("", "seeds", *SCORES.values(), *(["loss differs by"] if one else []))]
     for name, runs in results.items():
@@ -170,7 +170,7 @@ def report(results: Mapping[str, Sequence[Run]], images: int, count: int) -> str
 
 
 def each(what: str, do: Callable[[str, int], object], jobs: Sequence[tuple[str, int]], at_once: int) -> None:
-    """Do a job for each row and seed, so many at a time; none begins after one that fails."""
+    """Do a job for each row and seed, ``at_once`` at a time; after one fails, no other begins."""
     with ThreadPoolExecutor(at_once) as pool:
         for (name, seed), _ in zip(jobs, pool.map(lambda job: do(*job), jobs), strict=True):
             print(f"{what} {name}, seed {seed}", file=sys.stderr, flush=True)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(USUAL), help=f"some of {','.join(ROWS)} (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
     parser.add_argument(
-        "--layout-seeds", type=positive, default=1, help="of each layout, which trains the same (default %(default)s)"
+        "--layout-seeds", type=positive, default=1, help="runs of each layout, which all train the same (%(default)s)"
     )
     parser.add_argument("--images", type=positive, default=12_800, help="images each run sees (default %(default)s)")
     parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
