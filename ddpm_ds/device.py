@@ -54,7 +54,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
-    # A process that plans a run before its ranks are started has no rank.
+    # A process that plans a run before its ranks are started has no rank, and takes no memory of a device.
     local_rank, local_size = (int(os.environ.get(*found)) for found in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     chosen, devices = dict[str, str](), 0
     if wanted != "cpu":
@@ -78,7 +78,8 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         if stages > 1 and (value := os.environ.get(name, "0")) not in ("", "0"):
             raise LayoutError(f"{name} = {value} would stop a pipeline of {stages} stages for ever: {why}; unset it")
     try:
-        torch.cuda.set_device(local_rank)
+        if "LOCAL_RANK" in os.environ:
+            torch.cuda.set_device(local_rank)
     except RuntimeError as error:
         raise LayoutError(
             f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); nvidia-smi says what it does"
@@ -148,7 +149,7 @@ def _prepare_messages() -> dict[str, str]:
 
     NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
     """
-    if os.environ["WORLD_SIZE"] == "1" or _hidden() or not _gpus():
+    if os.environ.get("WORLD_SIZE", "1") == "1" or _hidden() or not _gpus():
         return {}
     chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(chosen)
