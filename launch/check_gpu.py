@@ -393,7 +393,7 @@ def compiled(machine: Machine) -> Iterator[Finding]:
         given = json.loads((CONFIGS / "zero2_bf16.json").read_text())
         config.write_text(json.dumps({**given, "compile": way == "compiled"}))
         words = ["--spec", spec, *options, *settings(**small, **often, **never), "--trace-steps", "none"]
-        runs[way] = machine.train(way, config, *words, seconds=180, TORCH_LOGS="recompiles")
+        runs[way] = machine.train(way, config, *words, seconds=300, TORCH_LOGS="recompiles")
     losses = [[point["train/loss"] for point in points] for points in runs.values()]
     off = max(abs(fast / eager - 1) for eager, fast in zip(*losses, strict=True))
     yield judged("compile, losses", off <= 2e-2, f"at most {off:.1e} from eager in {steps} steps", "<= 2e-2, relative")
