@@ -54,12 +54,13 @@ class Launch:
 def local_options(processes: int, *, on_cpu: bool) -> list[str]:
     """Return the launcher's options that start this many processes on this host.
 
-    With ``--num_gpus`` the launcher ignores CUDA_VISIBLE_DEVICES and takes GPUs 0, 1, ... So the option is left out if
-    the variable has the numbers of exactly as many GPUs, which the launcher then takes.
+    With ``--num_gpus`` the launcher ignores CUDA_VISIBLE_DEVICES and takes GPUs 0, 1, ... So if the variable has the
+    numbers of enough GPUs, the first of them are named instead.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    numbered = len(visible) == processes and all(number.strip().isdecimal() for number in visible)
-    return [] if numbered and not on_cpu else ["--num_gpus", str(processes)]
+    visible = [number.strip() for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if on_cpu or len(visible) < processes or not all(number.isdecimal() for number in visible):
+        return ["--num_gpus", str(processes)]
+    return ["--include", f"localhost:{','.join(visible[:processes])}"]
 
 
 def read_launch(command: Sequence[str]) -> Launch:

@@ -90,6 +90,7 @@ def test_the_hosts_that_take_part_are_deepspeeds(
         ("", 1, False, [0]),
         ("3", 1, False, [3]),
         ("3, 1", 2, False, [1, 3]),
+        ("3,2,1", 1, False, [3]),
         ("3", 2, False, [0, 1]),
         ("GPU-8d1f", 1, False, [0]),
         ("3", 1, True, [0]),
