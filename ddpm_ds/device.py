@@ -54,12 +54,13 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
-    # A process that plans a run before its ranks are started has no rank.
+    # A process that plans a run before its ranks are started has no rank, and takes no memory of a device.
     local_rank, local_size = (int(os.environ.get(*found)) for found in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-    chosen = _prepare_messages() if wanted != "cpu" else {}
-    devices = torch.cuda.device_count() if wanted != "cpu" else 0
+    chosen, devices = dict[str, str](), 0
     if wanted != "cpu":
-        _check_cuda(devices)
+        chosen = _prepare_messages()
+        devices = torch.cuda.device_count()
+        check_cuda(devices)
     if wanted == "cuda" and not devices:
         raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")
     if not devices:
@@ -77,7 +78,8 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         if stages > 1 and (value := os.environ.get(name, "0")) not in ("", "0"):
             raise LayoutError(f"{name} = {value} would stop a pipeline of {stages} stages for ever: {why}; unset it")
     try:
-        torch.cuda.set_device(local_rank)
+        if "LOCAL_RANK" in os.environ:
+            torch.cuda.set_device(local_rank)
     except RuntimeError as error:
         raise LayoutError(
             f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); nvidia-smi says what it does"
@@ -147,15 +149,17 @@ def _prepare_messages() -> dict[str, str]:
 
     NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
     """
-    if os.environ["WORLD_SIZE"] == "1" or _hidden() or not _gpus():
+    if os.environ.get("WORLD_SIZE", "1") == "1" or _hidden() or not _gpus():
         return {}
     chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(chosen)
     return chosen
 
 
-def _check_cuda(devices: int) -> None:
+def check_cuda(devices: int) -> None:
     """Raise an error if this host has a GPU that CUDA can't use, rather than fall back on the CPU or fail later.
+
+    ``devices`` is PyTorch's count of CUDA devices.
 
     Raises:
         LayoutError: the driver is too old for this PyTorch or broken, or CUDA_VISIBLE_DEVICES is wrong.

@@ -34,10 +34,11 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
-from ddpm_ds.command_line import OneLineParser, check_writable  # noqa: E402
+from ddpm_ds.command_line import OneLineParser, check_writable, number  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
+from ddpm_ds.processes.launcher import local_options  # noqa: E402
 from ddpm_ds.processes.ranks import free_port  # noqa: E402
 from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
@@ -50,7 +51,7 @@ LOG_LINES, MOST_LOGS = 60, 3
 DESCRIPTION = """\
 Run this project on this machine's GPUs, or on its CPU with less of everything, and hold what it does to stated limits.
 Nothing is downloaded. Each check runs in processes of its own, so that one that crashes or hangs costs no other, and
-the report is rewritten after each. A GPU takes about ten minutes, two CPU cores four.
+the report is rewritten after each. A GPU takes up to ten minutes, two CPU cores about five.
 """
 EXIT_CODES = """\
 exit codes
@@ -63,7 +64,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Finding:
-    """Line of the report's table; ``measured`` is a number without a limit."""
+    """Line of the report's table; the status ``measured`` says that the numbers have no limit."""
 
     name: str
     measured: str
@@ -88,7 +89,7 @@ class Outcome:
 
 
 class CommandFailed(Exception):
-    """A command ended with a wrong exit code, or was killed because it was late."""
+    """A command ended with a wrong exit code, or took too long and was killed."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Machine:
 
     def launch(self, name: str, processes: int, *words: str | Path, **how: Any) -> None:
         """Run a program of ``launch/`` under DeepSpeed's launcher, whose console script need not be on the path."""
-        options = ("-q", "--num_gpus", str(processes), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+        devices = local_options(processes, on_cpu=not self.on_gpu)
+        options = ("-q", *devices, "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
         self.run(name, "-m", "deepspeed.launcher.runner", *options, *words, **how)
 
     def train(self, name: str, config: Path, *options: str | Path, launched: bool = False, **how: Any) -> list[Metrics]:
@@ -164,6 +166,10 @@ class Machine:
         return json.loads(out.read_text())
 
 
+minutes = functools.partial(number, lowest=0.0, highest=1e6, what="a number of minutes such as 10")
+"""Option type: minutes."""
+
+
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Run some calls at the same time and return their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -180,8 +186,9 @@ def settings(**values: Any) -> list[str | Path]:
     return [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
-CIFAR10_SIZED: list[str | Path] = [*settings(data__source="digits", optimizer__warmup_images=0)]
-"""The digits in CIFAR-10's size and colours: the arithmetic is the same, and nothing is downloaded."""
+CIFAR10_SIZED = settings(data__source="digits", optimizer__warmup_images=0)
+"""Options that replace CIFAR-10's images by digits of their size and colours: the arithmetic stays, and nothing is
+downloaded."""
 
 
 def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) -> Finding:
@@ -386,7 +393,7 @@ def compiled(machine: Machine) -> Iterator[Finding]:
         given = json.loads((CONFIGS / "zero2_bf16.json").read_text())
         config.write_text(json.dumps({**given, "compile": way == "compiled"}))
         words = ["--spec", spec, *options, *settings(**small, **often, **never), "--trace-steps", "none"]
-        runs[way] = machine.train(way, config, *words, seconds=180, TORCH_LOGS="recompiles")
+        runs[way] = machine.train(way, config, *words, seconds=300, TORCH_LOGS="recompiles")
     losses = [[point["train/loss"] for point in points] for points in runs.values()]
     off = max(abs(fast / eager - 1) for eager, fast in zip(*losses, strict=True))
     yield judged("compile, losses", off <= 2e-2, f"at most {off:.1e} from eager in {steps} steps", "<= 2e-2, relative")
@@ -478,20 +485,20 @@ def run_check(name: str, machine: Machine) -> Outcome:
 
 def facts(machine: Machine) -> dict[str, str]:
     """Return the facts that the numbers depend on: devices, driver, versions, date, commit."""
+    import pynvml
     import torch
 
     found = {"date": datetime.now().astimezone().isoformat(timespec="minutes")}
-
-    def first_line(*command: str) -> str:
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
-        return next(iter(done.stdout.splitlines()), "unknown")
-
     if shutil.which("git"):
-        found["commit"] = first_line("git", "describe", "--always", "--dirty")
+        described = ("git", "describe", "--always", "--dirty")
+        done = subprocess.run(described, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        found["commit"] = done.stdout.strip() or "unknown"
     if machine.on_gpu:
         cards = [torch.cuda.get_device_properties(number) for number in range(machine.gpus)]
         found["GPUs"] = ", ".join(f"{card.name} ({card.total_memory / 2**30:.0f} GiB)" for card in cards)
-        found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        with contextlib.suppress(pynvml.NVMLError):  # a container may have CUDA's library alone
+            pynvml.nvmlInit()
+            found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -525,6 +532,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     """
     import torch
 
+    from ddpm_ds.device import check_cuda
+
     listed = "".join(f"  {name:11}{check.__doc__}\n" for name, check in CHECKS.items())
     parser = OneLineParser(
         prog="python launch/check_gpu.py", description=DESCRIPTION, epilog=f"checks\n{listed}\n{EXIT_CODES}"
@@ -532,7 +541,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     parser.add_argument("--out", type=Path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
     parser.add_argument("--work", type=Path, metavar="DIR", help="for runs and logs (a new temporary folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="what all checks may take (10)")
+    parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time limit of all checks (10)")
     parser.add_argument("--only", default=",".join(CHECKS), metavar="CHECK,...", help="some checks (default: all)")
     options = parser.parse_args(arguments)
     options.only = [name.strip() for name in options.only.split(",")]
@@ -541,14 +550,17 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
             raise SpecError(f"--only: {name!r} is no check; checks are {', '.join(CHECKS)}")
     check_writable("--out", options.out)
     gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
+    if options.device != "cpu":
+        check_cuda(gpus)
     if options.device == "cuda" and not gpus:
         raise LayoutError("--device = cuda, but PyTorch finds no CUDA device; use --device cpu, or fix the driver")
     try:
         work = options.work or Path(tempfile.mkdtemp(prefix="check_gpu-"))
         work.mkdir(parents=True, exist_ok=True)
+        used = any(work.iterdir())
     except OSError as error:
-        raise OutputError(f"--work {options.work} can't be made ({error.strerror}); name another folder") from None
-    if any(work.iterdir()):
+        raise OutputError(f"--work {options.work} can't be used ({error.strerror}); name another folder") from None
+    if used:
         raise OutputError(f"--work {work} is not empty; its runs would be resumed: name a new folder")
     deadline = time.monotonic() + 60 * options.minutes
     return options, Machine(work.resolve(), "cuda" if gpus else "cpu", gpus, deadline)

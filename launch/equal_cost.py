@@ -2,8 +2,8 @@
 
     python launch/equal_cost.py runs/digits-edm --out equal_cost.png
 
-Every panel begins with the same noise: rows are numbers of evaluations per image, columns are samplers. A step of heun
-is two evaluations but for the last, so that it takes odd numbers only.
+Every panel begins with the same noise: rows are numbers of evaluations per image, columns are samplers. Each step of
+heun but the last makes two evaluations, so only odd numbers are possible.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KINDS = ("ddim", "dpm_solver", "heun")
 
 
 def steps_of(kind: str, evaluations: int) -> int:
-    """Return the steps of a sampler that are so many evaluations; heun's are rounded down."""
+    """Return in how many steps a sampler evaluates the U-Net this often; heun needs an odd number of evaluations."""
     return (evaluations + 1) // 2 if SAMPLERS[kind].corrects else evaluations
 
 
 def odd(text: str) -> tuple[int, ...]:
-    """Parse numbers of evaluations, which must be odd."""
+    """Parse numbers of evaluations, which must be odd for heun's sake."""
     found = tuple(positive(word) for word in text.split(","))
     if even := [number for number in found if number % 2 == 0]:
         raise argparse.ArgumentTypeError(f"{even[0]} is even, and heun's steps are odd numbers of evaluations")

@@ -4,7 +4,7 @@
 
 It prints two tables: of the processes in one layout, and of the layouts for one process. All runs have the same U-Net
 and see the same images; each is scored on samples of its averaged weights. As many run at a time as there are cores
-for. What is there already is kept, so the same command goes on where it was stopped, with more rows or seeds too.
+for. Finished runs and scores are kept: the same command continues after an interruption, also with more rows or seeds.
 """
 
 from __future__ import annotations
@@ -101,8 +101,10 @@ class Work:
         """Return the scores of a trained run, which are computed unless they are there."""
         folder, result = self._folder(name, seed), self._result(name, seed)
         if not result.exists():
-            self._ddpm_ds(name, seed, ["evaluate", str(folder), "--count", str(self.count), "--metrics", "digits"])
-            (report,) = (folder / "evaluations").glob("*/scores.json")
+            own = result.with_suffix("")  # a run may have been scored on other numbers of samples
+            words = ["evaluate", str(folder), "--count", str(self.count), "--metrics", "digits", "--out", str(own)]
+            self._ddpm_ds(name, seed, words)
+            (report,) = own.glob("*/scores.json")
             found = {score["name"]: score["value"] for score in json.loads(report.read_text())["scores"]}
             run = open_run(folder)
             found["held-out loss"] = run.evaluations["eval/loss"][-1]
@@ -136,8 +138,8 @@ def spread(values: Sequence[float]) -> str:
 def table(results: Mapping[str, Sequence[Run]], one: Sequence[Run] = ()) -> str:
     """Return a line for each row, with mean and spread over its runs.
 
-    With the runs of ``one`` device there is a column more: by how much the training losses of equal seeds differ from
-    theirs at most, relative to them.
+    With the runs of ``one`` device there is one more column: the largest relative difference between their training
+    losses and those of the same seeds.
     """
     lines = [("", "seeds", *SCORES.values(), *(["loss differs by"] if one else []))]
     for name, runs in results.items():
@@ -168,7 +170,7 @@ def report(results: Mapping[str, Sequence[Run]], images: int, count: int) -> str
 
 
 def each(what: str, do: Callable[[str, int], object], jobs: Sequence[tuple[str, int]], at_once: int) -> None:
-    """Do a job for each row and seed, so many at a time; none begins after one that fails."""
+    """Do a job for each row and seed, ``at_once`` at a time; after one fails, no other begins."""
     with ThreadPoolExecutor(at_once) as pool:
         for (name, seed), _ in zip(jobs, pool.map(lambda job: do(*job), jobs), strict=True):
             print(f"{what} {name}, seed {seed}", file=sys.stderr, flush=True)
@@ -181,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(USUAL), help=f"some of {','.join(ROWS)} (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
     parser.add_argument(
-        "--layout-seeds", type=positive, default=1, help="of each layout, which trains the same (default %(default)s)"
+        "--layout-seeds", type=positive, default=1, help="runs of each layout, which all train the same (%(default)s)"
     )
     parser.add_argument("--images", type=positive, default=12_800, help="images each run sees (default %(default)s)")
     parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
@@ -189,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} can't be made ({error.strerror}); name another folder")
     work, cores = Work(options.out, options.images, options.count), len(os.sched_getaffinity(0))
     seeds = {name: range(options.layout_seeds if name in LAYOUTS else options.seeds) for name in names}
     jobs = [(name, seed) for name in names for seed in seeds[name]]

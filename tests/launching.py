@@ -63,7 +63,8 @@ def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str
 
 
 def launch(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` on ``processes`` CPU ranks with one thread each and return what it printed."""
+    """Run ``script`` on ``processes`` ranks with one thread each, on CPUs unless ``environment`` names another
+    accelerator, and return what it printed."""
     return subprocess.run(
         deepspeed_command(processes, script, *arguments),
         env={**os.environ, **ONE_THREAD, **environment},
@@ -84,6 +85,7 @@ def fork_ranks(
     for rank in range(processes):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
+        assert variables["DS_ACCELERATOR"] == "cpu", "forked ranks share a DeepSpeed that was imported on the CPU"
         ranks.append(Forked.script([str(script), *arguments], env=variables, stdout=stdout, stderr=stderr))
     return ranks
 

@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 
 from tests.forking import PYTHON_PATH, REPOSITORY
@@ -155,8 +157,8 @@ def test_a_signal_ends_what_runs(tmp_path: Path) -> None:
         (["--device", "cuda"], "--device = cuda, but PyTorch finds no CUDA device; use --device cpu"),
         (["--out", "nowhere/report.md"], "--out nowhere/report.md can't be written"),
         (["--work", "full"], "--work full is not empty; its runs would be resumed: name a new folder"),
-        (["--work", "full/file"], "--work full/file can't be made (File exists); name another folder"),
-        (["--minutes", "ten"], "argument --minutes: invalid float value: 'ten'"),
+        (["--work", "full/file"], "--work full/file can't be used (File exists); name another folder"),
+        (["--minutes", "nan"], "argument --minutes: 'nan' is not a number of minutes such as 10"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -170,6 +172,36 @@ def test_bad_input_is_one_line_and_exit_code_2(
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
     assert output.err.startswith("check_gpu: error: ") and said in output.err
+
+
+def test_a_gpu_that_cuda_can_not_use_is_one_line_and_not_checked_as_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run(tmp_path, "--device", "auto")[0] == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and "but CUDA does not start" in output.err
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_gpus_are_described_without_programs_that_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    def start() -> None:
+        if not answers:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    card = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: card)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    monkeypatch.setattr(pynvml, "nvmlInit", start)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.159.04")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = check_gpu.facts(check_gpu.Machine(tmp_path, "cuda", 2))
+    assert found["GPUs"] == "NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB)" and found["NCCL"] == "2.28.9"
+    assert found.get("driver") == ("580.159.04" if answers else None) and "commit" not in found
 
 
 SKIPPED = """

@@ -96,6 +96,14 @@ def test_messages_get_their_environment_before_cuda_is_first_called_and_rank_0_s
     assert capsys.readouterr().out == f"set for messages between GPUs (docs/gpu.md): {said}\n"
 
 
+def test_a_process_that_only_plans_a_run_holds_no_device(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("this makes a context on the device"))
+    assert choose_device("auto").type == "cuda" and not MESSAGE_ENVIRONMENT.keys() & os.environ.keys()
+
+
 def test_what_the_user_has_set_stays(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     host(NCCL_MAX_P2P_NCHANNELS="16")
     choose_device("auto")

@@ -42,7 +42,7 @@ def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_
         if words[0] == "evaluate":
             names = ("digits_frechet_8", "digits_recognised", "digits_class_balance")
             scores = [{"name": name, "value": 0.5} for name in names]
-            folder = Path(words[1], "evaluations", "one")
+            folder = Path(words[words.index("--out") + 1], f"scored-on-{words[words.index('--count') + 1]}")
             folder.mkdir(parents=True)
             (folder / "scores.json").write_text(json.dumps({"scores": scores}))
         return SimpleNamespace(returncode=0)
@@ -60,9 +60,15 @@ def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_
     assert "held-out loss" in capsys.readouterr().out
     assert quality.main([*words, "ddpm,2 replicas", "--seeds", "3"]) == 0
     assert len(commands) == 14, "one more seed of DDPM, and of a layout one is enough"
+    assert quality.main([*words, "ddpm", "--seeds", "1", "--count", "16"]) == 0
+    assert [command[0] for command in commands[14:]] == ["train", "evaluate"], "which finds the run trained"
     with pytest.raises(SystemExit):
         quality.main([*words, "ddpm,vp"])
     assert "--rows has 'vp'; there are ddpm, edm" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        quality.main(["--out", str(tmp_path / "file")])
+    assert "can't be made (File exists); name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", quality.ROWS)

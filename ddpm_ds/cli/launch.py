@@ -16,6 +16,7 @@ from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
 from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.hosts import read_hostfile
+from ddpm_ds.processes.launcher import local_options
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers
@@ -89,10 +90,10 @@ def _train(options: argparse.Namespace) -> int:
         where, rendezvous = ["--hostfile", str(options.hostfile)], []
     else:
         hosts = ("0",) * (options.processes or _devices(options.device))
-        where = ["--num_gpus", str(len(hosts))]
-        rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
         if not _has_gpu():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU, and reports it
+        where = local_options(len(hosts), on_cpu=os.environ.get("DS_ACCELERATOR") == "cpu")
+        rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
     plan, run_dir = checked(options, len(hosts), hosts)
     check_output(run_dir, options.resume)
     check_trackers(plan.spec.logging.trackers)

@@ -1,12 +1,13 @@
 """Parser of the command line of DeepSpeed's launcher, and the ssh options that it needs.
 
 Tests hold each of these facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py): its options, which hosts of a
-hostfile take part, and when they are reached from this one.
+hostfile take part, when they are reached from this one, and which GPUs of this host the ranks get.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,18 @@ class Launch:
         """Return the command line with another port for the ranks' rendezvous."""
         own = [] if port == self.port else ["--master_port", str(port)]
         return [*self.options, *own, *self.script]
+
+
+def local_options(processes: int, *, on_cpu: bool) -> list[str]:
+    """Return the launcher's options that start this many processes on this host.
+
+    With ``--num_gpus`` the launcher ignores CUDA_VISIBLE_DEVICES and takes GPUs 0, 1, ... So if the variable has the
+    numbers of enough GPUs, the first of them are named instead.
+    """
+    visible = [number.strip() for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if on_cpu or len(visible) < processes or not all(number.isdecimal() for number in visible):
+        return ["--num_gpus", str(processes)]
+    return ["--include", f"localhost:{','.join(visible[:processes])}"]
 
 
 def read_launch(command: Sequence[str]) -> Launch:

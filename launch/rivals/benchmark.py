@@ -145,8 +145,8 @@ def layout_result(
 ) -> Result:
     """Return the report of a row.
 
-    ``images`` are those of a batch; ``seconds`` of a step and those of the first row, the ``reference``, are by round;
-    what was ``observed`` (:func:`rivals.measure.observe`) and peak bytes are by rank.
+    ``images`` is the number of images of a batch. By round: ``seconds`` of a step, and those of the first row, the
+    ``reference``. By rank: the numbers ``observed`` (:func:`rivals.measure.observe`) and the peak bytes.
     """
     step, ratio = Spread.of(seconds), Spread.of(measure.ratios(seconds, reference))
     messages, collectives, idle = map(list, zip(*observed, strict=True))
@@ -246,9 +246,9 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
 def warm_rows(
     names: Sequence[str], setting: Setting, missing: Mapping[str, str], allowed: float, *, memory: bool
 ) -> tuple[dict[str, Loop | OneStageEngine], list[dict[str, Any]]]:
-    """Return all rows, compared with each other and warm, which live side by side; and what is known of each.
+    """Build all rows in this process, compare what they compute and warm them up; return them and their first numbers.
 
-    ``memory`` asks for peaks on a CPU, each measured in a child; on a GPU they are known without one.
+    With ``memory``, peaks on a CPU are measured too, each in a child process; on a GPU they need none.
 
     Raises:
         BadNumbersError: two rows of the same U-Net differ by more than ``allowed``, or an output is not finite.
@@ -306,10 +306,10 @@ def one_device_result(
     images: int,
     peak: float,
 ) -> Result:
-    """Return the report of a row, of which ``known`` are the numbers of :func:`warm_rows`.
+    """Return the report of a row, whose numbers from :func:`warm_rows` are ``known``.
 
-    ``whole`` are the seconds of a step by row and round, and of the same ``without_optimizer``; ``images`` are those
-    of a step, ``peak`` is in flops per second of matrix products.
+    ``whole`` has the seconds of a step by row and round, ``without_optimizer`` those of a step without its optimizer.
+    ``images`` is the number of images of a step, ``peak`` the flops per second of matrix products.
     """
     name, reference, memory = known["row"], known["reference"], known["peak_bytes"]
     prediction, gradient = known["prediction_difference"], known["gradient_norm_difference"]

@@ -18,10 +18,10 @@ DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
 processes that were started, under this project's engines, DeepSpeed's own, PyTorch's own, and without a pipeline.
 
-First all rows take a few steps and their losses are compared; rows that do not train the same are not timed. Then they
-take turns, round after round, so that what else the machine does touches all. A ratio of 1.1 says that a row's step
-takes 1.1 times the first row's, as the median over the rounds, with quartiles in brackets. At last each row takes a
-step in which what it sends is counted, and some in which its processes' idle time is.
+First all rows take a few steps and their losses are compared; if one does not train the same, nothing is timed. Then
+they take turns, round after round, so that other work on the machine slows all alike. A ratio of 1.1 says that a row's
+step takes 1.1 times the first row's: the median over the rounds, with quartiles in brackets. Finally each row takes a
+step in which the bytes that it sends are counted, and some steps in which its processes' idle time is measured.
 
 With --one-device one process trains a U-Net on one device under diffusers, under a plain loop of ours with one switch
 on at a time, and under the engine. Predictions and gradients of one batch are compared, without dropout and from

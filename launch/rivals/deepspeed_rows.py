@@ -35,10 +35,10 @@ from rivals.unets import comparable_unet
 
 
 def layout_of(grid: Any | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which DeepSpeed takes its processes for laid out as in ``grid``; None for replicas alone.
+    """Return a context in which DeepSpeed's layout of the processes is ``grid``; None means that all are replicas.
 
-    DeepSpeed keeps the layout of the pipeline that was built last in one place for the whole process, and an engine
-    without a pipeline would take its data-parallel group from there.
+    DeepSpeed has one layout for the whole process, that of the pipeline built last, and an engine without a pipeline
+    would take its data-parallel group from there.
     """
     return mock.patch.object(groups, "mpu", grid)
 
@@ -163,9 +163,9 @@ class ZeroWithoutPipeline:
 class TupleLayer(nn.Module):
     """Layer of the list as a function from tuple to tuple, which the stock engine needs.
 
-    The images' index, which dropout needs on every stage, goes along as the first tensor. Tensors are made
-    contiguous, since gloo refuses others; and the last layer uses the embedding, since the engine sends a gradient
-    for every tensor of a stage, and a stage may have no other use for it.
+    The images' index, which dropout needs on every stage, travels as the first tensor. Tensors are made contiguous,
+    since gloo refuses others. The last layer uses the embedding, since the engine sends a gradient for every tensor
+    that a stage received, and the last stage may not use the embedding otherwise.
     """
 
     def __init__(self, layer: Layer, index: int, seed: int) -> None:
@@ -183,7 +183,7 @@ class TupleLayer(nn.Module):
 
 
 class CutModule(PipelineModule):
-    """Return a pipeline cut at ``bounds``; None leaves the cuts to DeepSpeed, which balances parameters."""
+    """Pipeline cut at ``bounds``; None leaves the cuts to DeepSpeed, which balances parameters."""
 
     def __init__(self, bounds: Sequence[int] | None, **options: Any) -> None:
         self._bounds = bounds

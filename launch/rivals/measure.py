@@ -240,8 +240,8 @@ def observe(row: Row, steps: int, device: torch.device) -> tuple[int, int, float
 
 
 def peak_in_child(row: str) -> int:
-    """Return the peak bytes of ``row`` in a child of this process that trains nothing else; in one process what a row
-    has freed the next one takes. Every process calls this; the children find each other at a port of their own.
+    """Return the peak bytes of ``row`` in a child of this process that trains nothing else, since rows in one process
+    reuse each other's freed memory. Every process calls this; the children find each other at a port of their own.
 
     Raises:
         RuntimeError: a child failed; the message has the end of its output.
@@ -256,7 +256,7 @@ def peak_in_child(row: str) -> int:
 
 
 def print_peak(build: Callable[[], Row], device: torch.device) -> None:
-    """Print, in the child, by how much a row's steps raise the peak of its tensors, on a CPU of its resident set."""
+    """Print, in the child, a row's peak bytes: of its tensors on a GPU, the growth of its resident set on a CPU."""
     before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
     row = build()
     for _ in range(2):  # the second has the optimizer's state and the gradients at once

@@ -150,9 +150,9 @@ def dim64(setting: Setting) -> Setting:
 
 
 def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str, str]:
-    """Return why this device can't do something, or takes minutes: "compile", "fused-kernels", "autocast".
+    """Return what this device can't do, or only in minutes, with the reason: "compile", "fused-kernels", "autocast".
 
-    ``names`` are the rows that were named, if any: work that takes minutes is done for those.
+    ``names`` are the rows that were asked for by name, if any; for those, minutes are spent.
     """
     device, precision, named = setting.device, setting.plan.ds.precision, set(names or ())
     dtype, missing = DTYPES[precision][1], {}

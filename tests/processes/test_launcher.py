@@ -7,13 +7,14 @@ import os
 import shlex
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deepspeed.launcher import runner
 
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes import launcher
-from ddpm_ds.processes.launcher import SSH_ALIVE, read_launch, ssh_environment
+from ddpm_ds.processes.launcher import SSH_ALIVE, local_options, read_launch, ssh_environment
 
 OWN = socket.gethostname()
 SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
@@ -80,6 +81,39 @@ def test_the_hosts_that_take_part_are_deepspeeds(
     assert launch.command(29511) == command
     assert runner.parse_args(launch.command(29512)).master_port == 29512
     assert launch.command(29512)[-len(SCRIPT.split()) :] == SCRIPT.split()
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "on_cpu", "taken"),
+    [
+        (None, 2, False, [0, 1]),
+        ("", 1, False, [0]),
+        ("3", 1, False, [3]),
+        ("3, 1", 2, False, [1, 3]),
+        ("3,2,1", 1, False, [3]),
+        ("3", 2, False, [0, 1]),
+        ("GPU-8d1f", 1, False, [0]),
+        ("3", 1, True, [0]),
+    ],
+)
+def test_processes_of_this_host_get_the_gpus_of_cuda_visible_devices(
+    visible: str | None, processes: int, on_cpu: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        """Raised where DeepSpeed would start the ranks."""
+
+    def start(hosts: dict[str, list[int]]) -> None:
+        raise Started(hosts)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    host = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
+    monkeypatch.setattr(runner, "get_accelerator", lambda: host)
+    monkeypatch.setattr(runner, "encode_world_info", start)
+    with pytest.raises(Started) as started:
+        runner.main([*local_options(processes, on_cpu=on_cpu), "--hostfile", "/dev/null", *SCRIPT.split()])
+    assert started.value.args == ({"localhost": taken},)
 
 
 @pytest.mark.parametrize(
