@@ -214,7 +214,10 @@ def draw_share(
                         guide=guide,
                         after_step=show,
                     )
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    # The allocator for the CPU has no error class of its own.
+                    if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                        raise
                     raise LayoutError(
                         f"--batch-images = {request.batch_images}: the device has no memory for so many images at "
                         "once; use fewer"
