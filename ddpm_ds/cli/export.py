@@ -18,8 +18,8 @@ DRAWN_AT_ONCE = 16
 
 EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
-samples. diffusers is not needed; where it is installed, the folder is read back with it and compared before it is
-there. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
+folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
 """
 
 EXPORT_EXAMPLES = """\
@@ -85,8 +85,8 @@ def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _label(text: str) -> str:
-    if text != "none" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not none or a class, such as 3")
+    if text != "none":
+        whole(text, 0, 10**6, "none or a class, such as 3")
     return text
 
 
