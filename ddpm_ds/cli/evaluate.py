@@ -148,8 +148,9 @@ def _evaluate(options: argparse.Namespace) -> None:
         return
     folder = folder.parent / f"sweep-{'-'.join(swept)}-{_checksum(''.join(point.evaluation for point in found))}"
     print(f"\n{sweep_table(found)}\n\noutputs    {folder}")
+    seen = "" if trained.images_seen is None else f", {trained.images_seen:,} images"
     with writing(folder):
-        files = write_sweep(folder, found, f"{(trained.run_dir or folder).name}, {trained.images_seen:,} images")
+        files = write_sweep(folder, found, f"{(trained.run_dir or Path(trained.origin)).resolve().name}{seen}")
     trained = replace(trained, weights=options.weights)  # the kind for all points of the sweep
     record_child(trained, "sweep", swept, metrics=sweep_metrics(found), artifacts=dict.fromkeys(files, ""))
 
