@@ -88,19 +88,19 @@ def _verify(options: argparse.Namespace) -> None:
 
     alone = (options.path / MANIFEST).exists() or not (options.path / "checkpoints").exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
-    damaged: list[CheckpointError] = []
+    damaged: dict[Path, CheckpointError] = {}
     for checkpoint in checkpoints:
         try:
             manifest = read_manifest(checkpoint)
             verify(checkpoint, manifest, progress=True)
         except CheckpointError as error:
-            damaged.append(error)
+            damaged[checkpoint] = error
         else:
             print(f"{checkpoint.name}: good, {manifest.total_bytes:,} bytes in {len(manifest.files)} files")
     if len(damaged) == 1:
-        raise damaged[0]
+        raise next(iter(damaged.values()))
     if damaged:
-        names = ", ".join(str(error).split()[1] for error in damaged)
+        names = ", ".join(map(str, damaged))
         raise CheckpointError(
             f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {names}"
         )
