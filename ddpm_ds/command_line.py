@@ -6,9 +6,11 @@ Does not import torch.
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -86,7 +88,8 @@ def file_path(text: str) -> Path:
     fault = path_fault(text) if text else "a path can't be empty"
     if fault is None:
         try:
-            os.stat(text)
+            if stat.S_ISDIR(os.stat(text).st_mode) and not os.access(text, os.X_OK):
+                fault = os.strerror(errno.EACCES)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:

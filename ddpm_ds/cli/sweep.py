@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import parse
 from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
@@ -89,9 +90,7 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
         "--processes", type=processes, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
     parser.add_argument("--note", default=None, metavar="TEXT", help="why this is tried; kept in MLflow")
-    parser.add_argument(
-        "--metrics", type=lambda text: text.split(","), default=None, metavar="A,B", help="metrics to compare"
-    )
+    parser.add_argument("--metrics", type=metric_names, default=None, metavar="A,B", help="metrics to compare")
     add_runs_option(parser)
     parser.add_argument(
         "--grace-seconds",

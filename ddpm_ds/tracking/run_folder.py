@@ -134,9 +134,9 @@ def identity_of(run_dir: Path) -> str | None:
         OutputError: the file can't be read, or holds something else.
     """
     file = run_dir / IDENTITY
-    if not file.is_file():
-        return None
     try:
+        if not file.is_file():
+            return None
         found = read_text(file).strip()
     except OSError as error:
         raise OutputError(f"{file} can't be read ({error.strerror}); allow it, or restore it from a copy") from None

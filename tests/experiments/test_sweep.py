@@ -171,6 +171,7 @@ def test_nothing_is_started_unless_every_trial_can_be(
         (["--vary", "zero=1,2", "--", "--run-dir", "here"], "--run-dir after --: each trial gets its own"),
         (["--vary", "zero=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
         (["--vary", "zero=1,2", "--", "--trace-steps", "50-51"], "trial baseline has 50 steps"),
+        (["--vary", "zero=1,2", "--metrics", "train/loss,"], "'train/loss,' has an empty name"),
         (["--vary", "zero=1,2", "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),
     ):
