@@ -46,8 +46,8 @@ examples
 
 DIAGNOSE_DESCRIPTION = """\
 Say where the devices' time of a trained run went - useful work, bubble, communication, data wait and so on - what
-took most of it, with the numbers that show it, and the one change to try next with what it is predicted to save. It is
-what a run says at its end. The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says
+took most of it, with the numbers that show it, and the one change to try next with what it is predicted to save. A
+run prints the same at its end. The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says
 otherwise.
 """
 

@@ -1,8 +1,8 @@
 """Fréchet distances of raw pixels, and scores of Inception v3's features by torch-fidelity (extra ``fid``).
 
-FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkaanniemi et al. 2019. They use
-features of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures
-brightness, colours and which pixels vary together; it can't be compared with an FID.
+FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use features
+of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures brightness,
+colours and which pixels vary together; it can't be compared with an FID.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Scorer:
                 self._inception = find_inception(inception_weights), cache_beside(reference.path)
             except Unavailable as reason:
                 if asked is not None:
-                    raise EvaluationError(f"--metrics {','.join(needing)} can't be had: {reason}") from None
+                    raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
                 print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
     def scores(self, images: Pixels, labels: Tensor | None, device: torch.device) -> list[Score]:

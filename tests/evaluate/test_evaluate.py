@@ -217,7 +217,7 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--metrics", "fid"), "--metrics fid can't be had: there is no network here"),
+        (("--metrics", "fid"), "--metrics fid can't be computed: there is no network here"),
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel, digits"),
         (("--count", "9"), "'9' is not a number from 10 to 1,000,000"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
