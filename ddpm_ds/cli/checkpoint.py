@@ -55,7 +55,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     one = inner.add_parser(
         "consolidate",
         help="write the weights into one safetensors file",
-        description="Write the whole weights of a checkpoint into one safetensors file, under their global names. One "
+        description="Write the whole weights of a checkpoint into one safetensors file, under their global names. One\n"
         "tensor at a time is in memory.",
     )
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)

@@ -42,8 +42,8 @@ examples
       scores over the length of the average, of a run that keeps snapshots (ema.profiles), and a picture of them
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
 
-Interrupted, it keeps what is drawn, and the same command continues from there; with other --metrics, no
-image is drawn again.
+Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
+again.
 
 exit codes
   0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug

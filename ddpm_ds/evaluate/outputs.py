@@ -135,8 +135,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written ({error.strerror or error}); fix that and run the same command again: what "
-            "is drawn is kept"
+            f"{path} can't be written ({error.strerror or error}); fix that and run the same command again, which "
+            "keeps what is drawn, or name another --out"
         ) from None
 
 
