@@ -72,10 +72,10 @@ def check_writable(option: str, path: Path) -> None:
     """Check in advance that a file can be written.
 
     Raises:
-        OutputError: it is a folder, or its folder is missing or not writable.
+        OutputError: it is a folder, its folder is missing, or its permissions forbid it.
     """
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
 
 

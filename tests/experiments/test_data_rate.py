@@ -201,6 +201,12 @@ def test_wrong_options_are_one_line(arguments: list[str], line: str) -> None:
     assert str(caught.value).startswith(line)
 
 
-def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"--json .*missing.* can't be written"):
         bench("--json", tmp_path / "missing" / "numbers.json")
+    (tmp_path / "read_only.json").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
+    with pytest.raises(UserError, match=r"--json .*read_only.* can't be written"):
+        bench("--json", tmp_path / "read_only.json")
