@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -71,10 +73,10 @@ def check_writable(option: str, path: Path) -> None:
     """Check in advance that a file can be written.
 
     Raises:
-        OutputError: it is a folder, or its folder is missing or not writable.
+        OutputError: it is a folder, its folder is missing, or its permissions forbid it.
     """
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
 
 
@@ -100,7 +102,8 @@ def file_path(text: str) -> Path:
     fault = path_fault(text) if text else "a path can't be empty"
     if fault is None:
         try:
-            os.stat(text)
+            if stat.S_ISDIR(os.stat(text).st_mode) and not os.access(text, os.X_OK):
+                fault = os.strerror(errno.EACCES)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from ddpm_ds.command_line import bandwidth, counted, gib, memory_size, teraflops
+from ddpm_ds.command_line import bandwidth, counted, file_path, gib, memory_size, teraflops
 
 
 def test_what_is_understood() -> None:
@@ -32,6 +34,15 @@ def test_what_is_not_understood_is_said_in_a_line(parse: Callable[[str], float],
     with pytest.raises(argparse.ArgumentTypeError, match=message) as raised:
         parse(text)
     assert "\n" not in str(raised.value)
+
+
+def test_a_folder_of_somebody_else_can_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"can't be used \(Permission denied\)"):
+        file_path(str(tmp_path))
+    assert file_path(str(tmp_path / "file")) == tmp_path / "file"
+    assert file_path(str(tmp_path / "new")) == tmp_path / "new"
 
 
 def test_numbers_are_shown_with_a_unit_that_fits() -> None:

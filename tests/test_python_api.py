@@ -128,6 +128,7 @@ def test_classes_come_in_turn_unless_labels_say_otherwise(trained: Trained) -> N
         ({"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)}, "sampler.eta = 0.5 is of ddim, not of dpm_solver"),
         ({"sampler": SamplerSpec(steps=2000)}, "sampler.steps = 2000 is above the 1000 timesteps"),
         ({"labels": []}, "labels = [] names no class; use None"),
+        ({"batch_images": 0}, "count = 1 and batch_images = 0 must be 1 or more"),
         ({"labels": [3, 10]}, "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
     ],
 )

@@ -34,12 +34,12 @@ MOST_WAIT = 0.01
 
 DESCRIPTION = """\
 Prepare the images of a spec, read them as training does with each number of loader processes, and say how many images
-a second arrive; then time forward and backward of the U-Net, and say how many it needs, how many times faster the
-loader is, and which share of a step would be waited for data. Nothing is trained. With --preparation, say instead how
-long the images take to be prepared; nothing is written.
+arrive per second. Then time forward and backward of the U-Net, and say how many images per second it needs, how many
+times faster the loader is, and what share of a step would be spent waiting for data. Nothing is trained. With
+--preparation, say instead how long the preparation of the images takes; nothing is written.
 
-The loader is that of one process that reads data, with one replica's micro-batches, up to the device. The first and the
-last stage of each replica read apart: on a host with several of them, count them together.
+The loader is that of one process, which reads the micro-batches of one replica up to the device. The first and the last
+stage of each replica have a loader each: on a host with several of them, add up what they need.
 """
 
 EXAMPLES = """\
@@ -47,11 +47,11 @@ examples
   ddpm-ds bench-data
       the digits of the main job, on this machine's device
   ddpm-ds bench-data --spec launch/specs/folder.yaml --set data.path=photos --workers 0,4,8 --micro-batch 32
-      your own images; all cores that the loader may use are those of taskset or the job
+      your own images; the loader may use the cores that taskset or the job allows
   ddpm-ds bench-data --spec launch/specs/cifar10.yaml --needs 9000 --json cifar10.json
-      for a U-Net that takes 9,000 images/s on a device that is not here; every number in a file
+      for a U-Net that needs 9,000 images/s on a device of another machine; every number in a file
   ddpm-ds bench-data --spec launch/specs/folder.yaml --set data.path=photos --preparation
-      how long your images take to be decoded and scaled, from some seconds of it
+      how long decoding and scaling your images takes, extrapolated from a few seconds
   taskset -c 0 ddpm-ds bench-data --spec launch/specs/cifar10.yaml --no-model
       what the loader gives on one core
 
@@ -98,11 +98,11 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--preparation",
         action="store_true",
-        help="measure how long the images take to be prepared, for some seconds, and nothing else",
+        help="measure for some seconds how long the preparation of the images takes, and nothing else",
     )
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="rounds of measurement (default 5)")
     need = parser.add_mutually_exclusive_group()
-    need.add_argument("--needs", type=above_zero, metavar="X", help="images/s of the U-Net, where it is known")
+    need.add_argument("--needs", type=above_zero, metavar="X", help="images/s of the U-Net, if known")
     need.add_argument("--no-model", action="store_true", help="time the loader alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument(
@@ -224,11 +224,12 @@ def conclusion(loadings: Sequence[Loading], need: UnetPace, remedy: str) -> str:
     shares = {loading.workers: loading.wait_share or 0.0 for loading in loadings}
     for loading in loadings:
         if loading.images_per_second.median >= need.images_per_second and shares[loading.workers] < MOST_WAIT:
-            return f"data.workers={loading.workers} suffices: less than {MOST_WAIT:.0%} of a step is waited for data"
+            waiting = f"less than {MOST_WAIT:.0%} of a step is spent waiting for data"
+            return f"data.workers={loading.workers} suffices: {waiting}"
     best = min(shares, key=lambda workers: shares[workers])
     return (
-        f"none suffices; with data.workers={best} {shares[best]:.1%} of a step is waited for data: try more workers, "
-        f"larger micro-batches, or {remedy}"
+        f"none suffices; with data.workers={best} {shares[best]:.1%} of a step is spent waiting for data: try more "
+        f"workers, larger micro-batches, or {remedy}"
     )
 
 

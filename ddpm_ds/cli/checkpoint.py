@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpm_ds.command_line import aligned, file_path
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 
 EXAMPLES = """\
@@ -42,7 +43,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         "verify",
         help="read every byte and compare checksums",
         description="Read every byte of a checkpoint, or of all checkpoints of a run, and compare checksums. Exit code "
-        "2 when any is damaged.",
+        "2 if any is damaged.",
     )
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
     one.set_defaults(run=_verify)
@@ -54,8 +55,8 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     one = inner.add_parser(
         "consolidate",
         help="write the weights into one safetensors file",
-        description="Write the whole weights of a checkpoint into one safetensors file, under their global names. Host "
-        "memory is one tensor.",
+        description="Write the whole weights of a checkpoint into one safetensors file, under their global names. One\n"
+        "tensor at a time is in memory.",
     )
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
     one.add_argument("out", type=file_path, metavar="OUT", help="file to write; must not exist")
@@ -86,21 +87,21 @@ def _list(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest, verify
 
-    alone = (options.path / MANIFEST).exists() or not (options.path / "checkpoints").exists()
+    alone = (options.path / MANIFEST).exists() or not checkpoints_of(options.path).exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
-    damaged: list[CheckpointError] = []
+    damaged: dict[Path, CheckpointError] = {}
     for checkpoint in checkpoints:
         try:
             manifest = read_manifest(checkpoint)
             verify(checkpoint, manifest, progress=True)
         except CheckpointError as error:
-            damaged.append(error)
+            damaged[checkpoint] = error
         else:
             print(f"{checkpoint.name}: good, {manifest.total_bytes:,} bytes in {len(manifest.files)} files")
     if len(damaged) == 1:
-        raise damaged[0]
+        raise next(iter(damaged.values()))
     if damaged:
-        names = ", ".join(str(error).split()[1] for error in damaged)
+        names = ", ".join(map(str, damaged))
         raise CheckpointError(
             f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {names}"
         )
@@ -150,7 +151,7 @@ def _consolidate(options: argparse.Namespace) -> None:
 def _of_run(run_dir: Path) -> list[Path]:
     from ddpm_ds.checkpoint.folder import names
 
-    folder = run_dir / "checkpoints"
+    folder = checkpoints_of(run_dir)
     if not (found := names(folder)):
         raise CheckpointError(f"there are no checkpoints in {folder}; name the folder of a run that has saved")
     return [folder / name for name in found]

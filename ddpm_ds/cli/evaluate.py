@@ -42,10 +42,11 @@ examples
       scores over the length of the average, of a run that keeps snapshots (ema.profiles), and a picture of them
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
 
-Interrupted, it keeps what is drawn, and the same command continues from there; other --metrics draw nothing anew.
+Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
+again.
 
 exit codes
-  0 done   2 bad input, or a score of --metrics can't be had: nothing was drawn   130 interrupted   1 a bug
+  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug
 """
 
 
@@ -58,13 +59,13 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
         "--metrics",
         type=_metrics,
         metavar="NAME,...",
-        help=f"some of {','.join(METRICS)}, each of which must be possible then (default: all that are)",
+        help=f"scores, some of {','.join(METRICS)}; an error if one can't be computed (default: all that can)",
     )
     parser.add_argument(
         "--dataset",
         type=file_path,
         metavar="DIR",
-        help="folder of the prepared real images, for an export or where it has moved",
+        help="folder of the prepared real images; needed for an export, or if the folder has moved",
     )
     parser.add_argument(
         "--inception-weights", type=file_path, metavar="FILE", help="torch-fidelity's weights, instead of a download"
@@ -148,8 +149,9 @@ def _evaluate(options: argparse.Namespace) -> None:
         return
     folder = folder.parent / f"sweep-{'-'.join(swept)}-{_checksum(''.join(point.evaluation for point in found))}"
     print(f"\n{sweep_table(found)}\n\noutputs    {folder}")
+    seen = "" if trained.images_seen is None else f", {trained.images_seen:,} images"
     with writing(folder):
-        files = write_sweep(folder, found, f"{(trained.run_dir or folder).name}, {trained.images_seen:,} images")
+        files = write_sweep(folder, found, f"{(trained.run_dir or Path(trained.origin)).resolve().name}{seen}")
     trained = replace(trained, weights=options.weights)  # the kind for all points of the sweep
     record_child(trained, "sweep", swept, metrics=sweep_metrics(found), artifacts=dict.fromkeys(files, ""))
 

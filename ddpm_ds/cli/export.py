@@ -18,8 +18,8 @@ DRAWN_AT_ONCE = 16
 
 EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
-samples. diffusers is not needed; where it is installed, the folder is read back with it and compared before it is
-there. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
+folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
 """
 
 EXPORT_EXAMPLES = """\
@@ -85,8 +85,8 @@ def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _label(text: str) -> str:
-    if text != "none" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not none or a class, such as 3")
+    if text != "none":
+        whole(text, 0, 10**6, "none or a class, such as 3")
     return text
 
 
@@ -128,7 +128,7 @@ def _export(options: argparse.Namespace) -> None:
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
         card = model_card(trained, precision=options.dtype, label=options.label, picture=picture)
-        (folder / "README.md").write_text(card)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     print(f"{options.out}: {trained.weights} weights of {trained.origin} in {options.dtype}, {size / 1e6:,.1f} MB")
     print(compared)

@@ -24,7 +24,7 @@ from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of GPUs; a host with none of them has no GPU, which saves the seconds of asking PyTorch."""
+"""Device files of GPUs. A host without any of them has no GPU, so PyTorch, whose import takes seconds, is not asked."""
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
 and how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
@@ -43,10 +43,10 @@ examples
 exit codes are those of run (docs/exit_codes.md)
 """
 RUN_DESCRIPTION = """\
-Start DeepSpeed's launcher and stay with it: SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step,
-save and stop, a second one ends them at once; when ranks are lost, the run is started again and resumes from the
-newest checkpoint of its --run-dir, which has to be given; and nothing is left running. On several hosts it is started
-on one of the hostfile, best the first, and each start reads the hostfile anew.
+Start DeepSpeed's launcher and stay with it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save
+and stop; a second signal ends them at once. If ranks are lost, the run is started again and resumes from the newest
+checkpoint of its --run-dir, which must be given. Nothing is left running. For several hosts, start it on one host of
+the hostfile, preferably the first; each start reads the hostfile again.
 """
 
 RUN_EPILOG = """\

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads the output any more, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return 128 + signal.SIGPIPE
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import check_writable, file_path, writing
+from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
 COMPARE_DESCRIPTION = """\
@@ -68,14 +69,15 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("recorded_runs", nargs="+", metavar="RUN | EXPERIMENT")
     parser.add_argument("--baseline", metavar="RUN", help="run that ratios refer to (default: the first with metrics)")
-    parser.add_argument("--metrics", type=_names, metavar="A,B,C", help="the metrics to compare")
+    parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
     parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
     parser.add_argument("--html", type=file_path, metavar="FILE", help="write it as one page with curves and timelines")
     add_runs_option(parser)
     parser.set_defaults(run=_compare)
 
 
-def _names(text: str) -> list[str]:
+def metric_names(text: str) -> list[str]:
+    """Parse names of metrics, separated by commas."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name; write A,B,C")
@@ -183,12 +185,13 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
     Raises:
         ExperimentError: there is no such run, or its folder is not on this machine.
     """
+    folder = Path(name)
     try:
         run = find_run(name, root=root)
     except ExperimentError as error:
-        if (Path(name) / "spec.yaml").is_file():
-            return Path(name), None, str(error)
-        if Path(name).is_dir():
+        if not folder.is_dir():
+            raise
+        if not (folder / "spec.yaml").is_file():
             raise ExperimentError(f"{name} is not the folder of a run; name one that has a spec.yaml") from None
-        raise
-    return run.open().folder, run, None
+        return folder, None, str(error)
+    return folder if identity_of(folder) else run.open().folder, run, None  # the folder may have been moved

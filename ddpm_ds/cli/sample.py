@@ -21,6 +21,7 @@ from ddpm_ds.command_line import OneLineParser, batch, file_path, image_number, 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.choices import SAMPLERS, samplers_with
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
+from ddpm_ds.files import MOST_DIGITS
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def add_weights_options(parser: argparse.ArgumentParser) -> None:
     folder = "folder of the weights; of a run, its newest checkpoint"
     parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help=folder)
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
-    moved = "data.autoencoder of the run, where it has moved"
+    moved = "data.autoencoder of the run, if it has moved"
     parser.add_argument("--autoencoder", type=file_path, metavar="DIR", help=moved)
     where = "device that draws (default: CUDA if any)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
@@ -251,7 +252,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
     if text in (None, "all"):
         return tuple(range(classes))
     words = text.split(",")
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) <= MOST_DIGITS for word in words):
         raise SpecError(f"--labels {text} is none of all, none, a class such as 3, or classes such as 0,1,2")
     labels = tuple(int(word) for word in words)
     check_label(max(labels), classes)
@@ -290,7 +291,7 @@ def _sample(options: argparse.Namespace) -> int:
     out, kind = _out_and_format(options, trained)
     if options.mlflow and kind != "grid":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
-    partial = out.with_name(f".{out.name}.partial")
+    partial = out.parent / f".{out.name}.partial"  # with_name() would refuse `.`
     folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
     log: Callable[[str], None] = print if rank == 0 else lambda line: None
     done = kind != "folder" and check_file(out, request)

@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import parse
 from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
+from ddpm_ds.errors import EXIT_PREEMPTED
 from ddpm_ds.experiments.sweep import TRAIN, Sweep, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.supervisor import heard_signals
-from ddpm_ds.tracking.run_folder import claim_folder
+from ddpm_ds.tracking.run_folder import claim_folder, disk_errors_said
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 
 PARENT_SECONDS = 30.0
@@ -89,9 +90,7 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
         "--processes", type=processes, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
     parser.add_argument("--note", default=None, metavar="TEXT", help="why this is tried; kept in MLflow")
-    parser.add_argument(
-        "--metrics", type=lambda text: text.split(","), default=None, metavar="A,B", help="metrics to compare"
-    )
+    parser.add_argument("--metrics", type=metric_names, default=None, metavar="A,B", help="metrics to compare")
     add_runs_option(parser)
     parser.add_argument(
         "--grace-seconds",
@@ -179,19 +178,13 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
         with contextlib.suppress(OSError):  # the terminal may have been closed
             tqdm.write(f"ddpm-ds sweep: {line}", file=sys.stderr)
 
-    try:
-        claim = claim_folder(sweep.folder)
-    except OSError as error:
-        raise OutputError(
-            f"--runs {options.runs} can't be written ({error.strerror}); name a folder that can"
-        ) from None
     variables = [item.partition("=") for item in options.vary]
     params = {
         "vary": {name.strip(): values for name, _, values in variables},
         "full": options.full,
         "command": shlex.join(["ddpm-ds", *sys.argv[1:]]),
     }
-    with claim, heard_signals() as heard:
+    with disk_errors_said(sweep.folder), claim_folder(sweep.folder), heard_signals() as heard:
         tracker, identity = sweep.begin(plans[0].spec.logging.experiment, params, options.note, log)
         until = time.monotonic() + PARENT_SECONDS
         while tracker.run_id is None and not heard and time.monotonic() < until:

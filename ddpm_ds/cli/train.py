@@ -136,7 +136,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="FIRST-LAST",
         help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
-        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} where the run is that long)",
+        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
     )
     parser.add_argument(
         "--profile-kernels",

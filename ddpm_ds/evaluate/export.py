@@ -63,11 +63,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
 
     Raises:
-        OutputError: ``path`` holds something, or the file system refuses.
+        OutputError: ``path`` holds something or is the current folder, or the file system refuses.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
     path = path.absolute()
+    if path.resolve() == Path.cwd():
+        raise OutputError(f"{path} is the current folder, which can't be replaced; name a new folder")
     existing = next(folder for folder in path.parents if folder.exists())
     temporary = temporary_beside(existing / path.name)
     try:

@@ -1,14 +1,13 @@
 """Fréchet distances of raw pixels, and scores of Inception v3's features by torch-fidelity (extra ``fid``).
 
-FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkaanniemi et al. 2019. They use
-features of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures
-brightness, colours and which pixels vary together; it can't be compared with an FID.
+FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkäänniemi et al. 2019, who use features
+of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures brightness,
+colours and which pixels vary together; it can't be compared with an FID.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import pickle
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -139,7 +138,7 @@ def find_inception(weights: Path | None) -> Inception:
         create_feature_extractor(
             EXTRACTOR, [LAYER], cuda=False, feature_extractor_weights_path=str(path), verbose=False
         )
-    except (OSError, RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a file of another kind can make its reader raise anything
         reason = error.strerror if isinstance(error, OSError) else "not the weights of torch-fidelity's Inception v3"
         if weights is None:
             raise Unavailable(f"Inception's weights at {path} can't be used ({reason}); delete them") from None
@@ -229,7 +228,7 @@ def _drop_damaged(cache: Path, kept: str) -> None:
         try:
             with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
                 torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError):
+        except Exception:  # a damaged file can make its reader raise anything
             path.unlink()
 
 

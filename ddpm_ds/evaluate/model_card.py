@@ -38,7 +38,7 @@ The U-Net takes labels 0 to {{ classes - 1 }}, and {{ classes }} for no label. `
 loop is
 written out.
 {% elif autoencoder %}
-The U-Net draws latents, of which the autoencoder of this folder makes the images.
+The U-Net draws latents, which the autoencoder in this folder decodes to images.
 {% elif continuous %}
 `DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
 {% endif %}

@@ -135,8 +135,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written ({error.strerror or error}); fix that and run the same command again: what "
-            "is drawn is kept"
+            f"{path} can't be written ({error.strerror or error}); fix that and run the same command again, which "
+            "keeps what is drawn, or name another --out"
         ) from None
 
 
@@ -286,7 +286,8 @@ def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
     """Write an npz archive: ``arr_0`` are images (N, H, W, C) uint8, ``arr_1`` the labels (N,) int64, if any.
 
     Names and axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
-    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces. The archive's comment is the record.
+    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces. The archive's comment is the record,
+    unless that is longer than a comment may be, such as one with thousands of labels; then it is a file in the archive.
 
     Raises:
         OutputError: it can't be written.
@@ -296,8 +297,12 @@ def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
     with _complete(path) as temporary:
         with temporary.open("wb") as file:
             np.savez(file, *arrays)
+        record = request.dump("batch_images")
         with zipfile.ZipFile(temporary, "a") as archive:
-            archive.comment = request.dump("batch_images")
+            if len(record) <= zipfile.ZIP_MAX_COMMENT:
+                archive.comment = record
+            else:
+                archive.writestr(RECORD, record)
 
 
 def record_of(path: Path) -> Request | None:
@@ -305,7 +310,7 @@ def record_of(path: Path) -> Request | None:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                return Request.read(archive.comment)
+                return Request.read(archive.read(RECORD) if RECORD in archive.namelist() else archive.comment)
         with PngImagePlugin.PngImageFile(path) as image:  # not Image.open, which refuses very large grids
             return Request.read(str(image.info.get(PNG_KEY, "")))
     except (OSError, ValueError, SyntaxError, zipfile.BadZipFile):  # Pillow's SyntaxError means "not a PNG file"

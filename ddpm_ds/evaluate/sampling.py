@@ -86,9 +86,11 @@ def sample(
     ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
-        SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, or ``guide``
-            has other images, classes or noise levels.
+        SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, ``guide`` has
+            other images, classes or noise levels, or ``count`` or ``batch_images`` is below 1.
     """
+    if min(count, batch_images) < 1:
+        raise SpecError(f"count = {count} and batch_images = {batch_images} must be 1 or more")
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
         latents = trained.autoencoder is not None
@@ -214,7 +216,10 @@ def draw_share(
                         guide=guide,
                         after_step=show,
                     )
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    # The allocator for the CPU has no error class of its own.
+                    if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                        raise
                     raise LayoutError(
                         f"--batch-images = {request.batch_images}: the device has no memory for so many images at "
                         "once; use fewer"

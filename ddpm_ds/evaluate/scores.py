@@ -121,7 +121,8 @@ class Scorer:
             raise EvaluationError(
                 f"{reference.path} has {len(reference)} images, too few to compare with; use a larger data set"
             )
-        self._reference, self._inception = reference, None
+        self._reference = reference
+        self._inception: tuple[Inception, Path] | None = None  # with the folder for features of the reference
         self._wanted = set(METRICS if asked is None else asked)
         if "digits" in self._wanted and reference.meta.source != "digits":
             if asked is not None:
@@ -132,30 +133,29 @@ class Scorer:
             self._wanted.remove("digits")
         if needing := [name for name in OF_INCEPTION if name in self._wanted]:
             try:
-                self._inception = find_inception(inception_weights)
+                self._inception = find_inception(inception_weights), cache_beside(reference.path)
             except Unavailable as reason:
                 if asked is not None:
-                    raise EvaluationError(f"--metrics {','.join(needing)} can't be had: {reason}") from None
+                    raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
                 print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
-        self._cache = cache_beside(reference.path)
 
     def scores(self, images: Pixels, labels: Tensor | None, device: torch.device) -> list[Score]:
         """Return the scores of uint8 ``images`` (N, C, H, W), which were drawn with ``labels`` (N,), if any."""
-        found = [] if self._inception is None else self._inception_scores(self._inception, images, device)
+        found = [] if self._inception is None else self._inception_scores(*self._inception, images, device)
         if "pixel" in self._wanted:
             found.append(self._pixel_score(images))
         if "digits" in self._wanted:
             found += self._digits_scores(images, labels)
         return found
 
-    def _inception_scores(self, inception: Inception, images: Pixels, device: torch.device) -> list[Score]:
+    def _inception_scores(self, inception: Inception, cache: Path, images: Pixels, device: torch.device) -> list[Score]:
         reference = self._reference
         values = inception_scores(
             inception,
             images,
             reference.images,
             key=reference.key,
-            cache=self._cache,
+            cache=cache,
             wanted=self._wanted,
             device=device,
         )

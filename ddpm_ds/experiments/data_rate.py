@@ -21,6 +21,7 @@ from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
 from ddpm_ds.data.prepare import by_processes, decoding_of
 from ddpm_ds.data.writing import Chunk, Plan
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
+from ddpm_ds.errors import LayoutError
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -189,6 +190,9 @@ def unet_need(spec: RunSpec, feed: Feed, precision: Dtype, seconds: float) -> Un
     """Measure images/s of the U-Net's forward and backward on one device without an optimizer, as a median of steps.
 
     A step takes a whole micro-batch, or only its first images if the whole would take long.
+
+    Raises:
+        LayoutError: the micro-batch does not fit into the memory of the device.
     """
     device, batch = feed.device, next(feed.batches(0))
     batch = batch._replace(labels=torch.zeros_like(batch.labels))  # class 0, which every U-Net with classes has
@@ -208,15 +212,21 @@ def unet_need(spec: RunSpec, feed: Feed, precision: Dtype, seconds: float) -> Un
         bar.update()
         return time.perf_counter() - begin
 
-    with bar:
-        few = MicroBatch(*(tensor[:FEW_IMAGES] for tensor in batch))
-        step(few)
-        if step(few) * len(batch.images) / len(few.images) > LONG_STEP_SECONDS:
-            batch = few
-        step(batch)
-        times: list[float] = []
-        while len(times) < FEWEST_STEPS or sum(times) < seconds:
-            times.append(step(batch))
+    times: list[float] = []
+    try:
+        with bar:
+            few = MicroBatch(*(tensor[:FEW_IMAGES] for tensor in batch))
+            step(few)
+            if step(few) * len(batch.images) / len(few.images) > LONG_STEP_SECONDS:
+                batch = few
+            step(batch)
+            while len(times) < FEWEST_STEPS or sum(times) < seconds:
+                times.append(step(batch))
+    except torch.OutOfMemoryError:
+        raise LayoutError(
+            f"--micro-batch = {feed.micro_batch_images}: the device has no memory for a step of the U-Net with so many "
+            "images; use fewer"
+        ) from None
     images = len(batch.images)
     return UnetPace(images / statistics.median(times), f"{spec.name}, forward and backward of {images} in {precision}")
 

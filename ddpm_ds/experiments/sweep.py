@@ -177,7 +177,7 @@ class Sweep:
             log(f"no comparison: {error}")
             return None
         for name, text in contents.items():
-            (self.folder / name).write_text(text)
+            (self.folder / name).write_text(text, encoding="utf-8")
             tracker.artifact(self.folder / name, ARTIFACT_FOLDER)
         return terminal(compared, shutil.get_terminal_size((120, 24)).columns)
 

@@ -51,6 +51,8 @@ DYNAMIC_FP16 = {
     "min_loss_scale": 1,
 }
 """Block ``fp16`` for a trial whose JSON has none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
+EDITED_BLOCKS = ("fp16", "bf16", "data_types", "zero_optimization")
+"""Blocks of the JSON that the variables ``precision`` and ``zero`` edit."""
 NAME_CHARACTERS = 80
 MOST_TRIALS = 1000
 LONGEST_VARIABLE = 4096
@@ -223,6 +225,8 @@ def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
             raise ExperimentError(f"--vary processes={value}: {error}") from None
     elif path := _json_path(name):
         set_key(config, path, value, f"--vary {name}={value}")
+        if path in EDITED_BLOCKS and not isinstance(config[path], dict):
+            raise ExperimentError(f"--vary {name}={value}: {path} should be a block {{...}}; vary one of its keys")
         if name == "micro_batch_images":  # the number of micro-batches adapts, so that the batch stays the same
             config["gradient_accumulation_steps"] = "auto"
             return ["train.accumulation=auto"]

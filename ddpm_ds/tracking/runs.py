@@ -25,7 +25,7 @@ from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.diagnose import VERDICT
-from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.errors import OutputError, SpecError, UserError
 from ddpm_ds.files import EVALUATIONS, METRICS, parse_json, read_json, read_points
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
@@ -366,7 +366,7 @@ def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
     if uri.startswith(SQLITE):
         places.append(Path(uri.removeprefix(SQLITE)).parent / name)
     for place in places:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OutputError):  # such as somebody else's folder
             if tags.get(START_TAG) == identity_of(place) is not None:
                 return place
     return None

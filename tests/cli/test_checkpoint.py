@@ -16,8 +16,8 @@ from tests.checkpoint.saving import SHAPES, save, values_of
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     for images in (1000, 20000):
-        save(tmp_path / "run" / "checkpoints", images)
-    return tmp_path / "run"
+        save(tmp_path / "a run" / "checkpoints", images)
+    return tmp_path / "a run"
 
 
 def flip(path: Path) -> None:

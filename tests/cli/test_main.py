@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,14 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     assert said.err.startswith("ddpm-ds: error: ") and said.err.count("\n") == 1
     for word in words:
         assert word in said.err
+
+
+def test_output_that_nobody_reads_any_more_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["schema"]) == 128 + signal.SIGPIPE
 
 
 def test_help_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,10 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import DataError
+from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.classifier import DigitsClassifier, Reading
-from ddpm_ds.evaluate.scores import cache_beside, labels_like, open_reference
+from ddpm_ds.evaluate.scores import Scorer, cache_beside, labels_like, open_reference
 from tests.evaluate.planted import UNLABELLED, plant, trained_of
 from tests.launching import tiny_spec
 
@@ -203,6 +203,9 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
     out = evaluate("--count", 20, "--dataset", digits.path, "--metrics", "pixel")
     assert "export is not in the folder of a run, so nothing is recorded in MLflow" in out and trackers == []
     assert report(tmp_path / "evaluations")["weights"] == "export"
+    evaluate("--count", 20, "--dataset", digits.path, "--metrics", "pixel", "--guidances", "1,2")
+    (sweep,) = (tmp_path / "evaluations").glob("sweep-guidance-*/sweep.json")
+    assert json.loads(sweep.read_text())["title"] == "export" and trackers == []
 
 
 def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, run_dir: Path) -> None:
@@ -214,7 +217,7 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--metrics", "fid"), "--metrics fid can't be had: there is no network here"),
+        (("--metrics", "fid"), "--metrics fid can't be computed: there is no network here"),
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel, digits"),
         (("--count", "9"), "'9' is not a number from 10 to 1,000,000"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
@@ -264,11 +267,15 @@ def test_for_a_run_that_learned_crops_the_centres_are_the_reference(tmp_path: Pa
 
 
 def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, digits: DatasetCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).is_relative_to(tmp_path / "home"))
     assert cache_beside(tmp_path / "data" / "digits") == tmp_path / "home" / "ddpm_ds"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OutputError, match="name a folder for caches with XDG_CACHE_HOME"):
+        cache_beside(tmp_path / "data" / "digits")
+    Scorer(["pixel"], digits, None)  # which keeps no statistics
 
 
 def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_nothing_else(

@@ -253,6 +253,7 @@ def test_what_diffusers_reads_otherwise_or_is_interrupted_leaves_nothing(
 
 BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "not empty": (["CHECKPOINT", "FULL"], "FULL exists and is not empty; name a new folder"),
+    "current folder": (["CHECKPOINT", "."], "here is the current folder, which can't be replaced; name a new folder"),
     "in a file": (["CHECKPOINT", "FULL/file/hub"], "can't be written"),
     "no checkpoint": (["missing", "OUT"], "missing does not exist; name a checkpoint"),
     "label of no class": (
@@ -261,6 +262,7 @@ BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     ),
     "label without classes": (["UNLABELLED", "OUT", "--label", "1"], "--label 1: the U-Net has no classes"),
     "label of no kind": (["CHECKPOINT", "OUT", "--label", "x"], "--label: 'x' is not none or a class"),
+    "long label": (["CHECKPOINT", "OUT", "--label", "9" * 5000], "is not none or a class"),
     "too many samples": (["CHECKPOINT", "OUT", "--samples", "65"], "'65' is not a number from 0 to 64"),
     "register": (["CHECKPOINT", "OUT", "--register", "digits"], "--register digits: .* is not in the folder of a run"),
 }
@@ -284,8 +286,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [*BAD_EXPORTS, *(f"import: {name}" for name in BAD_IMPORTS)])
 def test_bad_input_is_one_line_and_nothing_is_written(
-    tmp_path: Path, name: str, checkpoint: Path, unlabelled: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    name: str,
+    checkpoint: Path,
+    unlabelled: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     if name.startswith("import"):

@@ -186,13 +186,15 @@ def test_features_of_the_reference_are_kept_by_checksum_weights_and_version_and_
     assert score(network, images(0, 12), elsewhere, cache)["fid"] != first["fid"]
 
 
-@pytest.mark.parametrize("content", ["cut short", "something else", "planted"])
+@pytest.mark.parametrize("content", ["cut short", "something else", "text", "planted"])
 def test_a_wrong_weights_file_is_refused_and_not_executed(weights: Path, tmp_path: Path, content: str) -> None:
     path, mark = tmp_path / "given.pt", tmp_path / "executed"
     if content == "cut short":
         path.write_bytes(weights.read_bytes()[:10000])
     elif content == "something else":
         torch.save({"fc.weight": torch.zeros(3)}, path)
+    elif content == "text":
+        path.write_text("hello")
     elif content == "planted":
         torch.save(Explosive(mark), path)
     with pytest.raises(EvaluationError, match=r"--inception-weights .*given\.pt can't be used") as error:

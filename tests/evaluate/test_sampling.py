@@ -169,6 +169,11 @@ def test_an_npz_is_what_evaluators_of_guided_diffusion_read(
         out = tmp_path / f"{run_dir.name}.npz"
         sample("--count", 2, "--labels", "none", "--out", out, run_dir=run_dir)
         assert np.load(out).files == ["arr_0"]
+    many = ("--count", 2, "--labels", ",".join(["3"] * 20_000), "--out", tmp_path / "many.npz")
+    sample(*many)
+    record = record_of(tmp_path / "many.npz")
+    assert record is not None and record.labels == (3,) * 20_000, "more than the comment of an archive holds"
+    assert "already there" in sample(*many)
 
 
 def test_a_folder_of_pngs_numbered_by_image(planted: Path, tmp_path: Path, sample: Sample) -> None:
@@ -211,6 +216,8 @@ def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample
     [
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
+        (f"--labels {'9' * 5000}", "is none of all, none, a class such as 3"),
+        ("--out /", "/ exists and does not say how it was drawn"),
         ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
         ("--guidance-between 3", "argument --guidance-between: '3' is not two noise levels such as 0.3,5"),
         ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
@@ -364,7 +371,9 @@ def test_a_finished_file_is_there_already_or_refused(
     assert drawn == [] and out.read_bytes() == content
 
 
-def test_a_folder_takes_more_images_of_the_same_kind(tmp_path: Path, sample: Sample, watch_drawing: Watch) -> None:
+def test_a_folder_takes_more_images_of_the_same_kind(
+    tmp_path: Path, sample: Sample, watch_drawing: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "pngs"
     sample("--count", 4, "--out", out)
     before = contents(out)
@@ -375,6 +384,8 @@ def test_a_folder_takes_more_images_of_the_same_kind(tmp_path: Path, sample: Sam
     assert drawn == [4, 5, 6, 20, 21] and len(list(out.glob("*.png"))) == 9
     assert contents(out).items() >= before.items()
     assert "another seed" in sample("--count", 7, "--seed", 1, "--out", out, code=2)
+    monkeypatch.chdir(out)
+    assert "already there" in sample("--count", 7, "--out", ".")
 
 
 def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
@@ -392,9 +403,13 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
         patch.setattr(outputs, "write_file", full)
         said = sample(*arguments, code=2)
     assert f"{tmp_path / '.x.npz.partial'} can't be written (No space left on device)" in said
-    watch_drawing(0, torch.OutOfMemoryError("CUDA out of memory"))
-    said = sample(*arguments, code=2)
-    assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in said
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072000000 bytes."),
+    ):
+        watch_drawing(0, error)
+        said = sample(*arguments, code=2)
+        assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in said
     watch_drawing()
     assert sample(*arguments).startswith("4 of 6 images are there from before")
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ddpm_ds.data import prepare as preparing
 from ddpm_ds.data import residence
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.errors import LayoutError, SpecError, UserError
 from ddpm_ds.experiments import data_rate as data_bench
 from ddpm_ds.experiments.data_rate import Feed, Loading, Spread, UnetPace, measure_loading, unet_need
 from tests.launching import tiny_spec
@@ -176,6 +177,10 @@ def test_a_step_that_would_take_long_is_of_few_images(tmp_path: Path, monkeypatc
     assert "of 64 in fp32" in unet_need(spec, feed, "fp32", 0.01).words
     monkeypatch.setattr(data_bench, "LONG_STEP_SECONDS", 1e-9)
     assert "of 8 in fp32" in unet_need(spec, feed, "fp32", 0.01).words
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(data_bench, "wait_for_device", Mock(side_effect=error))
+    with pytest.raises(LayoutError, match="--micro-batch = 64: the device has no memory"):
+        unet_need(spec, feed, "fp32", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +201,12 @@ def test_wrong_options_are_one_line(arguments: list[str], line: str) -> None:
     assert str(caught.value).startswith(line)
 
 
-def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"--json .*missing.* can't be written"):
         bench("--json", tmp_path / "missing" / "numbers.json")
+    (tmp_path / "read_only.json").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
+    with pytest.raises(UserError, match=r"--json .*read_only.* can't be written"):
+        bench("--json", tmp_path / "read_only.json")

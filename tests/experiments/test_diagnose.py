@@ -107,6 +107,8 @@ def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
     assert run.data.tags["verdict.share"] == "23.1%"
     kept = store.client.download_artifacts(run.info.run_id, "verdict.txt", str(store.root))
     assert Path(kept).read_text() == said
+    renamed = (store.root / "slow").rename(store.root / "slowest")
+    assert main(["diagnose", str(renamed)]) == 0 and "largest cost: data wait" in capsys.readouterr().out
 
 
 def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,8 @@ def test_a_note_that_says_nothing_or_would_be_cut_is_refused(root: Path, capsys:
     assert "is empty" in empty and "MLflow keeps 8,000" in long
     note(root)
     assert capsys.readouterr().out.endswith(": keep this\n")
+    assert main(["note", "--runs", str(root), "learned " * 40, "digits-1"]) == 2
+    assert "can't be read (File name too long)" in capsys.readouterr().err
 
 
 def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Path) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.experiments.sweep import Ending, run_command
+from ddpm_ds.experiments.sweep import Ending, Sweep, run_command
 from ddpm_ds.tracking.runs import find_run, find_runs
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
@@ -171,6 +173,7 @@ def test_nothing_is_started_unless_every_trial_can_be(
         (["--vary", "zero=1,2", "--", "--run-dir", "here"], "--run-dir after --: each trial gets its own"),
         (["--vary", "zero=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
         (["--vary", "zero=1,2", "--", "--trace-steps", "50-51"], "trial baseline has 50 steps"),
+        (["--vary", "zero=1,2", "--metrics", "train/loss,"], "'train/loss,' has an empty name"),
         (["--vary", "zero=1,2", "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),
     ):
@@ -182,6 +185,10 @@ def test_nothing_is_started_unless_every_trial_can_be(
     (tmp_path / "runs").touch()
     assert main(command(tmp_path, "--vary", "zero=1,2")) == 2
     assert "can't be written" in capsys.readouterr().err
+    (tmp_path / "runs").unlink()
+    monkeypatch.setattr(Sweep, "begin", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    assert main(command(tmp_path, "--vary", "zero=1,2")) == 2
+    assert "can't be written (No space left on device)" in capsys.readouterr().err
 
 
 def test_the_same_command_is_the_same_sweep_and_another_one_is_not(

@@ -123,6 +123,7 @@ def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
         (["processes=1,0"], "--vary processes=0: '0' is not a whole number from 1 to 65,536"),
         (["logging.experiment=a,b"], "a sweep is one experiment"),
         (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
+        (["ds.fp16=1", "precision=fp16,fp32"], "--vary ds.fp16=1: fp16 should be a block {...}; vary one of its keys"),
     ],
 )
 def test_a_variable_that_can_not_be_is_said_in_one_line(items: list[str], said: str) -> None:

@@ -82,8 +82,9 @@ def test_a_run_is_found_by_folder_id_beginning_of_an_id_and_name(store: Store, m
 def test_a_folder_that_is_another_runs_by_now_is_not_taken_for_this_ones(store: Store) -> None:
     run = find_run("digits-2", root=store.root)
     assert run.folder is not None
-    (run.folder / "identity").write_text("another\n")
-    assert find_run("digits-2", root=store.root).folder is None
+    for other in ("another\n", "damaged, or somebody else's"):
+        (run.folder / "identity").write_text(other)
+        assert find_run("digits-2", root=store.root).folder is None
     (run.folder / "identity").write_text("identity-of-digits-2\n")
 
 
