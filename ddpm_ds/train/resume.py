@@ -17,7 +17,7 @@ from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, write_file
+from ddpm_ds.files import open_tensors, path_fault, write_file
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
@@ -159,6 +159,8 @@ def find_checkpoint(
     if resume == "auto":
         return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
     path = Path(resume)
+    if fault := path_fault(checkpoints_of(path)):
+        raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
     if any(gather(checkpoints_of(path).is_dir())):
         folder = checkpoints_of(path)
         found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)
