@@ -130,6 +130,12 @@ def resolve_uri(output_root: Path | str) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{output_root}/mlflow.db"
 
 
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of an SQLite tracking URI, which may have options after a question mark; None for all others."""
+    path = uri.removeprefix(SQLITE).partition("?")[0]
+    return Path(path) if uri.startswith(SQLITE) and not path.startswith((":", "file:")) else None
+
+
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
     """Append unsent records to a file in the run folder; return a line with the file and how to send it."""
     lines = [json.dumps(record) for record in records]

@@ -29,7 +29,17 @@ from PIL import Image  # at the top, since two threads that import it at once ma
 
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
-from ddpm_ds.tracking.tracker import SQLITE, Record, keep_unsent, now_ms, print_to_stderr, reason, resolve_uri
+from ddpm_ds.tracking.tracker import (
+    SQLITE,
+    UNSENT_FILE,
+    Record,
+    keep_unsent,
+    now_ms,
+    print_to_stderr,
+    reason,
+    resolve_uri,
+    sqlite_file,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -158,7 +168,10 @@ class Worker:
         os._exit(1)
 
     def _deliver(self, batch: list[Record]) -> None:
-        """Retry until MLflow accepts the records, or refuses them for good; those are kept in the run folder."""
+        """Retry until MLflow accepts the records, or refuses them for good.
+
+        Refused records of a run are kept in its folder; those of a file that is sent later stay in that file.
+        """
         pause = 1.0
         while True:
             try:
@@ -166,13 +179,12 @@ class Worker:
             except Exception as error:  # whatever it is, the trainer must not see it
                 refused = isinstance(error, FileNotFoundError) or getattr(error, "error_code", "") in REFUSALS
                 if refused and "start" not in batch[0]:
-                    kept = keep_unsent(self._start, batch)
+                    kept = "it stays in the file" if self._trainer is None else keep_unsent(self._start, batch)
                     return self._log("refused", f"MLflow refused a record ({reason(error)}): {kept}")
                 self._down = True
                 self._reply({"down": True})
-                self._log(
-                    "down", f"MLflow at {self._uri} fails ({reason(error)}); training continues, it is tried again"
-                )
+                training = "" if self._trainer is None else "training continues, "
+                self._log("down", f"MLflow at {self._uri} fails ({reason(error)}); {training}it is tried again")
             until = time.monotonic() + pause
             while time.monotonic() < until and not self._journal.ended:
                 time.sleep(POLL_SECONDS)
@@ -218,7 +230,7 @@ class Worker:
 
         start, uri = self._start, resolve_uri(self._start["output_root"])
         mlflow.set_tracking_uri(uri)
-        file = Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and "?" not in uri else None
+        file = sqlite_file(uri)
         folder = Path(start["output_root"]) if file is None else file.parent
         with _one_at_a_time(folder) if uri.startswith("sqlite") else nullcontext():
             if file is not None:
@@ -334,7 +346,13 @@ def main() -> None:
         trainer, journal, sent = map(int, sys.argv[1:])
         Worker(journal, sent, trainer, replies).work()
     else:
-        Worker(0).work()
+        try:
+            Worker(0).work()
+        except (OSError, ValueError) as error:  # a pipe, or a damaged file
+            print_to_stderr(f"standard input can't be read ({error}); redirect it from RUN_DIR/{UNSENT_FILE}")
+            os._exit(2)
+        except KeyboardInterrupt:
+            os._exit(128 + signal.SIGINT)
     os._exit(0)  # without waiting for threads of MLflow's
 
 

@@ -148,5 +148,6 @@ def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
         return (
             f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before, {after}"
         )
-    run.recent.append(interval.loss)
+    if math.isfinite(interval.loss):
+        run.recent.append(interval.loss)
     return None
