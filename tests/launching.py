@@ -40,12 +40,22 @@ def place_empty_store(folder: Path) -> None:
         (folder / "mlflow.db").write_bytes(_empty_store())
 
 
-def wait_for(happened: Callable[[], Any]) -> Any:
-    """The first result of ``happened`` that is true."""
+def wait_for(
+    happened: Callable[[], Any],
+    *,
+    running: Callable[[], bool] = lambda: True,
+    said: Callable[[], str] = lambda: "",
+    pause: float = 0.01,
+) -> Any:
+    """The first result of ``happened`` that is true; it is asked every ``pause`` seconds.
+
+    Fails with what ``said`` returns if it takes too long, or once what should make it happen is no longer ``running``.
+    """
     until = time.monotonic() + PATIENCE_SECONDS
     while not (result := happened()):
-        assert time.monotonic() < until, "did not happen in time"
-        time.sleep(0.01)
+        assert running(), f"ended before it happened: {said()[-6000:]}"
+        assert time.monotonic() < until, f"did not happen in time: {said()[-6000:]}"
+        time.sleep(pause)
     return result
 
 
