@@ -63,7 +63,8 @@ class KernelProfile(Observer):
     """Observer that profiles the steps once, even if a rollback repeats them.
 
     The step before them, if this process takes it, warms the profiler up: its first step is slower than others. A
-    process that exits amid the steps stops the profiler, which would crash it otherwise, and writes nothing.
+    process that exits before the last of the steps stops the profiler, which would crash it otherwise, and writes
+    nothing.
     """
 
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
@@ -165,7 +166,7 @@ def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def labelled_waits() -> Iterator[None]:
-    """Make every wait for a message or a collective a range of the profile; by itself it has no event."""
+    """Make every wait for a message or a collective a range of the profile; PyTorch records no event of it."""
     wait = dist.Work.wait
 
     def labelled(work: dist.Work, *arguments: Any, **options: Any) -> Any:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 20
-LAST_BYTES = 100  # of a journal, which hold the whole record of its end
+LAST_BYTES = 100  # at the end of a journal, which hold the whole record of the run's end
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
 LONGEST_PAUSE_SECONDS = 30.0
 RECORDS_PER_REQUEST = 1000
@@ -60,7 +60,7 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 class Journal:
-    """Records in the file of this descriptor, which process ``trainer`` writes; None reads a file that is complete."""
+    """Records in the file of this descriptor, which process ``trainer`` writes; None if the file is complete."""
 
     def __init__(self, file: int, trainer: int | None) -> None:
         self._file, self._trainer = file, trainer
@@ -77,8 +77,9 @@ class Journal:
         return self.alone or b'{"finish"' in os.pread(self._file, LAST_BYTES, max(0, size - LAST_BYTES))
 
     def read(self, start: int) -> list[tuple[Record, int]]:
-        """Return the next records from byte ``start`` on, each with the byte where it ends; a trainer that died has
-        failed.
+        """Return the next records from byte ``start`` on, each with the byte where it ends.
+
+        If the trainer died, its last record is followed by one that ends the run as FAILED.
         """
         died = self._trainer is not None and self.alone  # asked first: what it wrote before is read
         content = b""

@@ -117,7 +117,7 @@ def gather_in(rendezvous: Rendezvous) -> Gather:
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
-    """Make and lock the run's folder, on every host where it is another, and clean up after a killed run; collective.
+    """Make and lock the run's folder, on every host that has its own, and clean up after a killed run; collective.
 
     Raises:
         OutputError: another process trains into it, or it can't be written.
@@ -176,7 +176,7 @@ def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
         return
     texts = gather({name: (run_dir / name).read_text() for name in RECORD} if groups.rank == 0 else None)[0]
     if groups.leads and groups.rank:
-        with contextlib.suppress(OSError):  # it has no use for this run
+        with contextlib.suppress(OSError):  # this run does not need the copy
             for name, text in texts.items():
                 write_file(run_dir / name, text.encode())
 
