@@ -140,7 +140,9 @@ class KernelProfile(Observer):
                     f"the kernel trace of rank {number} was cut to the first {rank.kept:.0%} of its events, "
                     f"{len(rank.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
                 )
-        keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last))
+        if keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last)):
+            first = self._last - self._recorded + 1
+            self._report.log(f"kernels of steps {first}-{self._last}: {self._folder / 'groups.txt'}")
         self._report.observed(metrics(ranks), self._last)
 
     def _read(self, profiler: profile) -> RankProfile:
