@@ -111,7 +111,7 @@ class Timeline(Observer):
         """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are new."""
         programs = decided_by_rank_0(lambda: replan(self._summary_of_last), tuple[Program, ...])
         if programs == self._engine.programs:
-            self._report.log("the passes keep their order: the traced steps make the same")
+            self._report.log("the passes keep their order: the one made from the traced steps is the same")
             return False
         self._engine.follow(programs)
         self._engine.be_cautious()
@@ -119,7 +119,7 @@ class Timeline(Observer):
             self._seconds_before = self._summary_of_last["step_seconds"]
             file = self._folder.parent / PROGRAMS
             if keep(self._report, "", lambda: self._write_programs(file)):
-                self._report.log(f"the passes have an order made from the traced steps from here on: {file}")
+                self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
         return True
 
     def _write_programs(self, file: Path) -> list[Path]:

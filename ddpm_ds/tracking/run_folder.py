@@ -166,9 +166,9 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        first.write_text(note)
+        first.write_bytes(note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and first.read_text() == note):
+    elif note is not None and not (first.exists() and first.read_bytes() == note.encode()):
         log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
     return tags
 

@@ -82,7 +82,7 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
     for rank, one in enumerate(said):
         if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
             raise HostError(
-                f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} have one GPU between them "
+                f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} share one GPU "
                 f"({one['model']}, {one['id']}), and NCCL needs one for each rank; start a host once, with as many "
                 "processes as GPUs"
             )
