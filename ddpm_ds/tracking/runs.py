@@ -100,8 +100,9 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, list[float]]:
-        """Columns of the log points, by the metrics' names in MLflow and ``step``: as long as one another, in the order
-        of the steps, NaN if a point has no such value.
+        """Columns of the log points, all of one length, by the metrics' names in MLflow and ``step``.
+
+        They are in the order of the steps; a value is NaN if its point has none of this name.
         """
         return _columns(self.folder / METRICS)
 

@@ -67,7 +67,7 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
         A line for the user if the ranks' GPUs are of different models, else None.
 
     Raises:
-        HostError: ranks share a GPU, or divide messages differently; the message says which, and the fix.
+        HostError: ranks share a GPU, or their settings of NCCL differ; the message says which, and the fix.
         PeerLostError: a rank is lost.
     """
     if device.type != "cuda":

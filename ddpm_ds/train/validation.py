@@ -160,7 +160,7 @@ class Validation:
         self._to_pixels = to_pixels(autoencoder_of(spec.data), engine.device)
 
     def due(self, before: int, done: bool) -> bool:
-        """Return whether the step from ``before`` images on passed a point of a cadence, or was the last."""
+        """Return whether samples or the held-out loss are due after the step from ``before`` images on."""
         return any(self._due(before, done))
 
     def _due(self, before: int, done: bool) -> tuple[bool, bool]:
