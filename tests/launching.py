@@ -42,19 +42,21 @@ def place_empty_store(folder: Path) -> None:
 
 def wait_for(
     happened: Callable[[], Any],
+    seconds: float = PATIENCE_SECONDS,
+    said: Callable[[], str] = lambda: "nothing",
     *,
     running: Callable[[], bool] = lambda: True,
-    said: Callable[[], str] = lambda: "",
     pause: float = 0.01,
 ) -> Any:
     """The first result of ``happened`` that is true; it is asked every ``pause`` seconds.
 
-    Fails with what ``said`` returns if it takes too long, or once what should make it happen is no longer ``running``.
+    Fails with what ``said`` returns if it takes longer than ``seconds``, or if what should make it happen is no longer
+    ``running``.
     """
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + seconds
     while not (result := happened()):
-        assert running(), f"ended before it happened: {said()[-6000:]}"
-        assert time.monotonic() < until, f"did not happen in time: {said()[-6000:]}"
+        assert running(), f"ended before it happened and said {said()[-6000:]}"
+        assert time.monotonic() < until, f"did not happen in time and said {said()[-6000:]}"
         time.sleep(pause)
     return result
 
