@@ -180,6 +180,15 @@ def step_range(text: str) -> range:
     return range(begin, end + 1)
 
 
+def valid_text(text: str) -> str:
+    """Parse text that is written down, whose bytes must be UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8 text") from None
+    return text
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
     """Return the lines of a table with columns as wide as their widest cell, right-aligned except those in ``left``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -40,12 +40,24 @@ def place_empty_store(folder: Path) -> None:
         (folder / "mlflow.db").write_bytes(_empty_store())
 
 
-def wait_for(happened: Callable[[], Any]) -> Any:
-    """The first result of ``happened`` that is true."""
-    until = time.monotonic() + PATIENCE_SECONDS
+def wait_for(
+    happened: Callable[[], Any],
+    seconds: float = PATIENCE_SECONDS,
+    said: Callable[[], str] = lambda: "nothing",
+    *,
+    running: Callable[[], bool] = lambda: True,
+    pause: float = 0.01,
+) -> Any:
+    """The first result of ``happened`` that is true; it is asked every ``pause`` seconds.
+
+    Fails with what ``said`` returns if it takes longer than ``seconds``, or if what should make it happen is no longer
+    ``running``.
+    """
+    until = time.monotonic() + seconds
     while not (result := happened()):
-        assert time.monotonic() < until, "did not happen in time"
-        time.sleep(0.01)
+        assert running(), f"ended before it happened and said {said()[-6000:]}"
+        assert time.monotonic() < until, f"did not happen in time and said {said()[-6000:]}"
+        time.sleep(pause)
     return result
 
 

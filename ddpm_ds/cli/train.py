@@ -10,7 +10,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpm_ds.command_line import OneLineParser, add_spec_options, file_path, limited_seconds, seconds, step_range
+from ddpm_ds.command_line import (
+    OneLineParser,
+    add_spec_options,
+    file_path,
+    limited_seconds,
+    seconds,
+    step_range,
+    valid_text,
+)
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.pipeline.placement import launched_hosts
@@ -145,7 +153,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST-LAST",
         help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
     )
-    parser.add_argument("--note", default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow")
+    parser.add_argument(
+        "--note", type=valid_text, default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow"
+    )
     parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
     parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # train has printed the plan
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")

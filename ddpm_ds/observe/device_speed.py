@@ -73,7 +73,7 @@ def _name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one micro-batch on one device."""
+    """Seconds of a layer's forward and backward pass of one micro-batch on one device."""
 
     forward: float
     backward: float
@@ -125,7 +125,7 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
             tensor.grad = None
         start = _now(device)
         outputs = module(inputs)
-        h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]  # emb is its result
+        h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]  # it computes emb
         middle = _now(device)
         torch.autograd.backward([h], [torch.ones_like(h)])
         times.append((middle - start, _now(device) - middle))
@@ -244,7 +244,7 @@ def read_device(run_dir: Path) -> Device:
     """Read the device of a run; all is unknown if the file is missing.
 
     Raises:
-        ValueError, KeyError, TypeError: the file is damaged.
+        OSError, ValueError, LookupError, TypeError, AttributeError: the file is damaged.
     """
     file = run_dir / FILE
     if not file.is_file():

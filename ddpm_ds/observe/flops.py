@@ -5,7 +5,7 @@ replica of each stage runs DeepSpeed's profiler around one forward pass of one s
 The numbers have two sources:
 
     parameters, multiply-accumulates, flops    the layers' own arithmetic (:attr:`Layer.macs`), by which stages are cut
-    latency                                    DeepSpeed's profiler, which counts flops as well, in its text alone
+    latency                                    DeepSpeed's profiler; its own count of flops is only in its text
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def profile_layers(
 ) -> tuple[list[float], str]:
     """Run ``forward``, which calls each of ``modules`` once, under DeepSpeed's profiler.
 
-    Returns the seconds of each module, the device being waited for before and after it, and the text that DeepSpeed
-    prints. Its ``module_depth`` is a number of levels, and a number above that of the modules raises KeyError.
+    Returns the seconds of each module, before and after which the profiler waits for the device, and the text that
+    DeepSpeed prints. ``module_depth`` is limited to the levels of the modules, beyond which DeepSpeed raises KeyError.
     """
     stage = UnetStage({str(index): module for index, module in modules.items()})
     profiler = FlopsProfiler(stage)

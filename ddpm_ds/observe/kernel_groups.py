@@ -6,7 +6,7 @@ first of these groups:
 1. a group by its own name alone: launches, synchronisation;
 2. the group of its nearest ancestor, itself included, that is a convolution, attention, a normalisation, a message, or
    a piece of the optimizer's step;
-3. attention, if it is the backward of an operator there, by PyTorch's sequence numbers;
+3. attention, if PyTorch's sequence numbers say that it is the backward of an attention operator;
 4. copies, if it or an ancestor is one;
 5. ``other``.
 
@@ -123,15 +123,14 @@ def shares(operations: Sequence[ProfiledOperation]) -> Shares:
 def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOperation]:
     """Return the operations of ``torch.profiler.profile.events()``.
 
-    Without a device an operation's time is the host's. With one it is that of its kernels, each an operation within
-    the one that launched it; of the host then only calls into the driver and waits have a time, which runs beside the
-    device's.
+    Without a device an operation's time is the host's. With one, each kernel is an operation within the one that
+    launched it. Then only calls into the driver and waits have a time of the host, which runs beside the device's.
     """
     host = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
     host.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
     positions = {id(event): position for position, event in enumerate(host)}
-    # Operators that make no node of the backward carry the number of the next one that does; the one that takes it
-    # comes last. Events of the backward, and no others, know the thread of their forward.
+    # An operator that makes no node of the backward carries the sequence number of the next one that does: of all with
+    # one number, the last has made the node. Only events of the backward know the thread of their forward.
     made = {(event.sequence_nr, event.thread): positions[id(event)] for event in host if not event.fwd_thread}
     operations = [
         ProfiledOperation(

@@ -63,7 +63,8 @@ class KernelProfile(Observer):
     """Observer that profiles the steps once, even if a rollback repeats them.
 
     The step before them, if this process takes it, warms the profiler up: its first step is slower than others. A
-    process that exits amid the steps stops the profiler, which would crash it otherwise, and writes nothing.
+    process that exits before the last of the steps stops the profiler, which would crash it otherwise, and writes
+    nothing.
     """
 
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
@@ -139,7 +140,9 @@ class KernelProfile(Observer):
                     f"the kernel trace of rank {number} was cut to the first {rank.kept:.0%} of its events, "
                     f"{len(rank.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
                 )
-        keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last))
+        if keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last)):
+            first = self._last - self._recorded + 1
+            self._report.log(f"kernels of steps {first}-{self._last}: {self._folder / 'groups.txt'}")
         self._report.observed(metrics(ranks), self._last)
 
     def _read(self, profiler: profile) -> RankProfile:
@@ -165,7 +168,7 @@ def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def labelled_waits() -> Iterator[None]:
-    """Make every wait for a message or a collective a range of the profile; by itself it has no event."""
+    """Make every wait for a message or a collective a range of the profile; PyTorch records no event of it."""
     wait = dist.Work.wait
 
     def labelled(work: dist.Work, *arguments: Any, **options: Any) -> Any:

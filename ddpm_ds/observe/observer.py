@@ -1,7 +1,7 @@
 """Interface of observers of a training run, what they share, and the clock of pauses.
 
-An observer is told where each optimizer step begins and what is done between two steps. In the steps that it watches it
-may wrap the engine's instructions; all other steps cost nothing.
+An observer is told when each optimizer step begins and what is done between two steps. In the steps that it watches it
+may wrap the engine's instructions; it costs nothing in all others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Report(Protocol):
 
 
 class Observer:
-    """Observer of some of a run's optimizer steps; all ranks have the same and call them at the same steps."""
+    """Observer of some of a run's optimizer steps; all ranks have the same ones, and call them at the same steps."""
 
     def begin_step(self, step: int) -> None:
-        """Begin optimizer step ``step``, counted from 1 over the whole run; a rollback repeats some.
+        """Begin optimizer step ``step``, counted from 1 over the whole run; a rollback repeats some numbers.
 
-        Findings of the steps before may be gathered from the ranks and reported here.
+        Findings of earlier steps may be gathered from the ranks and reported here.
         """
 
     def span(self, name: str) -> AbstractContextManager[Any]:
@@ -77,8 +77,8 @@ class Observers(Observer):
 def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[], None]], None]) -> Iterator[None]:
     """Call ``around(instruction, execute)`` for every instruction of the engine's program, instead of ``execute()``.
 
-    Afterwards the engine is as before. Where another observer has wrapped the same instruction meanwhile, its wrapper
-    stays and this one passes the instruction through.
+    Afterwards the engine is as before. If another observer has wrapped the same instruction in the meantime, its
+    wrapper stays, and this one only passes the instruction on.
     """
     active = True
 
@@ -102,7 +102,7 @@ def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[]
 
 
 def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
-    """Write files and keep them with the run in ``folder``; log a refusal of the disk and return False."""
+    """Write files and keep them with the run in ``folder``; if the disk refuses, log that and return False."""
     try:
         paths = write()
     except OSError as error:
@@ -119,7 +119,7 @@ FILE = Path("trace", "pauses.json")  # in a run's folder
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds from the start of a run's first step to the end of its last, and the pauses among them."""
+    """Seconds from the start of a run's first step to the end of its last, and how many of them were pauses."""
 
     seconds: float = 1.0
     checkpoint_seconds: float = 0.0
@@ -177,10 +177,10 @@ class PauseClock(Observer):
 
 
 def read_pauses(run_dir: Path) -> Pauses:
-    """Read the pauses of a run; none if the file is missing, as after a run that was stopped.
+    """Read the pauses of a run; none if the file is missing, as after a run that was killed.
 
     Raises:
-        ValueError, TypeError: the file is damaged.
+        OSError, ValueError, TypeError: the file is damaged.
     """
     file = run_dir / FILE
     return Pauses(**read_json(file)) if file.is_file() else Pauses()

@@ -42,10 +42,10 @@ LOOKS: dict[str, tuple[str, ...]] = {
 WAITING = "#e4e4e4"
 PROCESS, STEPS_ROW = 1, 1  # ids in a trace: the process of all, and the thread above the ranks, which shows the steps
 NUMBERED_BOXES = 600  # maximum number of boxes for which micro-batches are numbered
-CHARACTER = 0.014  # width as a share of the picture's; a box has room for its number and one more
+CHARACTER = 0.014  # width of one, as a share of the picture's; a box that shows its number has room for one more
 VISIBLE = 0.001  # smallest width of a box that can be seen, as a share of the picture's
 TITLE_CHARACTERS = 72
-MOST_ROWS = 32  # for which the picture grows, and ranks that are named at its side
+MOST_ROWS = 32  # maximum number of rows for which the picture grows, and of ranks that are named at its side
 
 
 def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:

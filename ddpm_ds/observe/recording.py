@@ -1,7 +1,7 @@
 """Recording of some steps: every instruction of every rank, in seconds on one clock.
 
-While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped; closed, the engine is
-as it was. A wait inside an instruction becomes an event of its own, and the instruction counts from its end:
+While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped. A wait inside an
+instruction becomes an event of its own, and the event of the instruction begins when the wait ends:
 
     LoadMicroBatch   DataWait, until the loader has the micro-batch; then LoadMicroBatch: to the device, noise
     ForwardPass      RecvActivation, until its message is there; then ForwardPass
@@ -29,7 +29,7 @@ from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.pipeline.schedule import Event, Instruction
 
 Value = TypeVar("Value")
-BARRIERS = 8  # that the ranks pass to compare their clocks
+BARRIERS = 8  # barriers that the ranks pass to compare their clocks
 RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad", "InputGradients": "RecvGrad"}
 """Name of the wait for a message inside an instruction, by the instruction."""
 WAIT_FOR_RANKS = "WaitForRanks"
@@ -55,7 +55,7 @@ class TracedStep:
     """Events in the order in which they ended; none overlaps another."""
 
     def moved(self, back: float) -> TracedStep:
-        """Return the step as a clock shows it that is ``back`` seconds behind."""
+        """Return the step with all times moved back by ``back`` seconds."""
         events = tuple(event._replace(start=event.start - back, end=event.end - back) for event in self.events)
         return TracedStep(self.number, self.start - back, self.end - back, events)
 
@@ -79,7 +79,7 @@ class HostClock:
     """Clock of the host, for work that is done when a call returns, as on a CPU."""
 
     def mark(self) -> Any:
-        """Return a mark of the present, in the order of the device's work, without waiting for the device."""
+        """Mark this moment in the order of the device's work, without waiting for the device; return the mark."""
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
@@ -88,7 +88,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """CUDA events on the current stream; made once per trace, which waits for the device."""
+    """Clock of CUDA events on the current stream; making one, once per trace, waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -215,10 +215,10 @@ def _message_bytes(engine: UnetPipelineEngine, phase: int) -> tuple[int, int]:
 
 
 def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[float, float]:
-    """Return by how many seconds a rank's clock is ahead of another's, and the largest error of that.
+    """Return by how many seconds a rank's clock is ahead of another's, and the largest possible error of this.
 
     No rank is released from a barrier before all have reached it, so each barrier bounds the difference from both
-    sides. Clocks whose bounds allow no difference are taken to be the same, as they are for processes of one host.
+    sides. If 0 is within the bounds, the clocks are taken to be the same, as they are for processes of one host.
     """
     pairs = list(zip(own, others, strict=True))
     lowest = max(mine.came - other.left for mine, other in pairs)
@@ -230,9 +230,9 @@ def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[flo
 def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     """Put the traces of all ranks on one clock, which begins with the first step.
 
-    Ranks leave ReduceGrads, where replicas add gradients, and OptimizerStep, where all agree on overflow and norm, when
-    the last has come: the time before becomes an event of its own, :data:`WAIT_FOR_RANKS`. Returns the traces in the
-    order of ranks, and by how many seconds two clocks may differ.
+    Ranks leave ReduceGrads, where replicas add gradients, and OptimizerStep, where all agree on overflow and norm, only
+    after the last has begun it: the time until then becomes an event of its own, :data:`WAIT_FOR_RANKS`. Returns the
+    traces in the order of ranks, and by how many seconds two clocks may still differ.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     offsets, errors = zip(*(clock_offset(trace.barriers, traces[0].barriers) for trace in traces), strict=True)
@@ -255,9 +255,9 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
 
 
 def _with_waits(steps: Sequence[TracedStep], name: str) -> list[TracedStep]:
-    """Let instruction ``name`` of the same step on several ranks begin when the last rank has come to it.
+    """Let instruction ``name`` of the same step on several ranks begin when the last rank begins it.
 
-    Where a rank had finished before the last one came, no rank has waited.
+    If a rank finished it before the last one began, no rank has waited.
     """
     found = [event for step in steps for event in step.events if event.instruction == name]
     latest = max((event.start for event in found), default=0.0)

@@ -71,11 +71,11 @@ class Timeline(Observer):
         macs_per_image: int,
         replan: Callable[[Mapping[str, Any]], tuple[Program, ...]] | None = None,
     ) -> None:
-        """Trace ``steps`` into ``folder``, the first of them up to :data:`MOST_EVENTS`.
+        """Trace ``steps`` into ``folder``, or as many of the first ones as :data:`MOST_EVENTS` allows.
 
         ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. ``replan``
-        makes the ranks' programs from a trace's summary; they are followed from the next step on, and as many steps
-        are traced once more.
+        makes the ranks' programs from a trace's summary; the engine follows them from the next step on, and then the
+        same number of steps is traced again.
         """
         self._engine, self._folder, self._report = engine, folder, report
         self._precision, self._macs = precision, macs_per_image
@@ -108,10 +108,10 @@ class Timeline(Observer):
             self._replan = None
 
     def _follow(self, replan: Callable[[Mapping[str, Any]], tuple[Program, ...]]) -> bool:
-        """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are others."""
+        """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are new."""
         programs = decided_by_rank_0(lambda: replan(self._summary_of_last), tuple[Program, ...])
         if programs == self._engine.programs:
-            self._report.log("the passes keep their order: the traced steps make the same")
+            self._report.log("the passes keep their order: the one made from the traced steps is the same")
             return False
         self._engine.follow(programs)
         self._engine.be_cautious()
@@ -119,7 +119,7 @@ class Timeline(Observer):
             self._seconds_before = self._summary_of_last["step_seconds"]
             file = self._folder.parent / PROGRAMS
             if keep(self._report, "", lambda: self._write_programs(file)):
-                self._report.log(f"the passes have an order made from the traced steps from here on: {file}")
+                self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
         return True
 
     def _write_programs(self, file: Path) -> list[Path]:
@@ -194,7 +194,7 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
     ``other_seconds`` that are in no event (logging, Python between instructions, waiting until what was sent is
     delivered), and ``{kind}_seconds`` of each of its ``phases`` by :data:`PHASES`. A phase also has its ``stage``,
     seconds per micro-batch of its passes, and the bytes of its messages to the next stage and to the stage before, 0
-    where there are none. Seconds of :data:`PAUSES` are given apart from the step's.
+    if it has none. Seconds of :data:`PAUSES` are not part of ``step_seconds``.
     """
     steps = len(trace.steps)
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)

@@ -60,7 +60,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Run of the project that is called as the experiment, under the run's identity, so that a resume continues it.
+    """Run of the project with the experiment's name, under the run's identity, so that a resume continues it.
 
     Account and mode are the environment's: ``wandb login``, or ``WANDB_MODE=offline`` for a run that is sent later.
     """

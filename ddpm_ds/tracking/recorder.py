@@ -261,14 +261,18 @@ def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
 def _tags(plan: RunPlan) -> dict[str, str]:
     """Return tags for the run's origin: code, host, versions."""
 
-    def git(*arguments: str) -> str:
+    def git(*arguments: str) -> str | None:
+        """Return git's output; None without git, or if the code is in no repository."""
         command = ["git", "-C", str(Path(ddpm_ds.__file__).parent), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
 
+    changes = git("status", "--porcelain", "--untracked-files=no")
     return {
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
+        "git_commit": git("rev-parse", "HEAD") or "unknown",
+        "git_dirty": "unknown" if changes is None else str(bool(changes)).lower(),
         "host": platform.node(),
         "mlflow.source.name": "launch/train.py",
         "world_size": str(plan.ds.layout.world_size),

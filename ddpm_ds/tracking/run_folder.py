@@ -18,6 +18,7 @@ from typing import IO
 
 from pydantic import TypeAdapter
 
+from ddpm_ds.checkpoint.folder import checkpoint_name, images_of
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import read_json, read_points, read_text, write_file
 
@@ -165,9 +166,9 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        first.write_text(note)
+        first.write_bytes(note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and first.read_text() == note):
+    elif note is not None and not (first.exists() and first.read_bytes() == note.encode()):
         log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
     return tags
 
@@ -203,17 +204,22 @@ class RunFolder:
 
     def samples(self, images_seen: int) -> Path:
         """Return the path of the picture drawn after ``images_seen`` images."""
-        return self.path / "samples" / f"images-{images_seen:09}.png"
+        return self.path / "samples" / f"{checkpoint_name(images_seen)}.png"
 
     def all_samples(self) -> list[Path]:
         """Return the paths of the pictures that exist, in the order of their images."""
-        return sorted((self.path / "samples").glob("images-*.png"))
+        return [self.samples(images_seen) for images_seen in self._sampled_after()]
+
+    def _sampled_after(self) -> list[int]:
+        """Return the numbers of images after which the existing pictures were drawn, in order."""
+        found = (images_of(path.stem) for path in (self.path / "samples").glob("images-*.png"))
+        return sorted(images_seen for images_seen in found if images_seen is not None)
 
     def forget_samples(self, images_seen: int) -> None:
         """Remove the pictures drawn after more than ``images_seen``: the run has discarded those steps."""
-        for path in self.all_samples():
-            if path.name > self.samples(images_seen).name:
-                path.unlink(missing_ok=True)
+        for drawn_after in self._sampled_after():
+            if drawn_after > images_seen:
+                self.samples(drawn_after).unlink(missing_ok=True)
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
         """Add a resume and its changed settings to ``resumes.jsonl``; return the number of resumes."""

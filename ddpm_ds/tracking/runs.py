@@ -29,7 +29,7 @@ from ddpm_ds.errors import OutputError, SpecError, UserError
 from ddpm_ds.files import EVALUATIONS, METRICS, parse_json, read_json, read_points
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
-from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri
+from ddpm_ds.tracking.tracker import MLFLOW, flatten, numbers_of, reason, resolve_uri, sqlite_file
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
@@ -100,8 +100,9 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, list[float]]:
-        """Columns of the log points, by the metrics' names in MLflow and ``step``: as long as one another, in the order
-        of the steps, NaN if a point has no such value.
+        """Columns of the log points, all of one length, by the metrics' names in MLflow and ``step``.
+
+        They are in the order of the steps; a value is NaN if its point has none of this name.
         """
         return _columns(self.folder / METRICS)
 
@@ -146,7 +147,7 @@ def open_run(run: Path | str, *, root: Path = OUTPUT_ROOT) -> Run:
     Raises:
         ExperimentError: there is no such run, or its folder is not on this machine.
     """
-    if (Path(run) / "spec.yaml").is_file():
+    if os.path.isfile(Path(run) / "spec.yaml"):  # False also for a name that is too long for a path
         return Run(Path(run))
     return find_run(str(run), root=root).open()
 
@@ -363,8 +364,8 @@ def _read(run: MlflowRun, experiment: str, uri: str) -> RecordedRun:
 def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
     """Return the run's folder, checked by its identity: where it was trained, or beside a store that was moved."""
     places = [Path(tags[FOLDER_TAG])] if FOLDER_TAG in tags else []
-    if uri.startswith(SQLITE):
-        places.append(Path(uri.removeprefix(SQLITE)).parent / name)
+    if (database := sqlite_file(uri)) is not None:
+        places.append(database.parent / name)
     for place in places:
         with contextlib.suppress(OSError, OutputError):  # such as somebody else's folder
             if tags.get(START_TAG) == identity_of(place) is not None:
@@ -379,7 +380,7 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
     Raises:
         ExperimentError: there is no such store, or it does not answer.
     """
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+    if (database := sqlite_file(uri)) is not None and not database.is_file():
         raise ExperimentError(f"there is no MLflow store {uri}; name its folder by --runs or set MLFLOW_TRACKING_URI")
     for name, value in MLFLOW.items():
         os.environ.setdefault(name, value)

@@ -11,16 +11,19 @@ variables are used.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import psutil
 import torch.distributed as dist
 
+from ddpm_ds.command_line import limited_seconds, positive
 from ddpm_ds.processes.ranks import NODE_ID, host_name
 from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
 
@@ -32,6 +35,7 @@ LEAVE_SECONDS = 1.0
 """Seconds to wait for each thread at the end of training; it may be waiting for the store."""
 
 Log = Callable[[str], None]
+Number = TypeVar("Number", int, float)
 
 
 class SystemMetrics:
@@ -126,7 +130,8 @@ def _read(
     """Pass on the mean of several readings at a fixed interval until training ends."""
     if settings.get(SWITCH, "true").lower() in ("false", "0"):
         return
-    interval, samples = float(settings.get(INTERVAL, 10)), int(settings.get(SAMPLES, 1))
+    interval = _setting(settings, INTERVAL, limited_seconds, "10")
+    samples = _setting(settings, SAMPLES, positive, "1")
     source = SystemMetrics(log)
     while True:
         readings = []
@@ -138,6 +143,13 @@ def _read(
         means = {name: statistics.fmean(each.get(name, last[name]) for each in readings) for name in last}
         traffic = {name: value for name, value in last.items() if name.startswith("network_")}
         take({name: round(mean, 1) for name, mean in means.items()} | traffic)
+
+
+def _setting(settings: Mapping[str, str], name: str, parse: Callable[[str], Number], default: str) -> Number:
+    try:
+        return parse(settings.get(name, default))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, log: Log) -> None:

@@ -49,8 +49,8 @@ from ddpm_ds.secret import without_secrets
 Record = dict[str, Any]
 
 WORKER = "ddpm_ds.tracking.worker"
-COMPUTING_SECONDS = 1.0  # of a worker that is at work while one waits for it
-DOWN_SECONDS = 3.0  # for a tracker that refuses everything when the run ends
+COMPUTING_SECONDS = 1.0  # CPU time during a wait from which on the worker counts as at work, and is waited for again
+DOWN_SECONDS = 3.0  # longest wait at the end of a run for a tracker that is down
 WORKERS = 2  # the first, and one more if it dies
 SQLITE = "sqlite:///"
 UNSENT_FILE = "mlflow_unsent.jsonl"
@@ -128,6 +128,12 @@ def reason(error: BaseException) -> str:
 def resolve_uri(output_root: Path | str) -> str:
     """Return the tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{output_root}/mlflow.db"
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of an SQLite tracking URI, which may have options after a question mark; None for all others."""
+    path = uri.removeprefix(SQLITE).partition("?")[0]
+    return Path(path) if uri.startswith(SQLITE) and not path.startswith((":", "file:")) else None
 
 
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:

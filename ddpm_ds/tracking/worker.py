@@ -29,7 +29,17 @@ from PIL import Image  # at the top, since two threads that import it at once ma
 
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
-from ddpm_ds.tracking.tracker import SQLITE, Record, keep_unsent, now_ms, print_to_stderr, reason, resolve_uri
+from ddpm_ds.tracking.tracker import (
+    SQLITE,
+    UNSENT_FILE,
+    Record,
+    keep_unsent,
+    now_ms,
+    print_to_stderr,
+    reason,
+    resolve_uri,
+    sqlite_file,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,7 +47,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 20
-LAST_BYTES = 100  # of a journal, which hold the whole record of its end
+LAST_BYTES = 100  # at the end of a journal, which hold the whole record of the run's end
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
 LONGEST_PAUSE_SECONDS = 30.0
 RECORDS_PER_REQUEST = 1000
@@ -50,7 +60,7 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 class Journal:
-    """Records in the file of this descriptor, which process ``trainer`` writes; None reads a file that is complete."""
+    """Records in the file of this descriptor, which process ``trainer`` writes; None if the file is complete."""
 
     def __init__(self, file: int, trainer: int | None) -> None:
         self._file, self._trainer = file, trainer
@@ -67,8 +77,9 @@ class Journal:
         return self.alone or b'{"finish"' in os.pread(self._file, LAST_BYTES, max(0, size - LAST_BYTES))
 
     def read(self, start: int) -> list[tuple[Record, int]]:
-        """Return the next records from byte ``start`` on, each with the byte where it ends; a trainer that died has
-        failed.
+        """Return the next records from byte ``start`` on, each with the byte where it ends.
+
+        If the trainer died, its last record is followed by one that ends the run as FAILED.
         """
         died = self._trainer is not None and self.alone  # asked first: what it wrote before is read
         content = b""
@@ -158,7 +169,10 @@ class Worker:
         os._exit(1)
 
     def _deliver(self, batch: list[Record]) -> None:
-        """Retry until MLflow accepts the records, or refuses them for good; those are kept in the run folder."""
+        """Retry until MLflow accepts the records, or refuses them for good.
+
+        Refused records of a run are kept in its folder; those of a file that is sent later stay in that file.
+        """
         pause = 1.0
         while True:
             try:
@@ -166,13 +180,12 @@ class Worker:
             except Exception as error:  # whatever it is, the trainer must not see it
                 refused = isinstance(error, FileNotFoundError) or getattr(error, "error_code", "") in REFUSALS
                 if refused and "start" not in batch[0]:
-                    kept = keep_unsent(self._start, batch)
+                    kept = "it stays in the file" if self._trainer is None else keep_unsent(self._start, batch)
                     return self._log("refused", f"MLflow refused a record ({reason(error)}): {kept}")
                 self._down = True
                 self._reply({"down": True})
-                self._log(
-                    "down", f"MLflow at {self._uri} fails ({reason(error)}); training continues, it is tried again"
-                )
+                training = "" if self._trainer is None else "training continues, "
+                self._log("down", f"MLflow at {self._uri} fails ({reason(error)}); {training}it is tried again")
             until = time.monotonic() + pause
             while time.monotonic() < until and not self._journal.ended:
                 time.sleep(POLL_SECONDS)
@@ -218,7 +231,7 @@ class Worker:
 
         start, uri = self._start, resolve_uri(self._start["output_root"])
         mlflow.set_tracking_uri(uri)
-        file = Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and "?" not in uri else None
+        file = sqlite_file(uri)
         folder = Path(start["output_root"]) if file is None else file.parent
         with _one_at_a_time(folder) if uri.startswith("sqlite") else nullcontext():
             if file is not None:
@@ -334,7 +347,13 @@ def main() -> None:
         trainer, journal, sent = map(int, sys.argv[1:])
         Worker(journal, sent, trainer, replies).work()
     else:
-        Worker(0).work()
+        try:
+            Worker(0).work()
+        except (OSError, ValueError) as error:  # a pipe, or a damaged file
+            print_to_stderr(f"standard input can't be read ({error}); redirect it from RUN_DIR/{UNSENT_FILE}")
+            os._exit(2)
+        except KeyboardInterrupt:
+            os._exit(128 + signal.SIGINT)
     os._exit(0)  # without waiting for threads of MLflow's
 
 

@@ -67,7 +67,7 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
         A line for the user if the ranks' GPUs are of different models, else None.
 
     Raises:
-        HostError: ranks share a GPU, or divide messages differently; the message says which, and the fix.
+        HostError: ranks share a GPU, or their settings of NCCL differ; the message says which, and the fix.
         PeerLostError: a rank is lost.
     """
     if device.type != "cuda":
@@ -82,7 +82,7 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
     for rank, one in enumerate(said):
         if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
             raise HostError(
-                f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} have one GPU between them "
+                f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} share one GPU "
                 f"({one['model']}, {one['id']}), and NCCL needs one for each rank; start a host once, with as many "
                 "processes as GPUs"
             )

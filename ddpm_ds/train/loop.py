@@ -126,7 +126,7 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
         return None
     return (
-        f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps running at the lowest loss scale, "
+        f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps in a row at the lowest loss scale, "
         f"{engine.next_loss_scale():g}, after {engine.images_seen:,} images; {REMEDIES}, or bf16"
     )
 
@@ -148,5 +148,6 @@ def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
         return (
             f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before, {after}"
         )
-    run.recent.append(interval.loss)
+    if math.isfinite(interval.loss):
+        run.recent.append(interval.loss)
     return None

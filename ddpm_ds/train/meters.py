@@ -24,8 +24,6 @@ from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 Batch = TypeVar("Batch")
 
-FLOPS_PER_MAC = 2
-
 
 def is_due(every: int | None, before: int, images_seen: int, done: bool = False) -> bool:
     """Return whether a step from ``before`` to ``images_seen`` passed a multiple of ``every``, or was the last."""
@@ -175,7 +173,7 @@ def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int)
     """
     images_per_second, devices = interval.images / interval.seconds, sum(map(len, interval.stage_peak_memory_bytes))
     peaks = [float(max(replicas)) for replicas in interval.stage_peak_memory_bytes]
-    flops_per_second = macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second
+    flops_per_second = 2 * macs_per_image * PASSES_PER_STEP * images_per_second
     values = {
         "train/loss": interval.loss,
         "train/lr": engine.get_lr()[0],

@@ -27,7 +27,7 @@ def share_threads(device: torch.device) -> None:
 
 def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the decided plan with cuts by the layers' seconds on rank 0's device and the order of a planned schedule,
-    where the JSON asks for them. Collective.
+    if the JSON asks for them. Collective.
     """
     measured = plan.ds.partition == "measured" and plan.ds.layout.stages > 1
 

@@ -17,7 +17,7 @@ from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, write_file
+from ddpm_ds.files import open_tensors, path_fault, write_file
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
@@ -117,7 +117,7 @@ def gather_in(rendezvous: Rendezvous) -> Gather:
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
-    """Make and lock the run's folder, on every host where it is another, and clean up after a killed run; collective.
+    """Make and lock the run's folder, on every host that has its own, and clean up after a killed run; collective.
 
     Raises:
         OutputError: another process trains into it, or it can't be written.
@@ -159,6 +159,8 @@ def find_checkpoint(
     if resume == "auto":
         return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
     path = Path(resume)
+    if fault := path_fault(checkpoints_of(path)):
+        raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
     if any(gather(checkpoints_of(path).is_dir())):
         folder = checkpoints_of(path)
         found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)
@@ -174,7 +176,7 @@ def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
         return
     texts = gather({name: (run_dir / name).read_text() for name in RECORD} if groups.rank == 0 else None)[0]
     if groups.leads and groups.rank:
-        with contextlib.suppress(OSError):  # it has no use for this run
+        with contextlib.suppress(OSError):  # this run does not need the copy
             for name, text in texts.items():
                 write_file(run_dir / name, text.encode())
 

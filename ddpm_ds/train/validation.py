@@ -34,8 +34,8 @@ NOISE_SEED = 0
 
 
 class HeldOutLoss:
-    """Loss of an engine on the ``positions`` of a data-set cache, on centres where crops are trained on; only first
-    stages read images.
+    """Loss of an engine on the ``positions`` of a data-set cache, on the centres of images that are cropped in
+    training; only first stages read images.
     """
 
     def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
@@ -47,13 +47,13 @@ class HeldOutLoss:
         self._noised: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def measure(self, watchdog: Watchdog) -> dict[str, float]:
-        """``eval/loss`` is the mean of ``validation/loss_t10`` to ``loss_t90``.
+        """Return ``eval/loss``, which is the mean of ``validation/loss_t10`` to ``loss_t90``, and these.
 
-        They are the distance of training alone, without flips, weights and perturbed inputs, so that runs which differ
-        in those can be compared.
+        They are the distance that training minimises, without flips, weights and perturbed inputs, so that runs which
+        differ in those can be compared.
 
-        (quantile, part of the images) are shared out to the replicas. Collective over all ranks; all first stages
-        get the numbers.
+        The replicas share the work, by quantile and part of the images. Collective over all ranks; all first stages get
+        the numbers, the others an empty dictionary.
         """
         engine, replicas = self._engine, self._engine.dp_world_size
         parts = math.ceil(len(self._positions) / self._images)
@@ -160,7 +160,7 @@ class Validation:
         self._to_pixels = to_pixels(autoencoder_of(spec.data), engine.device)
 
     def due(self, before: int, done: bool) -> bool:
-        """Return whether the step from ``before`` images on passed a point of a cadence, or was the last."""
+        """Return whether samples or the held-out loss are due after the step from ``before`` images on."""
         return any(self._due(before, done))
 
     def _due(self, before: int, done: bool) -> tuple[bool, bool]:

@@ -49,6 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: obje
         (["-p", "2"], "don't divide 1 processes"),
         (["--sett", "x=1"], "unrecognized arguments"),
         (["-p", "two"], "invalid int value"),
+        (["--note", os.fsdecode(b"caf\xe9")], "is not UTF-8 text"),
     ],
 )
 def test_bad_options_are_refused(

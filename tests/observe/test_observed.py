@@ -247,3 +247,5 @@ def test_steps_are_profiled_once_on_all_ranks_and_written_by_rank_0(
             f"ProfilerStep#{number}" for number in range(last - steps + 1, last + 1)
         }
         assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: EMA"} <= seen
+    (said,) = (line for line in told["logged"] if line.startswith(f"kernels of steps {last - steps + 1}-{last}: "))
+    assert said.endswith("groups.txt")

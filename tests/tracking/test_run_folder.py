@@ -22,8 +22,9 @@ from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder
+from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _tags
 from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder, disk_errors_said
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
@@ -77,6 +78,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_
         found(tmp_path, str(new))
     with pytest.raises(CheckpointError, match=r"none\.here is unusable: manifest.json can't be read"):
         found(tmp_path, str(tmp_path / "none.here"))
+    with pytest.raises(CheckpointError, match=r"x can't be used \(a name has 255 bytes at most"):
+        found(tmp_path, str(tmp_path / ("x" * 300)))
 
 
 def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path) -> None:
@@ -166,6 +169,24 @@ def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: 
     folder = RunFolder(tmp_path)
     assert tracking.image.call_args.args == (folder.samples(160), SAMPLES_KEY, 20)
     assert folder.samples(80).exists() and folder.samples(160).exists()
+
+
+def test_pictures_are_in_the_order_of_their_images_beyond_a_billion_too(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    drawn = [folder.samples(images_seen) for images_seen in (0, 2, 10**9 - 1, 10**9, 10**10)]
+    drawn[0].parent.mkdir()
+    for path in (*drawn, drawn[0].with_name("images-mine.png")):
+        path.touch()
+    assert folder.all_samples() == drawn
+    folder.forget_samples(10**9)
+    assert folder.all_samples() == drawn[:-1]
+
+
+def test_code_without_git_is_of_an_unknown_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    plan = SimpleNamespace(ds=SimpleNamespace(layout=SimpleNamespace(world_size=1)), bounds=(0, 1))
+    tags = _tags(cast(RunPlan, plan))
+    assert (tags["git_commit"], tags["git_dirty"]) == ("unknown", "unknown")
 
 
 def test_a_run_ends_with_all_its_pictures_as_an_animation_however_often_it_was_resumed(tmp_path: Path) -> None:

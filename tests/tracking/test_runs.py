@@ -77,6 +77,8 @@ def test_a_run_is_found_by_folder_id_beginning_of_an_id_and_name(store: Store, m
     assert find_run("digits-1", root=Path(store.root.name)).id == by_name.id
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store.root}/mlflow.db")
     assert find_run("digits-1").id == by_name.id
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store.root}/mlflow.db?timeout=30")
+    assert find_run("digits-1").folder == by_name.folder
 
 
 def test_a_folder_that_is_another_runs_by_now_is_not_taken_for_this_ones(store: Store) -> None:

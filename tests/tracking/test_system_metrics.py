@@ -162,6 +162,22 @@ def test_a_reading_that_fails_is_said_once_and_a_store_that_has_gone_is_not(
     third.close()
 
 
+@pytest.mark.parametrize(("name", "value"), [(INTERVAL, "0"), (INTERVAL, "often"), (SAMPLES, "0")])
+def test_a_setting_that_is_no_number_in_range_is_named(
+    name: str,
+    value: str,
+    on_rank: Callable[..., ExitStack],
+    stores: list[dist.TCPStore],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores.clear()
+    monkeypatch.setenv(name, value)
+    said = list[str]()
+    with on_rank(0, "a", Tracked(), said.append):
+        wait_for(lambda: said)
+    assert len(said) == 1 and f"no longer read ({name}: '{value}' is not a " in said[0]
+
+
 def test_nothing_is_read_where_it_is_switched_off(
     on_rank: Callable[..., ExitStack], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,11 @@ def unsent(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "run" / UNSENT_FILE).read_text().splitlines()]
 
 
+def send_unsent(root: Path) -> None:
+    with (root / "run" / UNSENT_FILE).open() as file:
+        Worker(file.fileno()).work()
+
+
 def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     (root / "run" / "spec.yaml").write_text("name: digits\n")
     many = {f"derived.{i}": i for i in range(120)}
@@ -91,9 +96,11 @@ def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_
     assert history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
     assert (run.data.params["images"], run.data.tags["resume_count"]) == ("100", "1")
     assert run.info.status == "FINISHED" and len(said) == 1
+    kept = unsent(root)
+    send_unsent(root)
+    assert unsent(root) == kept, "a record that is refused again stays, and is not added once more"
     (root / "missing.txt").touch()
-    with (root / "run" / UNSENT_FILE).open() as file:
-        Worker(file.fileno()).work()
+    send_unsent(root)
     assert [found.path for found in MlflowClient().list_artifacts(read_run(root).info.run_id)] == ["missing.txt"]
     assert read_run(root).info.status == "FINISHED", "what is sent later ends no run anew"
 
@@ -153,6 +160,8 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_la
         subprocess.run([sys.executable, *command[0].split()], stdin=file, check=True, timeout=PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(step, float(step)) for step in range(1000)]
     assert read_run(root).info.status == "FINISHED" and read_run(root).data.params == {"a": "1"}
+    piped = subprocess.run([sys.executable, *command[0].split()], input="", capture_output=True, text=True)
+    assert piped.returncode == 2 and piped.stderr.count("\n") == 1 and UNSENT_FILE in piped.stderr
 
 
 TRAINER = """

@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, fork_ranks, place_empty_store
+from tests.launching import REPOSITORY, fork_ranks, place_empty_store, wait_for
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 BATCH = 8
@@ -89,13 +89,13 @@ class Ranks:
         """What all ranks have printed."""
         return self._output.read_text()
 
-    def until(self, happened: Callable[[], bool], timeout: float = 600.0) -> None:
+    def until(self, happened: Callable[[], bool]) -> None:
         """Wait for something that happens while all ranks are running."""
-        deadline = time.monotonic() + timeout
-        while not happened():
-            assert all(process.poll() is None for process in self.processes), self.said[-4000:]
-            assert time.monotonic() < deadline, self.said[-4000:]
-            time.sleep(0.005)
+
+        def running() -> bool:
+            return all(process.poll() is None for process in self.processes)
+
+        wait_for(happened, running=running, said=lambda: self.said, pause=0.005)
 
     def until_images(self, images: int) -> None:
         """Wait until so many images are in the loss curve."""

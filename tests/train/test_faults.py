@@ -19,7 +19,7 @@ import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
-from tests.launching import REPOSITORY, free_port, write_json
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port, wait_for, write_json
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
@@ -34,7 +34,6 @@ CHANGES = (
 )
 START_SECONDS = 8.0
 """A kill at the start comes within this time of the start of the processes."""
-PATIENCE_SECONDS = 600.0
 
 
 class Supervised:
@@ -79,10 +78,7 @@ class Supervised:
 
     def until(self, happened: Callable[[], bool], pause: float = 0.05) -> None:
         """Wait for something that happens before the run is over, looking every ``pause`` seconds."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not happened():
-            assert self.supervisor.poll() is None and time.monotonic() < deadline, self.said[-6000:]
-            time.sleep(pause)
+        wait_for(happened, running=lambda: self.supervisor.poll() is None, said=lambda: self.said, pause=pause)
 
     def kill_one(self, writing: bool, randomness: random.Random) -> None:
         """Kill a rank of this start as it starts, or when it has trained and a checkpoint is being written."""

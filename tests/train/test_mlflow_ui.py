@@ -18,6 +18,7 @@ from PIL import Image
 
 from ddpm_ds.processes.ranks import free_port
 from tests.browser import CHROMIUM, PATIENCE_SECONDS, Browser
+from tests.launching import wait_for
 from tests.train.test_runs import TINY, train
 
 CHARTS = r"[...document.body.innerText.matchAll(/\((\w+\/\w+)\)/g)].map((found) => found[1])"
@@ -35,15 +36,16 @@ IN_CARD, ENLARGED = DRAWN % ".rc-image img", DRAWN % ".rc-image-preview-img"
 def served(command: str, port: int) -> Iterator[None]:
     """MLflow's UI, by the command that a run prints."""
     process = subprocess.Popen([*shlex.split(command), "--port", str(port), "--workers", "1"], start_new_session=True)
+
+    def answers() -> bool:
+        try:
+            urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        except OSError:
+            return False
+        return True
+
     try:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.5)
+        wait_for(answers, running=lambda: process.poll() is None, pause=0.5)
         yield
     finally:
         process.terminate()

@@ -71,6 +71,13 @@ def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
     assert found is not None and found.startswith("train/loss = 260 is over 20 times the 12.6 of the points before")
     assert trouble(249.0) is None, "a spike is not among what later points are compared with"
 
+    def in_fp16(loss: float, overflows: int) -> str | None:
+        return _bad_loss(half, Interval(2, 16, 1.0, loss, overflows, data_wait_seconds=0.0), done=False)
+
+    half = run_of(20.0, fp16=True)
+    assert [in_fp16(loss, 2 * (loss != 1.0)) for loss in (*[1.0] * SPIKE_POINTS, math.nan)] == [None] * 11
+    assert in_fp16(21.0, 0) is not None, "nor are points whose steps were all skipped"
+
 
 @pytest.mark.launch
 def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path) -> None:
