@@ -22,6 +22,8 @@ class Kind:
 
     words: str
     accepts: Callable[[object], bool]
+    whole: bool = False
+    """Whether it has whole numbers, which JSON may also write as 5e8 or 2.0."""
 
 
 def _number(value: object, least: float, most: float) -> bool:
@@ -39,7 +41,8 @@ def amount(most: float, least: float = 0) -> Kind:
 
 def whole(least: int, most: int) -> Kind:
     """Return the kind of whole numbers from ``least`` to ``most``."""
-    return Kind(f"a whole number from {limit(least)} to {limit(most)}", lambda value: _whole(value, least, most))
+    words = f"a whole number from {limit(least)} to {limit(most)}"
+    return Kind(words, lambda value: _whole(value, least, most), whole=True)
 
 
 def one_of(*choices: object) -> Kind:
@@ -62,6 +65,7 @@ SHARE = amount(1)
 EVEN = Kind(
     f"an even whole number from 2 to {limit(MOST_BUCKET)}",
     lambda value: _whole(value, 2, MOST_BUCKET) and value % 2 == 0,  # type: ignore[operator]
+    whole=True,
 )
 FILE_OR_NULL = Kind(
     "a path or null", lambda value: value is None or (isinstance(value, str) and value != "" and not path_fault(value))
@@ -81,6 +85,7 @@ CUTS = Kind(
             and all(low < high for low, high in pairwise(value))
         )
     ),
+    whole=True,
 )
 BLOCK = Kind("a block {...}", lambda value: isinstance(value, dict))
 
