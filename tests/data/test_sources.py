@@ -138,6 +138,22 @@ def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(t
         assert f"data.path = {path}" in line and what in line and "--set data.path=FOLDER" in line
 
 
+def test_a_path_in_a_folder_that_is_closed_to_the_user_is_one_line_that_names_it(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = os.stat
+
+    def closed(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(tmp_path / "closed")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return looked_up(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", closed)
+    for source in ("folder", "zip", "arrays", "webdataset"):
+        line = line_of(spec_of(source=source, path=tmp_path / "closed" / "x"))
+        assert f"data.path: {tmp_path}/closed/x can't be read (Permission denied)" in line, source
+
+
 @pytest.fixture
 def fake_cifar(monkeypatch: pytest.MonkeyPatch, spec_of: SpecOf) -> Path:
     """A two-images-per-file archive in CIFAR-10's format at the place where one is put by hand."""
