@@ -20,7 +20,7 @@ from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.command_line import add_spec_options, check_writable, file_path, port, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_BAD_INPUT
+from ddpm_ds.errors import EXIT_BAD_INPUT, OutputError, SpecError
 from ddpm_ds.processes.hosts import (
     DEFAULT_HOSTFILE,
     ENVIRONMENT_FILE,
@@ -36,7 +36,6 @@ from ddpm_ds.processes.launcher import DEFAULT_PORT
 from ddpm_ds.secret import is_secret, shown, write_private
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 
-CONNECT_SECONDS = 10
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
 PROFILE_BYTES, SNAPSHOT_BYTES = 4, 2
@@ -128,6 +127,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
     local = len(hosts) == 1 and this_host(hosts) is not None
+    if not local and shutil.which("ssh") is None:
+        raise SpecError("ssh, with which other hosts are asked, is not on this machine; apt install openssh-client")
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config, options.overrides)
     run = _planned_run(options, local)
@@ -171,7 +172,7 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
         master_address=options.master_addr,
         master_port=options.master_port,
         seconds=options.timeout_seconds,
-        connect_seconds=min(CONNECT_SECONDS, options.timeout_seconds),
+        connect_seconds=min(PlannedRun.connect_seconds, options.timeout_seconds),
     )
 
 
@@ -227,7 +228,10 @@ def _write(path: Path, seen: Survey) -> str:
     if len(seen.facts) == len(seen.hosts):
         interfaces = [report.interface for report in seen.hosts.values() if len(seen.hosts) > 1]
         chosen = chosen_by_hosts(on_cuda(seen.facts), interfaces)
-    lines = merge_into(path, travelling(os.environ), chosen)
+    try:
+        lines = merge_into(path, travelling(os.environ), chosen)
+    except OSError as error:
+        raise OutputError(f"--write-env {path} can't be written ({error.strerror}); name another file") from None
     if left_out := secrets(os.environ):
         lines.append(
             f"  left out because they are secrets: {', '.join(left_out)}; only rank 0 talks to MLflow: set them there"

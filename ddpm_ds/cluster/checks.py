@@ -16,7 +16,7 @@ from functools import partial
 from ddpm_ds.cluster.network import Network
 from ddpm_ds.cluster.probe import PACKAGES, HostFacts
 from ddpm_ds.cluster.survey import Survey
-from ddpm_ds.command_line import GIB, gib
+from ddpm_ds.command_line import GIB, counted, gib
 
 GOOD, WARNING, BAD = " ", "?", "!"
 """Marks of a cell: nothing to do, may be intended, must be fixed."""
@@ -199,14 +199,14 @@ def _document(name: str, survey: Survey, host: str) -> Cell | None:
 
 
 def _images(survey: Survey, host: str) -> Cell | None:
-    """The spec's folder of images; no row where nothing is missing."""
+    """The spec's ``data.path``; no row if no host lacks it."""
     if not any(facts.images_missing for facts in survey.facts.values()):
         return None
     missing = survey.facts[host].images_missing
     if not missing:
         return Cell("there")
     fix = f"copy or mount the images on {host} at the same path"
-    return Cell("missing", BAD, f"there is no folder {missing}", fix)
+    return Cell("missing", BAD, f"data.path = {missing} does not exist", fix)
 
 
 def _clock(survey: Survey, host: str) -> Cell:
@@ -261,7 +261,7 @@ def _devices(survey: Survey, host: str) -> Cell:
     """CUDA devices against the hostfile's slots; on hosts without any CPU cores."""
     facts, slots = survey.facts[host], survey.hosts[host].slots or 1
     if not on_cuda(survey.facts):
-        text = f"{facts.cores} CPU cores"
+        text = counted(facts.cores, "CPU core")
         if slots <= facts.cores:
             return Cell(text)
         return Cell(text, WARNING, f"slots={slots} on {text}", f"write {host} slots={facts.cores} into the hostfile")
@@ -271,7 +271,7 @@ def _devices(survey: Survey, host: str) -> Cell:
     if count < slots:
         remedy = f"write slots={count} into the hostfile" if count else f"leave {host} out of the hostfile"
         fix = f"{remedy}, or fix its driver (see nvidia-smi)"
-        return Cell(text, BAD, f"{count} CUDA devices for slots={slots}", fix)
+        return Cell(text, BAD, f"{counted(count, 'CUDA device')} for slots={slots}", fix)
     if set(facts.devices) != {kind}:
         why = f"{', '.join(sorted(set(facts.devices)))}; {owner} has {kind}: the slowest sets the pace"
         return Cell(text, WARNING, why, "put equal devices into one hostfile")

@@ -75,7 +75,7 @@ class HostFacts:
     disks: dict[str, Disk]
     """For runs ("run") and prepared images ("data")."""
     images_missing: str
-    """The spec's image folder, where it is not there."""
+    """The spec's ``data.path`` if it does not exist on this host, else empty."""
     cores: int
     devices: tuple[str, ...]
     """Kind and memory of each CUDA device."""
@@ -120,7 +120,7 @@ class Probe:
             spec=document,
             ds_config=None if ds_config is None else _read_json(ds_config),
             disks=disks,
-            images_missing="" if images is None or images.is_dir() else str(images),
+            images_missing="" if images is None or os.path.exists(images) else str(images),
             cores=len(os.sched_getaffinity(0)),
             devices=_devices(),
             environment=travelling(os.environ),
@@ -177,7 +177,7 @@ def _route(address: str) -> dict[str, str]:
 def _appears(path: Path, seconds: float = 3.0) -> bool:
     """Whether another host's file is seen here; file systems on a network may take some time."""
     until = time.monotonic() + seconds
-    while not path.exists():
+    while not os.path.exists(path):
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
@@ -205,12 +205,12 @@ def _checksums() -> dict[str, str]:
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above that is there, as an absolute path."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
 
 
 def _disk(folder: Path) -> Disk:
     found = _existing(folder)
-    return Disk(shutil.disk_usage(found).free, os.access(found, os.W_OK), folder.is_dir())
+    return Disk(shutil.disk_usage(found).free, os.access(found, os.W_OK), os.path.isdir(folder))
 
 
 def _read_spec(path: str, overrides: Sequence[str]) -> tuple[Document, Path | None, Path | None]:

@@ -213,12 +213,12 @@ class Survey:
 
 
 def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str], None]) -> Survey:
-    """Ask the hosts, given with their slots; ``log`` is given lines that say what is going on."""
+    """Ask the hosts, given with their slots; ``log`` gets a line for each step."""
     reports = {host: HostReport(slots) for host, slots in hosts.items()}
     talks: dict[str, Conversation] = {}
 
     def each(names: Iterable[str], step: Callable[[Conversation, HostReport], None]) -> None:
-        """Take a step with hosts at the same time."""
+        """Take a step with several hosts at the same time."""
 
         def take(host: str) -> None:
             try:
@@ -228,9 +228,6 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
                 reports[host] = HostReport(hosts[host], failure=_failure(ended, run.local))
 
         list(pool.map(take, names))
-
-    def ready() -> list[str]:
-        return [host for host, report in reports.items() if report.failure is None]
 
     def meet(talk: Conversation, report: HostReport) -> None:
         if not run.local:
@@ -247,7 +244,8 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
                 else:
                     talks[host] = Conversation(run.command(host, PROBE))
             each(hosts, meet)
-            master, address = next(iter(ready()), ""), run.master_address
+            master, *others = [host for host, report in reports.items() if report.facts is not None] or [""]
+            address = run.master_address
             if facts := master and reports[master].facts:
                 address = address or ("127.0.0.1" if run.local else next(iter(facts.addresses), ""))
                 where = address or "no known address"
@@ -267,7 +265,7 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
                 if reports[master].failure:
                     master = ""
                 else:
-                    each(ready()[1:], reach_first)
+                    each(others, reach_first)
             if not run.local:
                 keepalives = pool.map(lambda host: ssh_settings(host).get("serveraliveinterval", ""), hosts)
                 for report, interval in zip(reports.values(), keepalives, strict=True):
