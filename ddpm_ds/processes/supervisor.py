@@ -141,11 +141,11 @@ def _run_dir(command: Sequence[str]) -> Path:
     raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")
 
 
-def _content(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text()
+        return path.read_bytes()
     except OSError:
-        return ""
+        return b""
 
 
 @contextlib.contextmanager
