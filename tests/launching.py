@@ -40,11 +40,13 @@ def place_empty_store(folder: Path) -> None:
         (folder / "mlflow.db").write_bytes(_empty_store())
 
 
-def wait_for(happened: Callable[[], Any]) -> Any:
-    """The first result of ``happened`` that is true."""
-    until = time.monotonic() + PATIENCE_SECONDS
+def wait_for(
+    happened: Callable[[], Any], seconds: float = PATIENCE_SECONDS, said: Callable[[], str] = lambda: "not in time"
+) -> Any:
+    """The first result of ``happened`` that is true; what ``said`` returns is shown if none is within ``seconds``."""
+    until = time.monotonic() + seconds
     while not (result := happened()):
-        assert time.monotonic() < until, "did not happen in time"
+        assert time.monotonic() < until, said()
         time.sleep(0.01)
     return result
 
