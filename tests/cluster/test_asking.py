@@ -140,5 +140,6 @@ def test_ssh_is_called_as_pdsh_calls_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PDSH_SSH_ARGS", "-F 'my config' -l%u %h")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
     assert ssh_to("you@worker-1") == ["ssh", "-l", "you", "-p", "2222", "-F", "my config", "-lyou", "worker-1"]
-    with pytest.raises(SpecError, match="would be an option of ssh"):
-        ssh_to("-oProxyCommand=reboot")
+    for host in ("-oProxyCommand=reboot", "me@-oProxyCommand=reboot"):
+        with pytest.raises(SpecError, match="would be an option of ssh"):
+            ssh_to(host)

@@ -298,7 +298,7 @@ def test_arrays_of_any_order_are_read_with_their_labels(
     [
         ("a.npy", {"images": GREY.astype(np.float32)}, "images of float32 (5, 8, 8); use uint8"),
         ("a.npy", {"images": GREY[:0]}, "images of uint8 (0, 8, 8)"),
-        ("a.npy", {"images": np.zeros((2, 5, 6, 7), np.uint8)}, "images of 5 channels; use 1 or 3"),
+        ("a.npy", {"images": np.zeros((2, 5, 6, 4), np.uint8)}, "images of uint8 (2, 5, 6, 4); use uint8 (N, H, W), "),
         ("a.npy", {"images": np.array([{}])}, "Python objects in dtype"),
         ("a.npz", {"pictures": GREY}, "it has no array images or arr_0"),
         ("a.npz", {"images": np.array([{}])}, "Python objects in dtype"),
@@ -447,3 +447,7 @@ def test_a_cut_archive_is_one_line_and_a_damaged_image_is_named(tmp_path: Path, 
     path.write_bytes(content[:60] + b"x" + content[61:])
     with pytest.raises(UnreadableImage, match=r"^00000/img0.png: its checksum is wrong"):
         at(open_source(spec_of(source="zip", path=path)), 0)
+    with zipfile.ZipFile(path, "a") as opened:
+        opened.filelist[0].header_offset = 2**63
+        opened.writestr("more", b"")
+    assert "can't be read (Python int too large" in line_of(spec_of(source="zip", path=path))
