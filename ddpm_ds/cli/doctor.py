@@ -218,7 +218,7 @@ def _notes(seen: Survey, network: Network | None, untried: bool) -> Iterator[str
         slowest = min(route.bytes_per_second for route in network.routes)
         yield (
             f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest route by {network.backend}; less "
-            "where several processes of a host send at once."
+            "if several processes of a host send at once."
         )
 
 

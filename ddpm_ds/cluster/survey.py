@@ -198,7 +198,7 @@ class Survey:
     run: PlannedRun
     hosts: dict[str, HostReport]
     master: str
-    """The first host that answers; empty where none does."""
+    """The first host that answers; empty if none does."""
     master_address: str
 
     @property

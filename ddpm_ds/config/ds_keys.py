@@ -116,7 +116,7 @@ KEYS: dict[str, Key] = {
     "gradient_accumulation_steps": Key(
         IMAGES,
         "Micro-batches per replica and step.",
-        auto="the spec's `train.accumulation`; where that is auto too: 1 with one stage, else the smallest divisor of "
+        auto="the spec's `train.accumulation`; if that is auto too: 1 with one stage, else the smallest divisor of "
         "the replica's batch that is at least 4 x stages",
     ),
     "fp16": Key(BLOCK, "Half precision with a loss scale; not with bf16."),
@@ -169,7 +169,7 @@ KEYS: dict[str, Key] = {
     "gradient_clipping": Key(amount(1e9), "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),
     "scheduler": Key(
         BLOCK,
-        "Required with the spec's `optimizer.warmup_images`; where that is 0, or the spec's `optimizer.decay` decides "
+        "Required with the spec's `optimizer.warmup_images`; if that is 0, or the spec's `optimizer.decay` decides "
         "the learning rate, a WarmupLR is dropped.",
     ),
     "scheduler.type": Key(
@@ -207,7 +207,7 @@ KEYS: dict[str, Key] = {
         "This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, "
         "so that skips stay there; or an order computed for the run on the same stages, with separate weight "
         "gradients.",
-        auto='"planned"; "1f1b" on one stage, and where a list in `partition` has one cut fewer than `stages`',
+        auto='"planned"; "1f1b" on one stage, and if a list in `partition` has one cut fewer than `stages`',
     ),
     "pipeline.in_flight": Key(
         IMAGES,
@@ -254,7 +254,7 @@ KEYS: dict[str, Key] = {
     "comms_logger.prof_all": Key(SWITCH),
     "comms_logger.verbose": Key(SWITCH),
     "comms_logger.debug": Key(SWITCH),
-    "comms_logger.prof_ops": Key(TEXTS, "Names of collectives, where prof_all is false."),
+    "comms_logger.prof_ops": Key(TEXTS, "Names of collectives, if prof_all is false."),
     "wall_clock_breakdown": Key(
         SWITCH,
         "Time of each pipeline instruction, every steps_per_print steps, in DeepSpeed's log (`--verbose`). It waits "

@@ -222,7 +222,7 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
     text = value["quoted"] or value["bare"] or ""
     if re.search(r"[$`]", _ESCAPED.sub("", text)):
         raise SpecError(
-            f"{where}: {line!r} would be another value in each shell; write it out, or \\$ where the sign is meant"
+            f"{where}: {line!r} would be another value in each shell; write it out, or \\$ if the sign is meant"
         )
     return found["name"], _ESCAPED.sub(r"\1", text)
 
