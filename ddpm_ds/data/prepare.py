@@ -62,7 +62,7 @@ def cache_path(spec: DataSpec) -> Path:
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     named = {key: value for key, value in keys.items() if value is not None}
-    path = b"" if spec.path is None else os.fsencode(spec.path.resolve())
+    path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
     if path or named:  # of which a path alone is hashed as it was before there were others
         name += f"-{sha256(path + (json.dumps(named).encode() if named else b'')).hexdigest()[:8]}"
     pixels, encoded = spec.store_root / name, spec.store_root / f"{name}-encoded"

@@ -136,6 +136,10 @@ def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(t
     for path, what in ((tmp_path / "none", "does not exist"), (file, "is not a folder"), (empty, "no image files")):
         line = line_of(spec_of(source="folder", path=path))
         assert f"data.path = {path}" in line and what in line and "--set data.path=FOLDER" in line
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(DataError, match=r"^data.path = .*/loop does not exist"):
+        prepare(spec_of(source="folder", path=loop))
 
 
 def test_a_path_in_a_folder_that_is_closed_to_the_user_is_one_line_that_names_it(
