@@ -137,16 +137,14 @@ def _listed(names: list[str]) -> str:
 def _step(step: str, survey: Survey, host: str) -> Cell | None:
     """Check one of ``STEPS``: those before the one that failed are good, those after it are unknown."""
     failure = survey.hosts[host].failure
+    if step == "ssh" and survey.run.local:
+        return None
     if failure is None or STEPS.index(step) < STEPS.index(failure.at):
         return Cell("yes")
     if step != failure.at:
         return None
     fix = STEP_FIXES.get(step) or _first_fix(SSH_FIXES, failure.why)
     return Cell("no", BAD, failure.why, fix.format(host=host, run=survey.run))
-
-
-def _ssh(survey: Survey, host: str) -> Cell | None:
-    return None if survey.run.local else _step("ssh", survey, host)
 
 
 def _python(survey: Survey, host: str) -> Cell | None:
@@ -349,7 +347,7 @@ def _port(survey: Survey, host: str) -> Cell | None:
 ASKS_NOTHING = {*STEPS, "ssh keepalive"}
 """Checks that are also made of hosts that can't be asked."""
 CHECKS: dict[str, Callable[[Survey, str], Cell | None]] = {
-    "ssh": _ssh,
+    "ssh": partial(_step, "ssh"),
     "folder": partial(_step, "folder"),
     "python": _python,
     "ddpm_ds": _ddpm_ds,
