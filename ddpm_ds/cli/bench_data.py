@@ -20,6 +20,7 @@ from ddpm_ds.command_line import (
     number,
     positive,
     whole,
+    writing,
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.processes.ranks import set_environment
@@ -122,7 +123,8 @@ def _bench(options: argparse.Namespace) -> None:
     numbers = _bench_preparation(options, spec) if options.preparation else _bench_loader(options, spec)
     if options.json is not None:
         asked = {"spec": str(options.spec), "overrides": options.overrides}
-        options.json.write_text(json.dumps(asked | numbers, indent=2) + "\n")
+        with writing(options.json):
+            options.json.write_text(json.dumps(asked | numbers, indent=2) + "\n")
         print(f"\n{options.json}: every number")
 
 

@@ -20,7 +20,7 @@ from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.command_line import add_spec_options, check_writable, file_path, port, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_BAD_INPUT
+from ddpm_ds.errors import EXIT_BAD_INPUT, OutputError, SpecError
 from ddpm_ds.processes.hosts import (
     DEFAULT_HOSTFILE,
     ENVIRONMENT_FILE,
@@ -36,18 +36,17 @@ from ddpm_ds.processes.launcher import DEFAULT_PORT
 from ddpm_ds.secret import is_secret, shown, write_private
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 
-CONNECT_SECONDS = 10
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
 PROFILE_BYTES, SNAPSHOT_BYTES = 4, 2
 """Bytes per parameter of an average of ``ema.profiles``, in a checkpoint and in a snapshot."""
 NEEDED_SECRET = re.compile(r"(MLFLOW|AWS)_\w+")
 DESCRIPTION = """\
-Ask every host of a hostfile what a training run will ask of it, compare the answers side by side, and say how to fix
-each that is not good: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, clock, disks,
-devices, environment, interface, master port; then an all-reduce over the network, and latency and bandwidth of each
-pair. Processes are started as DeepSpeed's pdsh launcher starts them: the same interpreter, folder and environment.
-Nothing is changed on any host.
+Check what a training run will need on every host of a hostfile, show the hosts side by side, and say how to fix what is
+wrong: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, clock, disks, devices,
+environment, interface, master port; then an all-reduce over the network, and latency and bandwidth of each pair.
+Processes are started as DeepSpeed's pdsh launcher starts them: the same interpreter, folder and environment. Nothing is
+changed on any host.
 """
 EXAMPLES = """\
 examples
@@ -128,6 +127,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
     local = len(hosts) == 1 and this_host(hosts) is not None
+    if not local and shutil.which("ssh") is None:
+        raise SpecError("ssh, with which other hosts are asked, is not on this machine; apt install openssh-client")
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config, options.overrides)
     run = _planned_run(options, local)
@@ -146,9 +147,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
-    """Return the run as DeepSpeed would start it on every host; an environment file still to be written
-    counts already.
-    """
+    """Return the run as DeepSpeed would start it on every host, with the variables that ``--write-env`` will write."""
     from ddpm_ds.unet.layers import unet_layers
 
     spec = load_spec(options.spec, spec_overrides(options.overrides))
@@ -157,6 +156,8 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
     if options.write_env is not None:
         written = read_environment(options.write_env) if options.write_env.exists() else {}
         file = {**file, **written, **travels}
+    if local:  # ranks of a single host read the file themselves, for what their environment lacks
+        file = {name: value for name, value in file.items() if name not in os.environ}
     return PlannedRun(
         python=sys.executable,
         folder=folder,
@@ -171,7 +172,7 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
         master_address=options.master_addr,
         master_port=options.master_port,
         seconds=options.timeout_seconds,
-        connect_seconds=min(CONNECT_SECONDS, options.timeout_seconds),
+        connect_seconds=min(PlannedRun.connect_seconds, options.timeout_seconds),
     )
 
 
@@ -201,7 +202,7 @@ def _network(seen: Survey) -> Network | None:
 
 
 def _notes(seen: Survey, network: Network | None, untried: bool) -> Iterator[str]:
-    """Return findings that belong to no single host."""
+    """Yield findings that belong to no single host."""
     if len(seen.hosts) > 1 and shutil.which("pdsh") is None:
         yield (
             "pdsh is not on this machine, which deepspeed starts other hosts with: apt install pdsh, or use its "
@@ -217,7 +218,7 @@ def _notes(seen: Survey, network: Network | None, untried: bool) -> Iterator[str
         slowest = min(route.bytes_per_second for route in network.routes)
         yield (
             f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest route by {network.backend}; less "
-            "where several processes of a host send at once."
+            "if several processes of a host send at once."
         )
 
 
@@ -227,7 +228,10 @@ def _write(path: Path, seen: Survey) -> str:
     if len(seen.facts) == len(seen.hosts):
         interfaces = [report.interface for report in seen.hosts.values() if len(seen.hosts) > 1]
         chosen = chosen_by_hosts(on_cuda(seen.facts), interfaces)
-    lines = merge_into(path, travelling(os.environ), chosen)
+    try:
+        lines = merge_into(path, travelling(os.environ), chosen)
+    except OSError as error:
+        raise OutputError(f"--write-env {path} can't be written ({error.strerror}); name another file") from None
     if left_out := secrets(os.environ):
         lines.append(
             f"  left out because they are secrets: {', '.join(left_out)}; only rank 0 talks to MLflow: set them there"
@@ -238,17 +242,16 @@ def _write(path: Path, seen: Survey) -> str:
 
 
 def secrets(environment: Mapping[str, str]) -> list[str]:
-    """Names of variables that training may need and that stay where they are."""
+    """Return the names of secret variables that training may need, which are not sent to other hosts."""
     return sorted(
         name for name, value in environment.items() if NEEDED_SECRET.fullmatch(name) and is_secret(name, value)
     )
 
 
 def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The environment that DeepSpeed's pdsh launcher gives to the processes on every host.
+    """Return the environment that DeepSpeed's pdsh launcher gives to the processes on every host, without secrets.
 
-    It is the file's variables over those that DeepSpeed takes along, with the working folder first in ``PYTHONPATH``.
-    Secrets are left out, since nothing that is asked of hosts needs them.
+    The variables of ``file`` override those that DeepSpeed takes along; the working folder is first in ``PYTHONPATH``.
     """
     taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
     python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
@@ -257,16 +260,19 @@ def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: st
 
 
 def chosen_by_hosts(on_cuda: bool, interfaces: Iterable[str]) -> dict[str, str]:
-    """The variables that follow from the hosts: the CPU accelerator where none has a CUDA device, and gloo's interface
-    where all use one name for it."""
+    """Return the variables that follow from the hosts: the CPU accelerator if none has a CUDA device, and gloo's
+    interface if it has the same name on all.
+    """
     values = {} if on_cuda else {"DS_ACCELERATOR": "cpu"}
     names = set(interfaces)
     return values | ({"GLOO_SOCKET_IFNAME": names.pop()} if len(names) == 1 and "" not in names else {})
 
 
 def merge_into(path: Path, values: Mapping[str, str], defaults: Mapping[str, str]) -> list[str]:
-    """Write ``values`` over those of an environment file, and these over ``defaults``; a file that changes is kept
-    beside itself as ``.bak``. Returns lines that describe what was done.
+    """Add variables to an environment file, and return lines that describe what was done.
+
+    ``values`` override the file's variables, which override ``defaults``. The old content of a file that changes is
+    kept beside it as ``.bak``.
 
     Raises:
         SpecError: the file can't be understood, or a value can't be written into it.

@@ -16,12 +16,12 @@ from functools import partial
 from ddpm_ds.cluster.network import Network
 from ddpm_ds.cluster.probe import PACKAGES, HostFacts
 from ddpm_ds.cluster.survey import Survey
-from ddpm_ds.command_line import GIB, gib
+from ddpm_ds.command_line import GIB, counted, gib
 
 GOOD, WARNING, BAD = " ", "?", "!"
 """Marks of a cell: nothing to do, may be intended, must be fixed."""
 LISTED = 3
-"""Differences that are named."""
+"""Maximum differences that a line names."""
 DIGEST_DIGITS = 8
 SKEW_SECONDS = 2.0
 LEAST_FREE_BYTES = GIB
@@ -61,7 +61,7 @@ OTHER_ADDRESS = "name an address of {} that all reach: --master-addr, deepspeed'
 
 @dataclass(frozen=True)
 class Cell:
-    """One check of one host. Whatever is not good has a reason and a fix."""
+    """Result of one check of one host, with a reason and a fix unless it is good."""
 
     text: str
     mark: str = GOOD
@@ -74,7 +74,7 @@ Rows = dict[str, dict[str, Cell]]
 
 
 def check(survey: Survey) -> Rows:
-    """Every check of the hosts, by themselves and side by side; those of the network are ``network_row``'s."""
+    """Return the cells of all checks except that of the network, which :func:`network_row` returns."""
     rows: Rows = {}
     for name, judge in CHECKS.items():
         hosts = survey.hosts if name in ASKS_NOTHING else survey.facts
@@ -85,13 +85,13 @@ def check(survey: Survey) -> Rows:
 
 
 def on_cuda(facts: Mapping[str, HostFacts]) -> bool:
-    """Whether training would take CUDA devices: some host has one, and nothing says cpu."""
+    """Return whether training would use CUDA devices: a host has one, and none sets DS_ACCELERATOR to cpu."""
     cpu = any(one.environment.get("DS_ACCELERATOR") == "cpu" for one in facts.values())
     return not cpu and any(one.devices for one in facts.values())
 
 
 def network_row(network: Network) -> dict[str, Cell]:
-    """The times of the all-reduce, and whatever has gone wrong in the network test."""
+    """Return the time of the all-reduce on each host, or its error in the network test."""
     cells = {host: Cell(f"{seconds * 1e3:.1f} ms") for host, seconds in network.all_reduce_seconds.items()}
     for host, why in network.errors.items():
         text = "failed later" if host in cells else "failed"
@@ -106,13 +106,13 @@ def _first_fix(fixes: Mapping[str, str], why: str) -> str:
 
 
 def _usual(values: Mapping[str, str]) -> tuple[str, str]:
-    """The value that most hosts have, of equally many the one that comes first, and the first host that has it."""
+    """Return the value that most hosts have, in a tie the first such value, and the first host that has it."""
     value = Counter(values.values()).most_common(1)[0][0]
     return value, next(host for host, one in values.items() if one == value)
 
 
 def _same(values: Mapping[str, str], host: str, fix: str, mark: str = BAD) -> Cell:
-    """The host's value against the usual one, which ``fix`` may name."""
+    """Compare the host's value with the usual one, which ``fix`` may name as ``{usual}``."""
     found, (usual, owner) = values.get(host, "missing"), _usual(values)
     if found == usual:
         return Cell(found)
@@ -120,7 +120,7 @@ def _same(values: Mapping[str, str], host: str, fix: str, mark: str = BAD) -> Ce
 
 
 def _differing(mappings: Mapping[str, Mapping[str, str]], host: str) -> tuple[str, str, list[str]]:
-    """A digest of the host's mapping, the first host with the usual mapping, and the keys in which the two differ."""
+    """Return a digest of the host's mapping, the first host with the usual one, and the keys in which they differ."""
     texts = {name: json.dumps(mapping, sort_keys=True) for name, mapping in mappings.items()}
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS] for name, text in texts.items()}
     _, owner = _usual(digests)
@@ -129,14 +129,16 @@ def _differing(mappings: Mapping[str, Mapping[str, str]], host: str) -> tuple[st
 
 
 def _listed(names: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _step(step: str, survey: Survey, host: str) -> Cell | None:
-    """The check of one of ``STEPS``: those before the one that failed are good, those after it are unknown."""
+    """Check one of ``STEPS``: those before the one that failed are good, those after it are unknown."""
     failure = survey.hosts[host].failure
+    if step == "ssh" and survey.run.local:
+        return None
     if failure is None or STEPS.index(step) < STEPS.index(failure.at):
         return Cell("yes")
     if step != failure.at:
@@ -145,12 +147,8 @@ def _step(step: str, survey: Survey, host: str) -> Cell | None:
     return Cell("no", BAD, failure.why, fix.format(host=host, run=survey.run))
 
 
-def _ssh(survey: Survey, host: str) -> Cell | None:
-    return None if survey.run.local else _step("ssh", survey, host)
-
-
 def _python(survey: Survey, host: str) -> Cell | None:
-    """Another minor version is bad, another patch release only a warning."""
+    """Compare versions of Python; another minor version is bad, another patch release only a warning."""
     if host not in survey.facts:
         return _step("python", survey, host)
     versions = {name: facts.python for name, facts in survey.facts.items()}
@@ -181,7 +179,7 @@ def _package(package: str, survey: Survey, host: str) -> Cell:
 
 
 def _document(name: str, survey: Survey, host: str) -> Cell | None:
-    """The spec or the DeepSpeed JSON, which each host reads for itself; keys that differ are named with both values."""
+    """Compare the run specs or DeepSpeed JSONs that hosts have read; keys that differ are named with both values."""
     path = getattr(survey.run, name)
     if path is None:
         return None
@@ -199,18 +197,18 @@ def _document(name: str, survey: Survey, host: str) -> Cell | None:
 
 
 def _images(survey: Survey, host: str) -> Cell | None:
-    """The spec's folder of images; no row where nothing is missing."""
+    """Check that ``data.path`` exists; no row if it does on every host."""
     if not any(facts.images_missing for facts in survey.facts.values()):
         return None
     missing = survey.facts[host].images_missing
     if not missing:
         return Cell("there")
     fix = f"copy or mount the images on {host} at the same path"
-    return Cell("missing", BAD, f"there is no folder {missing}", fix)
+    return Cell("missing", BAD, f"data.path = {missing} does not exist", fix)
 
 
 def _clock(survey: Survey, host: str) -> Cell:
-    """The clock against this machine's."""
+    """Compare the clock with this machine's."""
     ahead = survey.hosts[host].clock_ahead_seconds
     text = f"{round(ahead, 2) + 0.0:+.2f} s"
     if abs(ahead) <= SKEW_SECONDS:
@@ -221,8 +219,11 @@ def _clock(survey: Survey, host: str) -> Cell:
 
 
 def _disk(name: str, survey: Survey, host: str) -> Cell | None:
-    """Room for the checkpoints that are kept ("run"), over all file systems that they are spread over, or for the
-    prepared images ("data"), unless their folder is there already."""
+    """Check the space for the run's share of checkpoints ("run") or for prepared images ("data").
+
+    Hosts that each have a folder of runs of their own share the checkpoints. Too little space for images is only a
+    warning if their folder already exists.
+    """
     disk = survey.facts[host].disks.get(name)
     if disk is None:
         return None
@@ -244,7 +245,7 @@ def _disk(name: str, survey: Survey, host: str) -> Cell | None:
 
 
 def _run_folder(survey: Survey, host: str) -> Cell | None:
-    """Shared or each host's own: both will do, but a mixture is a mistake."""
+    """Compare which hosts share the folder of runs; all or none will do, but a mixture is a mistake."""
     seen = [survey.hosts[other].run_dir_shared for other in survey.facts]
     shared = survey.hosts[host].run_dir_shared
     if all(one is None for one in seen):
@@ -258,10 +259,10 @@ def _run_folder(survey: Survey, host: str) -> Cell | None:
 
 
 def _devices(survey: Survey, host: str) -> Cell:
-    """CUDA devices against the hostfile's slots; on hosts without any CPU cores."""
+    """Compare CUDA devices, or CPU cores if training uses none, with the hostfile's slots."""
     facts, slots = survey.facts[host], survey.hosts[host].slots or 1
     if not on_cuda(survey.facts):
-        text = f"{facts.cores} CPU cores"
+        text = counted(facts.cores, "CPU core")
         if slots <= facts.cores:
             return Cell(text)
         return Cell(text, WARNING, f"slots={slots} on {text}", f"write {host} slots={facts.cores} into the hostfile")
@@ -271,7 +272,7 @@ def _devices(survey: Survey, host: str) -> Cell:
     if count < slots:
         remedy = f"write slots={count} into the hostfile" if count else f"leave {host} out of the hostfile"
         fix = f"{remedy}, or fix its driver (see nvidia-smi)"
-        return Cell(text, BAD, f"{count} CUDA devices for slots={slots}", fix)
+        return Cell(text, BAD, f"{counted(count, 'CUDA device')} for slots={slots}", fix)
     if set(facts.devices) != {kind}:
         why = f"{', '.join(sorted(set(facts.devices)))}; {owner} has {kind}: the slowest sets the pace"
         return Cell(text, WARNING, why, "put equal devices into one hostfile")
@@ -279,7 +280,7 @@ def _devices(survey: Survey, host: str) -> Cell:
 
 
 def _environment(survey: Survey, host: str) -> Cell | None:
-    """Whether the variables that are set on the launching machine are set there as well."""
+    """Check that the variables that are set on this machine are set there as well."""
     wanted, there = survey.run.travels, survey.facts[host].environment
     missing = [name for name, value in wanted.items() if there.get(name) != value]
     if not missing:
@@ -289,7 +290,7 @@ def _environment(survey: Survey, host: str) -> Cell | None:
 
 
 def _keepalive(survey: Survey, host: str) -> Cell | None:
-    """ServerAliveInterval of this machine's ssh."""
+    """Check ServerAliveInterval of this machine's ssh."""
     seconds = survey.hosts[host].keepalive_seconds
     if seconds is None:
         return None
@@ -300,7 +301,7 @@ def _keepalive(survey: Survey, host: str) -> Cell | None:
 
 
 def _interface(survey: Survey, host: str) -> Cell:
-    """Interface and address towards the first host."""
+    """Check interface and address towards the first host."""
     report, first, address = survey.hosts[host], survey.master, survey.master_address
     if report.route_error:
         why = f"no route to {first} at {address or 'an unknown address'}: {report.route_error}"
@@ -321,12 +322,12 @@ def _interface(survey: Survey, host: str) -> Cell:
 
 
 def _loops_back(survey: Survey, host: str) -> bool:
-    """Whether a host finds itself where the first one should be."""
+    """Return whether the first host's address leads a host to itself."""
     return len(survey.hosts) > 1 and survey.hosts[host].address.startswith(("127.", "::1"))
 
 
 def _port(survey: Survey, host: str) -> Cell | None:
-    """The master port: free on the first host, reached from the others."""
+    """Check that the master port is free on the first host and reached from the others."""
     number, first, error = survey.run.master_port, survey.master, survey.hosts[host].port_error
     if not first:
         return None
@@ -344,9 +345,9 @@ def _port(survey: Survey, host: str) -> Cell | None:
 
 
 ASKS_NOTHING = {*STEPS, "ssh keepalive"}
-"""Checks of all hosts, also of those that can't be asked."""
+"""Checks that are also made of hosts that can't be asked."""
 CHECKS: dict[str, Callable[[Survey, str], Cell | None]] = {
-    "ssh": _ssh,
+    "ssh": partial(_step, "ssh"),
     "folder": partial(_step, "folder"),
     "python": _python,
     "ddpm_ds": _ddpm_ds,

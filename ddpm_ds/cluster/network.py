@@ -2,7 +2,7 @@
 
     python -m ddpm_ds.cluster.network ARGUMENTS_OF_TAKE_PART_IN_JSON
 
-:func:`network_test` starts this program on each host and collects what it tells. As in training, gloo listens where the
+:func:`network_test` starts this program on each host and collects its results. As in training, gloo listens where the
 first host is reached, and NCCL where its own variables say. A transfer doubles in size until it takes
 ``LONG_ENOUGH_SECONDS`` or has ``LARGEST_BYTES``: a second and 256 MiB for a pair, or less.
 """
@@ -38,12 +38,12 @@ LONG_ENOUGH_SECONDS = 0.1
 END = -1
 """Header after which no transfer follows."""
 OTHERS_SECONDS = 3.0
-"""Time for the other hosts to tell their errors once one has failed."""
+"""Time limit for the other hosts to report their errors once one has failed."""
 ERROR_CHARACTERS = 240
 
 
 def pairs(world: int) -> list[tuple[int, int]]:
-    """The pairs that are measured, by rank."""
+    """Return the pairs of ranks that are measured."""
     if world <= ALL_PAIRS_HOSTS:
         return list(itertools.combinations(range(world), 2))
     return [(rank, (rank + 1) % world) for rank in range(world)]
@@ -51,7 +51,7 @@ def pairs(world: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Route:
-    """What was measured from one host to another."""
+    """Latency and bandwidth from one host to another."""
 
     sender: str
     receiver: str
@@ -61,21 +61,23 @@ class Route:
 
 @dataclass
 class Network:
-    """The results of the test."""
+    """Results of the test."""
 
     hosts: Sequence[str]
     backend: str
     all_reduce_seconds: dict[str, float] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    """Errors by host; where some have met none, they may have waited for one that has."""
+    """Errors by host; a host without one may have waited for a host that failed."""
 
 
 def network_test(
     hosts: Sequence[str], run: PlannedRun, address: str, backend: str, log: Callable[[str], None]
 ) -> Network:
-    """Run the test between hosts, of which the first has ``address``; given up when none has said anything for
-    ``run.seconds``. ``backend`` is gloo or nccl."""
+    """Run the test between hosts, until it is done or no host has said anything for ``run.seconds``.
+
+    ``address`` is that of the first host, ``backend`` is gloo or nccl.
+    """
     network, heard = Network(hosts, backend), queue.SimpleQueue[tuple[int, Any]]()
     port, seconds = run.master_port, run.seconds
     log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
@@ -120,14 +122,14 @@ def network_test(
 
 
 def speed(bytes_per_second: float) -> str:
-    """Bandwidth for a reader."""
+    """Format a bandwidth."""
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.2f} GB/s"
     return f"{bytes_per_second / 1e6:.1f} MB/s"
 
 
 def measure(rank: int, world: int, backend: str) -> None:
-    """Make all measurements and tell each as it is made; the process group exists.
+    """Make all measurements in an existing process group, and send each to the asking side when it is made.
 
     A transfer between two ranks is a header of one number, so many bytes, and an answer of one number.
     """
@@ -148,7 +150,7 @@ def measure(rank: int, world: int, backend: str) -> None:
     payload = torch.ones(LARGEST_BYTES, dtype=torch.uint8, device=devices[-1])
 
     def transfer(peer: int, size: int) -> float:
-        """Send so many bytes; returns the seconds until the peer has answered."""
+        """Send ``size`` bytes, and return the seconds until the peer has answered."""
         began = time.perf_counter()
         dist.send(number.fill_(size), peer)
         if size:
@@ -187,12 +189,12 @@ def measure(rank: int, world: int, backend: str) -> None:
                 lead(receiver)
             elif rank == receiver:
                 follow(sender)
-        dist.all_reduce(turn)  # nobody disturbs a pair
+        dist.all_reduce(turn)  # so that pairs don't disturb each other
 
 
 def take_part(rank: int, world: int, address: str, port: int, seconds: int, backend: str) -> None:
-    """Take part in the test; every outcome is told in lines of JSON."""
-    signal.alarm(seconds + seconds * len(pairs(world)))  # ends it even where all else hangs
+    """Take part in the test as one rank; results and errors are sent to the asking side."""
+    signal.alarm(seconds + seconds * len(pairs(world)))  # ends it even if everything else hangs
     threading.Thread(target=_leave_with_the_asking_side, daemon=True).start()
     use_interface_towards(address)
     import torch

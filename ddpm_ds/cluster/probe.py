@@ -3,8 +3,8 @@
     python -m ddpm_ds.cluster.probe
 
 A question is an object with ``ask``, the name of a method of :class:`Probe`, and its arguments. Answers are lines that
-begin with ``MARK``, because a login shell may print lines of its own. Only the standard library is taken for granted: a
-host lacks what is to be found out.
+begin with ``MARK``, because a login shell may print lines of its own. Packages whose absence is a finding are imported
+only where an ImportError is caught.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class Document:
     values: dict[str, str] = field(default_factory=dict)
     """Values by dotted key, as JSON."""
     error: str = ""
-    """The reason why it can't be read there."""
+    """Reason why the host can't read it, else empty."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """The room and the rights of a folder, or of the one that it will be made in."""
+    """Free space and permission to write in a folder, or in the nearest one above it that exists."""
 
     free_bytes: int
     writable: bool
     exists: bool
-    """Whether the folder is already there."""
+    """Whether the folder itself exists."""
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """A host as a process that was started there sees it."""
+    """Findings of a process that was started on a host."""
 
     python: str
     versions: dict[str, str]
@@ -73,9 +73,9 @@ class HostFacts:
     spec: Document
     ds_config: Document | None
     disks: dict[str, Disk]
-    """For runs ("run") and prepared images ("data")."""
+    """Disks for runs ("run") and for prepared images ("data")."""
     images_missing: str
-    """The spec's image folder, where it is not there."""
+    """The spec's ``data.path`` if it does not exist on this host, else empty."""
     cores: int
     devices: tuple[str, ...]
     """Kind and memory of each CUDA device."""
@@ -87,7 +87,7 @@ class HostFacts:
 
 
 def travelling(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that every rank needs, without secrets."""
+    """Return the variables that every rank needs, without secrets."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -101,14 +101,14 @@ def tell(value: Any) -> None:
 
 
 class Probe:
-    """The answers to all questions. Each method takes and returns what JSON can hold."""
+    """Answers to all questions, a method for each, which takes and returns JSON values."""
 
     def __init__(self) -> None:
         self.undo = contextlib.ExitStack()
         """Frees the port and removes the file of :meth:`open`."""
 
     def facts(self, spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str) -> dict[str, Any]:
-        """Everything about this host that needs no other; paths are relative to the working folder."""
+        """Return everything about this host that needs no other; paths are relative to the working folder."""
         document, data_folder, images = _read_spec(spec, overrides)
         disks = {"run": _disk(Path(run_dir))}
         if data_folder is not None:
@@ -120,7 +120,7 @@ class Probe:
             spec=document,
             ds_config=None if ds_config is None else _read_json(ds_config),
             disks=disks,
-            images_missing="" if images is None or images.is_dir() else str(images),
+            images_missing="" if images is None or os.path.exists(images) else str(images),
             cores=len(os.sched_getaffinity(0)),
             devices=_devices(),
             environment=travelling(os.environ),
@@ -130,12 +130,15 @@ class Probe:
         return asdict(found)
 
     def time(self) -> float:
-        """Seconds since 1970 by this host's clock."""
+        """Return the seconds since 1970 by this host's clock."""
         return time.time()
 
     def open(self, address: str, port: int, run_dir: str) -> dict[str, str]:
-        """Let the other hosts try this one, the first: take its port, and put a file where the run's folder is or will
-        be. Both are undone at the end. Returns fields of ``HostReport``, and the file as ``token``."""
+        """Prepare the first host for the others' :meth:`reach`, until this process ends.
+
+        Listens at the port, and puts a file into the run's folder or the nearest one above it. Returns fields of
+        ``HostReport``, and the file as ``token``.
+        """
         found = _route(address) | {"token": ""}
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -148,8 +151,10 @@ class Probe:
         return found
 
     def reach(self, address: str, port: int | None, token: str, seconds: float) -> dict[str, Any]:
-        """Try the way to the first host: route, port (None: it has none) and the file in the run's folder. Returns
-        fields of ``HostReport``."""
+        """Try to reach the first host: its address, its port unless that is None, and its file in the run's folder.
+
+        Returns fields of ``HostReport``.
+        """
         found: dict[str, Any] = dict(_route(address))
         if token:
             found["run_dir_shared"] = _appears(Path(token))
@@ -164,7 +169,7 @@ class Probe:
 
 
 def _route(address: str) -> dict[str, str]:
-    """The interface that leads to an address, and this host's own address on it."""
+    """Return the interface that leads to an address, and this host's own address on it."""
     if not address:
         return {"route_error": "the first host's address is unknown"}
     try:
@@ -175,9 +180,9 @@ def _route(address: str) -> dict[str, str]:
 
 
 def _appears(path: Path, seconds: float = 3.0) -> bool:
-    """Whether another host's file is seen here; file systems on a network may take some time."""
+    """Return whether another host's file is visible here; file systems on a network may take some time."""
     until = time.monotonic() + seconds
-    while not path.exists():
+    while not os.path.exists(path):
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
@@ -187,7 +192,7 @@ def _appears(path: Path, seconds: float = 3.0) -> bool:
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, str]:
-    """Nested mappings as one level of dotted keys; values as JSON."""
+    """Return nested mappings as one level of dotted keys, with values as JSON."""
     if isinstance(values, dict) and values:
         pairs = (_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
         return {key: text for part in pairs for key, text in part.items()}
@@ -204,17 +209,17 @@ def _checksums() -> dict[str, str]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above that is there, as an absolute path."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    """Return the folder, or the nearest one above it that exists, as an absolute path."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
 
 
 def _disk(folder: Path) -> Disk:
     found = _existing(folder)
-    return Disk(shutil.disk_usage(found).free, os.access(found, os.W_OK), folder.is_dir())
+    return Disk(shutil.disk_usage(found).free, os.access(found, os.W_OK), os.path.isdir(folder))
 
 
 def _read_spec(path: str, overrides: Sequence[str]) -> tuple[Document, Path | None, Path | None]:
-    """The spec, the folder of its prepared images and that of its images."""
+    """Return the spec, the folder of its prepared images and the path of its images."""
     try:
         from ddpm_ds.config.spec_file import load_spec
 

@@ -1,4 +1,4 @@
-"""The printed report: tables side by side and, beneath, the reason and the fix of everything that is not good. Pure."""
+"""The printed report: tables of the hosts and, below them, reason and fix of everything that is not good. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from ddpm_ds.command_line import aligned
 
 HOSTS_ABREAST = 8
 SLOW = 0.5
-"""Share of the median bandwidth below which a route is noted."""
+"""Share of the median bandwidth below which a route is reported."""
 COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
 PLAIN = "\033[0m"
 MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
-"""A cell of a table that is marked, as columns are two spaces apart, or a whole line."""
+"""A marked cell of a table, whose columns are two spaces apart, or a whole marked line."""
 
 
 def findings(rows: Rows, network: Network | None) -> list[str]:
-    """A line for everything that is not good, which begins with its mark, bad before warnings; hosts with the same
-    finding share a line."""
+    """Return a line for each finding that is not good, beginning with its mark, bad ones first.
+
+    Hosts with the same finding share a line.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for name, cells in rows.items():
         for host, cell in cells.items():
@@ -42,7 +44,7 @@ def findings(rows: Rows, network: Network | None) -> list[str]:
 def report(
     hosts: Sequence[str], rows: Rows, network: Network | None, found: Sequence[str], notes: Sequence[str], colour: bool
 ) -> str:
-    """Everything that is printed: tables, findings, notes, and the verdict in the last line."""
+    """Return the printed text: tables, findings, notes, and the verdict in the last line."""
     bad = sum(line.startswith(BAD) for line in found)
     verdict = [f"{bad} to fix" if bad else "good"]
     verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
@@ -58,7 +60,7 @@ def report(
 
 
 def _host_tables(hosts: Sequence[str], rows: Rows) -> list[str]:
-    """A row for each check, a column for each host; many hosts in several tables."""
+    """Return tables with a row for each check and a column for each host, several tables for many hosts."""
     tables = []
     for first in range(0, len(hosts), HOSTS_ABREAST):
         abreast = hosts[first : first + HOSTS_ABREAST]
@@ -71,7 +73,7 @@ def _host_tables(hosts: Sequence[str], rows: Rows) -> list[str]:
 
 
 def _pair_table(network: Network) -> str:
-    """A row for each pair of hosts, with the routes there and back."""
+    """Return a table with a row for each pair of hosts, for the routes there and back."""
     routes = {(route.sender, route.receiver): route for route in network.routes}
     rows: list[tuple[str, ...]] = [("pair", "latency", "there", "back")]
     for one, other in pairs(len(network.hosts)):

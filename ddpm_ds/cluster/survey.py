@@ -27,7 +27,7 @@ from ddpm_ds.processes.launcher import DEFAULT_PORT
 
 PROBE = "ddpm_ds.cluster.probe"
 REACHED = {"step": "reached"}
-"""The first answer of a host that ssh has reached, before anything is looked for there."""
+"""The first answer of a host that was reached, before anything is looked for there."""
 NO_FOLDER, NO_PYTHON, NO_SSH = 71, 72, 255
 """Exit codes: the working folder or the interpreter is not on the host; ssh's own."""
 LEAVE_SECONDS = 5.0
@@ -39,7 +39,7 @@ CLOCK_QUESTIONS = 5
 
 
 class Ended(Exception):
-    """The process has left, with its exit code, and its last line on stderr; without a code it does not answer."""
+    """The process has ended, with an exit code and its last line on stderr, or, without a code, gave no answer."""
 
     def __init__(self, code: int | None, last_line: str) -> None:
         super().__init__(last_line)
@@ -50,16 +50,11 @@ class Conversation:
     """A process that answers questions in lines of JSON, in a process group of its own.
 
     Args:
-        hear: is given each answer, and in the end an :class:`Ended`; by default :meth:`ask` and :meth:`next` return
-            and raise them.
+        hear: function that gets each answer and, at the end, an :class:`Ended`; by default :meth:`ask` and
+            :meth:`next` return or raise them.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        hear: Callable[[Any], object] | None = None,
-    ) -> None:
+    def __init__(self, command: Sequence[str], hear: Callable[[Any], object] | None = None) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
@@ -68,8 +63,7 @@ class Conversation:
             stderr=self._stderr,
             text=True,
             errors="replace",
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the doctor alone, which then ends them all
+            start_new_session=True,  # Ctrl-C reaches the doctor alone, which then ends all of them
         )
         self._answers: queue.Queue[Any] = queue.Queue()
         self._hear = hear or self._answers.put
@@ -89,13 +83,13 @@ class Conversation:
     def ask(self, ask: str, seconds: float, /, **arguments: Any) -> Any:
         """Ask a question and return the answer; raises what :meth:`next` does."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has left, which is noticed below
+        with contextlib.suppress(OSError):  # it has ended, which is noticed below
             self._process.stdin.write(json.dumps({"ask": ask, **arguments}) + "\n")
             self._process.stdin.flush()
         return self.next(seconds)
 
     def next(self, seconds: float) -> Any:
-        """The next answer.
+        """Return the next answer.
 
         Raises:
             Ended: there was none within ``seconds``, or there will be no more.
@@ -109,7 +103,7 @@ class Conversation:
         return answer
 
     def close(self) -> None:
-        """Close its input, at which it leaves, and kill it where it does not."""
+        """Close its input, which ends it, and kill it if it does not end."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -119,7 +113,7 @@ class Conversation:
         self._stderr.close()
 
     def kill(self) -> None:
-        """Kill it at once, with what it has started; one that has left is nobody any more."""
+        """Kill it at once, with everything that it has started, unless it has ended."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -127,7 +121,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run that hosts are checked for, which would start the same way on each."""
+    """The run that hosts are checked for, which starts the same way on each."""
 
     python: str
     folder: str
@@ -141,11 +135,11 @@ class PlannedRun:
     ds_config: str | None
     run_dir: str
     checkpoint_bytes: int
-    """Size of all checkpoints that are kept and the one that is written meanwhile, on all hosts together."""
+    """Size on all hosts together of the checkpoints that are kept and of the one being written."""
     local: bool = False
-    """Whether it is on this machine alone, which needs no ssh."""
+    """Whether it runs on this machine alone, which needs no ssh."""
     master_address: str = ""
-    """Address of the first host; empty where it is to be asked for it, as DeepSpeed does."""
+    """Address of the first host; empty to ask the host for it, as DeepSpeed does."""
     master_port: int = DEFAULT_PORT
     seconds: int = 60
     """Silence after which a host is given up."""
@@ -153,7 +147,7 @@ class PlannedRun:
     """Time for ssh to reach a host."""
 
     def command(self, host: str, module: str, *arguments: str) -> list[str]:
-        """The command line that runs ``python -m module`` on ``host``.
+        """Return the command line that runs ``python -m module`` on ``host``, by ssh unless it is this machine.
 
         Raises:
             SpecError: ssh would take ``host`` for an option.
@@ -164,11 +158,12 @@ class PlannedRun:
             f"echo {shlex.quote(MARK + json.dumps(REACHED))}; cd {shlex.quote(self.folder)} || exit {NO_FOLDER}; "
             f"test -x {shlex.quote(self.python)} || exit {NO_PYTHON}; exec {words}"
         )
-        return ssh(host, ["sh", "-c", script], connect_seconds=self.connect_seconds)
+        there = ["sh", "-c", script]
+        return there if self.local else ssh(host, there, connect_seconds=self.connect_seconds)
 
 
 class Failure(NamedTuple):
-    """The step that failed (ssh, folder, python or ddpm_ds) where nothing is known of a host, and why."""
+    """Step at which a host could not be asked (ssh, folder, python or ddpm_ds), and the reason."""
 
     at: str
     why: str
@@ -179,13 +174,13 @@ class HostReport:
     """The findings about a host; for one that can't be asked only the reason."""
 
     slots: int | None
-    """Processes that the hostfile gives to it; None where there is no hostfile."""
+    """Number of processes in the hostfile; None without a hostfile."""
     failure: Failure | None = None
     facts: HostFacts | None = None
     clock_ahead_seconds: float = 0.0
     """Lead of its clock over this machine's."""
     run_dir_shared: bool | None = None
-    """Whether the folder of runs is the first host's; None where that was not tried."""
+    """Whether the folder of runs is the first host's; None if that was not tried."""
     interface: str = ""
     address: str = ""
     """The interface towards the first host, and this host's address there."""
@@ -193,7 +188,7 @@ class HostReport:
     port_error: str = ""
     """Reason why the port can't be taken (on the first host) or reached (on others)."""
     keepalive_seconds: int | None = None
-    """ssh's ServerAliveInterval towards this host; None where ssh is not used."""
+    """ssh's ServerAliveInterval towards this host; None without ssh."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ class Survey:
     run: PlannedRun
     hosts: dict[str, HostReport]
     master: str
-    """The first host that answers; empty where none does."""
+    """The first host that answers; empty if none does."""
     master_address: str
 
     @property
@@ -213,12 +208,12 @@ class Survey:
 
 
 def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str], None]) -> Survey:
-    """Ask the hosts, given with their slots; ``log`` is given lines that say what is going on."""
+    """Ask the hosts, given with their slots; ``log`` gets a line for each step."""
     reports = {host: HostReport(slots) for host, slots in hosts.items()}
     talks: dict[str, Conversation] = {}
 
     def each(names: Iterable[str], step: Callable[[Conversation, HostReport], None]) -> None:
-        """Take a step with hosts at the same time."""
+        """Take a step with several hosts at the same time."""
 
         def take(host: str) -> None:
             try:
@@ -229,25 +224,18 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
 
         list(pool.map(take, names))
 
-    def ready() -> list[str]:
-        return [host for host, report in reports.items() if report.failure is None]
-
     def meet(talk: Conversation, report: HostReport) -> None:
-        if not run.local:
-            talk.next(run.connect_seconds + LOGIN_SECONDS)
+        talk.next(run.connect_seconds + LOGIN_SECONDS)  # REACHED
         _ask_facts(talk, report, run)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         try:
             log(f"asking {', '.join(hosts)}")
             for host in hosts:
-                if run.local:  # as DeepSpeed starts training on a single host
-                    here = {**os.environ, "PYTHONPATH": run.environment["PYTHONPATH"]}
-                    talks[host] = Conversation([run.python, "-u", "-m", PROBE], here)
-                else:
-                    talks[host] = Conversation(run.command(host, PROBE))
+                talks[host] = Conversation(run.command(host, PROBE))
             each(hosts, meet)
-            master, address = next(iter(ready()), ""), run.master_address
+            master, *others = [host for host, report in reports.items() if report.facts is not None] or [""]
+            address = run.master_address
             if facts := master and reports[master].facts:
                 address = address or ("127.0.0.1" if run.local else next(iter(facts.addresses), ""))
                 where = address or "no known address"
@@ -267,12 +255,12 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
                 if reports[master].failure:
                     master = ""
                 else:
-                    each(ready()[1:], reach_first)
+                    each(others, reach_first)
             if not run.local:
                 keepalives = pool.map(lambda host: ssh_settings(host).get("serveraliveinterval", ""), hosts)
                 for report, interval in zip(reports.values(), keepalives, strict=True):
                     report.keepalive_seconds = int(interval) if interval.isdecimal() else None
-        except BaseException:  # Ctrl-C: nobody may wait for answers any longer
+        except BaseException:  # Ctrl-C: ends the threads that wait for answers
             for talk in talks.values():
                 talk.kill()
             raise
@@ -289,7 +277,7 @@ def _failure(ended: Ended, local: bool) -> Failure:
 
 
 def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun) -> None:
-    """Ask for the facts of a host, and for its time, of which the quickest answer counts."""
+    """Ask for the facts of a host, and several times for its clock; the quickest answer counts."""
     from pydantic import TypeAdapter, ValidationError
 
     about = {"spec": run.spec, "overrides": run.overrides, "ds_config": run.ds_config, "run_dir": run.run_dir}

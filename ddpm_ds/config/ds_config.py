@@ -307,6 +307,7 @@ def resolve(
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     blocks = copy.deepcopy(config)
+    _make_counts_ints(blocks)
     try:
         layout = _layout(blocks, spec, world_size, stages)
         _agreed(blocks, "train_batch_size", layout.batch_images, "train.batch_images")
@@ -332,6 +333,16 @@ def resolve(
         compile=blocks.pop("compile", False),
         blocks={**blocks, "pipeline": own} if own else blocks,
     )
+
+
+def _make_counts_ints(block: dict[str, Any], prefix: str = "") -> None:
+    """Turn every count in a checked block into an int, since JSON may write it as 5e8 or 2.0."""
+    for name, value in block.items():
+        key = KEYS.get(f"{prefix}{name}")
+        if isinstance(value, dict):
+            _make_counts_ints(value, f"{prefix}{name}.")
+        elif key is not None and key.kind.whole and isinstance(value, float | list):
+            block[name] = [int(cut) for cut in value] if isinstance(value, list) else int(value)
 
 
 def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded", "planned"]:

@@ -22,6 +22,8 @@ class Kind:
 
     words: str
     accepts: Callable[[object], bool]
+    whole: bool = False
+    """Whether it has whole numbers, which JSON may also write as 5e8 or 2.0."""
 
 
 def _number(value: object, least: float, most: float) -> bool:
@@ -39,7 +41,8 @@ def amount(most: float, least: float = 0) -> Kind:
 
 def whole(least: int, most: int) -> Kind:
     """Return the kind of whole numbers from ``least`` to ``most``."""
-    return Kind(f"a whole number from {limit(least)} to {limit(most)}", lambda value: _whole(value, least, most))
+    words = f"a whole number from {limit(least)} to {limit(most)}"
+    return Kind(words, lambda value: _whole(value, least, most), whole=True)
 
 
 def one_of(*choices: object) -> Kind:
@@ -62,6 +65,7 @@ SHARE = amount(1)
 EVEN = Kind(
     f"an even whole number from 2 to {limit(MOST_BUCKET)}",
     lambda value: _whole(value, 2, MOST_BUCKET) and value % 2 == 0,  # type: ignore[operator]
+    whole=True,
 )
 FILE_OR_NULL = Kind(
     "a path or null", lambda value: value is None or (isinstance(value, str) and value != "" and not path_fault(value))
@@ -81,6 +85,7 @@ CUTS = Kind(
             and all(low < high for low, high in pairwise(value))
         )
     ),
+    whole=True,
 )
 BLOCK = Kind("a block {...}", lambda value: isinstance(value, dict))
 
@@ -111,7 +116,7 @@ KEYS: dict[str, Key] = {
     "gradient_accumulation_steps": Key(
         IMAGES,
         "Micro-batches per replica and step.",
-        auto="the spec's `train.accumulation`; where that is auto too: 1 with one stage, else the smallest divisor of "
+        auto="the spec's `train.accumulation`; if that is auto too: 1 with one stage, else the smallest divisor of "
         "the replica's batch that is at least 4 x stages",
     ),
     "fp16": Key(BLOCK, "Half precision with a loss scale; not with bf16."),
@@ -164,7 +169,7 @@ KEYS: dict[str, Key] = {
     "gradient_clipping": Key(amount(1e9), "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),
     "scheduler": Key(
         BLOCK,
-        "Required with the spec's `optimizer.warmup_images`; where that is 0, or the spec's `optimizer.decay` decides "
+        "Required with the spec's `optimizer.warmup_images`; if that is 0, or the spec's `optimizer.decay` decides "
         "the learning rate, a WarmupLR is dropped.",
     ),
     "scheduler.type": Key(
@@ -202,7 +207,7 @@ KEYS: dict[str, Key] = {
         "This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, "
         "so that skips stay there; or an order computed for the run on the same stages, with separate weight "
         "gradients.",
-        auto='"planned"; "1f1b" on one stage, and where a list in `partition` has one cut fewer than `stages`',
+        auto='"planned"; "1f1b" on one stage, and if a list in `partition` has one cut fewer than `stages`',
     ),
     "pipeline.in_flight": Key(
         IMAGES,
@@ -249,7 +254,7 @@ KEYS: dict[str, Key] = {
     "comms_logger.prof_all": Key(SWITCH),
     "comms_logger.verbose": Key(SWITCH),
     "comms_logger.debug": Key(SWITCH),
-    "comms_logger.prof_ops": Key(TEXTS, "Names of collectives, where prof_all is false."),
+    "comms_logger.prof_ops": Key(TEXTS, "Names of collectives, if prof_all is false."),
     "wall_clock_breakdown": Key(
         SWITCH,
         "Time of each pipeline instruction, every steps_per_print steps, in DeepSpeed's log (`--verbose`). It waits "

@@ -116,7 +116,7 @@ class DataSpec(Section):
     """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip` and
     `arrays`; either for `webdataset` and `huggingface`. Other sources refuse a path."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
-    """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` where it has several),
+    """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
     split: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None = None
     """Split of the data set that `huggingface` or `torchvision` reads; null means train, else the only split or
@@ -612,8 +612,7 @@ def _check_training(spec: RunSpec) -> None:
         )
     if diffusion.zero_terminal_snr and diffusion.objective == "eps":
         raise ValueError(
-            "diffusion.objective = eps can't be learned where diffusion.zero_terminal_snr leaves noise alone; use v or "
-            "x0"
+            "diffusion.objective = eps can't be learned if diffusion.zero_terminal_snr leaves noise alone; use v or x0"
         )
     slopes = diffusion.zero_terminal_snr or diffusion.weighting == "sigmoid"
     if slopes and diffusion.timesteps < 2:

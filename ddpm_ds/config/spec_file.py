@@ -212,6 +212,8 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[s
         return key, problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         return key, _unknown(location)
+    if problem["type"] == "json_invalid":  # the one fault that a JSON text of our own can have
+        return key, "a text has half of a surrogate pair, such as \\udcff; write the character itself"
     if problem["type"] == "path":
         return key, f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
     if problem["type"] == "missing" and location == problem["loc"]:
@@ -250,6 +252,8 @@ def _unknown(location: Sequence[str]) -> str:
     *sections, name = location
     prefix = "".join(f"{section}." for section in sections)
     known = _fields(sections)
+    if name in known:
+        return f"{prefix}{name} is a value, not a section; set it alone"
     elsewhere = [f"{other}.{name}" for other in _fields(()) if name in _fields((other,))]
     hint = _nearest(name, known, prefix) or (f"; did you mean {elsewhere[0]}?" if elsewhere else "")
     return f"{prefix}{name} is unknown{hint or '; known here: ' + ', '.join(known)}"

@@ -98,13 +98,13 @@ class Autoencoder:
         """
         if importlib.util.find_spec("diffusers") is None:
             raise DataError(f"data.autoencoder = {name} needs diffusers: pip install 'ddpm_ds[latents]'")
-        folder = name if name.exists() else _from_hub(name)
         try:
+            folder = name if name.exists() else _from_hub(name)
             content = parse_json(read_bytes(folder / CONFIG))
             config = _Config.model_validate(content)
             weights = _checksum(folder / WEIGHTS)
         except OSError as error:
-            raise _unusable(name, f"{error.filename or folder} can't be read ({error.strerror or error})") from None
+            raise _unusable(name, f"{error.filename or name} can't be read ({error.strerror or error})") from None
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"])) or CONFIG

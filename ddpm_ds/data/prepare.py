@@ -62,12 +62,12 @@ def cache_path(spec: DataSpec) -> Path:
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     named = {key: value for key, value in keys.items() if value is not None}
-    path = b"" if spec.path is None else os.fsencode(spec.path.resolve())
+    path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
     if path or named:  # of which a path alone is hashed as it was before there were others
         name += f"-{sha256(path + (json.dumps(named).encode() if named else b'')).hexdigest()[:8]}"
     pixels, encoded = spec.store_root / name, spec.store_root / f"{name}-encoded"
     if spec.store == "auto":
-        return encoded if encoded.exists() and not pixels.exists() else pixels
+        return encoded if os.path.exists(encoded) and not os.path.exists(pixels) else pixels
     return encoded if spec.store == "encoded" else pixels
 
 
@@ -101,7 +101,7 @@ def prepare(
             is damaged, the autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
     """
     path = cache_path(spec)
-    if path.exists():
+    if os.path.exists(path):  # False if a folder above it can't be entered, which is reported below
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)

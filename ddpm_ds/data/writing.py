@@ -163,7 +163,7 @@ def _begun(path: Path, plan: Plan) -> Path:
             "choose another folder with --set data.store_root=FOLDER"
         )
     for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
-        if other != folder:  # another process may have just made it, where the lock does not work
+        if other != folder:  # another process may have just made it, if the lock does not work
             with locked(other / CLAIMS):  # waits for processes that still work on another plan
                 shutil.rmtree(other)
     folder.mkdir(exist_ok=True)

@@ -69,9 +69,9 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 def ssh_to(host: str) -> list[str]:
     """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
-    if host.startswith("-"):
-        raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
     user, _, name = host.rpartition("@")
+    if host.startswith("-") or name.startswith("-"):
+        raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
     options = [word for variable in (PDSH_MORE_ARGUMENTS, PDSH_ARGUMENTS) for word in _words_of(variable)]
     named = any("%h" in option for option in options)
     for sign, value in (("%h", name), ("%u", user or getpass.getuser())):
@@ -222,7 +222,7 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
     text = value["quoted"] or value["bare"] or ""
     if re.search(r"[$`]", _ESCAPED.sub("", text)):
         raise SpecError(
-            f"{where}: {line!r} would be another value in each shell; write it out, or \\$ where the sign is meant"
+            f"{where}: {line!r} would be another value in each shell; write it out, or \\$ if the sign is meant"
         )
     return found["name"], _ESCAPED.sub(r"\1", text)
 

@@ -81,8 +81,8 @@ class Rendezvous:
             raise PeerLostError(f"{self.name(0)} has gone while the run was starting") from error
         if strangers := [rank for rank, text in enumerate(texts) if not text]:
             raise HostError(
-                f"{_ranks(strangers)} and {self.name(self.rank)} have not the same {RUN_SECRET}; set it alike on all "
-                "hosts, or on none"
+                f"{_ranks(strangers)} and {self.name(self.rank)} have different values of {RUN_SECRET}; set one on all "
+                "hosts, or none"
             )
         said = [json.loads(text) for text in texts]
         self.hosts = tuple(one["host"] for one in said)

@@ -141,11 +141,11 @@ def _run_dir(command: Sequence[str]) -> Path:
     raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")
 
 
-def _content(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text()
+        return path.read_bytes()
     except OSError:
-        return ""
+        return b""
 
 
 @contextlib.contextmanager
@@ -230,6 +230,8 @@ class _Start:
         limits: dict[int, float] = {}  # times at which all processes are ended, by the exit code then
         while (code := self._launcher.poll()) is None and len(self.heard) < 2:
             now = time.monotonic()
+            with contextlib.suppress(OSError):
+                self._exit_file.touch()  # keeps cleaners of /tmp from removing it during a run of weeks
             if self._exit_file.stat().st_size > len(NOTHING_YET) or self.heard:
                 self.starting.close()
             if self.heard and EXIT_PREEMPTED not in limits:

@@ -142,7 +142,8 @@ class Watchdog:
             if finding is None:
                 raise
             gone = ", ".join(self.names[rank] for rank in finding.ranks)
-            raise PeerLostError(f"{gone} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
 
     def _missing(self, wait_seconds: float) -> Judgement | None:
         """Find the ranks to blame for a collective that raised, and tell the others; the caller then ends this rank."""

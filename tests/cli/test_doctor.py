@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from pathlib import Path
 
-from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, chosen_by_hosts, exported, merge_into, saved_bytes, secrets
+import pytest
+
+from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, _write, chosen_by_hosts, exported, merge_into, saved_bytes, secrets
+from ddpm_ds.cli.main import main
 from ddpm_ds.cluster.probe import travelling
+from ddpm_ds.cluster.survey import Survey
+from ddpm_ds.errors import OutputError
 from ddpm_ds.processes.hosts import read_environment
+from tests.cluster.test_checks import RUN
 from tests.launching import tiny_spec
 
 HERE = {
@@ -82,6 +90,26 @@ def test_writing_keeps_what_was_there(tmp_path: Path) -> None:
     lines = merge_into(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
     assert read_environment(path)["NCCL_DEBUG"] == "WARN", "a default changes nothing"
     assert lines[1:] == [f"  the file as it was: {backup}"]
+
+
+def test_without_ssh_hosts_are_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["doctor", "--hostfile", str(tmp_path / "hostfile")]) == 2
+    assert "ssh, with which other hosts are asked, is not on this machine" in capsys.readouterr().err
+
+
+def test_a_file_of_variables_that_can_not_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, values: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("ddpm_ds.cli.doctor.write_environment", full)
+    with pytest.raises(OutputError, match=r"^--write-env .*env can't be written \(No space left on device\)"):
+        _write(tmp_path / "env", Survey(RUN, {}, "", ""))
 
 
 def test_snapshots_are_counted_in_the_room_that_a_run_needs() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.cluster.network import network_test
+from ddpm_ds.cluster.probe import Probe
 from ddpm_ds.cluster.survey import Conversation, Ended, Failure, PlannedRun, Survey, survey
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import ssh, ssh_to
@@ -93,6 +94,16 @@ def test_a_host_without_the_folder_or_the_interpreter_says_so(tmp_path: Path) ->
     assert failed.failure == Failure("ddpm_ds", "exit code 1")
 
 
+def test_images_may_be_a_file_and_folders_that_can_not_be_looked_up_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "x.npz").touch()
+    too_long = "y/" * 2045  # as an absolute path
+    for path, missing in ((tmp_path / "x.npz", ""), (tmp_path / "y.npz", str(tmp_path / "y.npz"))):
+        overrides = ["data.source=arrays", f"data.path={path}", f"data.store_root={too_long}"]
+        facts = Probe().facts(planned(tmp_path).spec, overrides, None, too_long)
+        assert facts["images_missing"] == missing and not facts["spec"]["error"]
+        assert [disk["exists"] for disk in facts["disks"].values()] == [False, False]
+
+
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -129,5 +140,6 @@ def test_ssh_is_called_as_pdsh_calls_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PDSH_SSH_ARGS", "-F 'my config' -l%u %h")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
     assert ssh_to("you@worker-1") == ["ssh", "-l", "you", "-p", "2222", "-F", "my config", "-lyou", "worker-1"]
-    with pytest.raises(SpecError, match="would be an option of ssh"):
-        ssh_to("-oProxyCommand=reboot")
+    for host in ("-oProxyCommand=reboot", "me@-oProxyCommand=reboot"):
+        with pytest.raises(SpecError, match="would be an option of ssh"):
+            ssh_to(host)

@@ -97,7 +97,10 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"c": {"ds_config": Document({})}},
         "! c, JSON: zero_optimization.stage is missing (a: 2); copy zero2.json to c from a",
     ),
-    "images": ({"b": {"images_missing": "photos"}}, "! b, images: there is no folder photos; copy or mount the images"),
+    "images": (
+        {"b": {"images_missing": "photos"}},
+        "! b, images: data.path = photos does not exist; copy or mount the images on b at the same path",
+    ),
     "clock": ({"b": {"clock_ahead_seconds": -3.2}}, "! b, clock: 3.2 s behind this machine: logs and dates of"),
     "run disk": (
         {"b": {"disks": {"run": Disk(3 * GIB, True, False)}}},
@@ -136,7 +139,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "keepalive": ({"b": {"keepalive_seconds": 0}}, "? b, ssh keepalive: ssh never checks that a host is alive, and wa"),
     "GPUs": (
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU,)}, "c": {"devices": (GPU, GPU)}},
-        "! b, devices: 1 CUDA devices for slots=2; write slots=1 into the hostfile, or fix its driver",
+        "! b, devices: 1 CUDA device for slots=2; write slots=1 into the hostfile, or fix its driver",
     ),
     "other GPUs": (
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU, OLD_GPU)}, "c": {"devices": (GPU, GPU)}},

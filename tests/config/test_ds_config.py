@@ -277,6 +277,15 @@ def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 
+def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> None:
+    counts = {"pipeline__partition": [4.0], "pipeline__in_flight": 2.0, "zero_optimization__reduce_bucket_size": 5e8}
+    resolved = filled(config(**counts, pipeline__activation_checkpoint_interval=2.0), world_size=2, stages=2)
+    bucket = resolved.blocks["zero_optimization"]["reduce_bucket_size"]
+    numbers = [*resolved.partition, resolved.in_flight, resolved.checkpoint_interval, bucket]
+    assert numbers == [4, 2, 2, 500_000_000] and all(type(number) is int for number in numbers)
+    assert type(resolved.blocks["gradient_clipping"]) is float, "what is no count stays as it is written"
+
+
 def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
     resolved = filled(config(pipeline__schedule="folded", pipeline__partition=[2, 9, 12]), world_size=4)
     assert (resolved.schedule, resolved.layout.stages, resolved.layout.replicas) == ("folded", 2, 2)

@@ -115,6 +115,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         ("name=a b", 'name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._-]+'),
         ('logging.experiment="a\\nb"', 'logging.experiment = "a\\nb" should be text of 1 to 200 printable characters'),
         ("unet=3", "unet is a section; set one of its keys, such as unet.channels"),
+        ("unet.channels.x=3", "unet.channels is a value, not a section; set it alone"),
         ("unet.channels", "write section.key=value, such as unet.dropout=0.1"),
         ("train.images=[", "not YAML in line 1: expected the node content, but found '<stream end>'"),
     ],
@@ -139,6 +140,7 @@ def test_overrides_that_contradict_the_file_are_shown_beside_it() -> None:
         ("name: a\nuent: {}", ["uent is unknown; did you mean unet?"]),
         ("name: a\ndata: {source: digits, channels: 1}", ["data.image_size is missing; it takes a whole number"]),
         ("nmae: a", ["nmae is unknown; did you mean name?"]),
+        ('name: "\\udcff"', ["half of a surrogate pair"]),
     ],
 )
 def test_a_bad_file_is_one_line_with_the_path_and_the_fix(tmp_path: Path, text: str, words: list[str]) -> None:

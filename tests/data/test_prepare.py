@@ -141,10 +141,16 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(folder: 
     assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
 
 
-def test_store_root_that_can_not_be_written_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+def test_store_root_that_can_not_be_written_is_one_line(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data.store_root = .*/file can't be written .*--set data.store_root=FOLDER"):
         prepare(spec_of(store_root=tmp_path / "file"))
+    monkeypatch.chdir(tmp_path)
+    longest = Path(*["y" * 255] * 16)  # exists, and is too long for anything in it
+    with pytest.raises(DataError, match=r"data.store_root = y.* can't be written \(File name too long\)"):
+        prepare(spec_of(store_root=longest))
 
 
 def test_full_disk_is_one_line_before_and_while_it_is_written_and_what_is_done_is_kept(

@@ -136,6 +136,26 @@ def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(t
     for path, what in ((tmp_path / "none", "does not exist"), (file, "is not a folder"), (empty, "no image files")):
         line = line_of(spec_of(source="folder", path=path))
         assert f"data.path = {path}" in line and what in line and "--set data.path=FOLDER" in line
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(DataError, match=r"^data.path = .*/loop does not exist"):
+        prepare(spec_of(source="folder", path=loop))
+
+
+def test_a_path_in_a_folder_that_is_closed_to_the_user_is_one_line_that_names_it(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = os.stat
+
+    def closed(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(tmp_path / "closed")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return looked_up(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", closed)
+    for source in ("folder", "zip", "arrays", "webdataset"):
+        line = line_of(spec_of(source=source, path=tmp_path / "closed" / "x"))
+        assert f"data.path: {tmp_path}/closed/x can't be read (Permission denied)" in line, source
 
 
 @pytest.fixture
@@ -282,7 +302,7 @@ def test_arrays_of_any_order_are_read_with_their_labels(
     [
         ("a.npy", {"images": GREY.astype(np.float32)}, "images of float32 (5, 8, 8); use uint8"),
         ("a.npy", {"images": GREY[:0]}, "images of uint8 (0, 8, 8)"),
-        ("a.npy", {"images": np.zeros((2, 5, 6, 7), np.uint8)}, "images of 5 channels; use 1 or 3"),
+        ("a.npy", {"images": np.zeros((2, 5, 6, 4), np.uint8)}, "images of uint8 (2, 5, 6, 4); use uint8 (N, H, W), "),
         ("a.npy", {"images": np.array([{}])}, "Python objects in dtype"),
         ("a.npz", {"pictures": GREY}, "it has no array images or arr_0"),
         ("a.npz", {"images": np.array([{}])}, "Python objects in dtype"),
@@ -431,3 +451,7 @@ def test_a_cut_archive_is_one_line_and_a_damaged_image_is_named(tmp_path: Path, 
     path.write_bytes(content[:60] + b"x" + content[61:])
     with pytest.raises(UnreadableImage, match=r"^00000/img0.png: its checksum is wrong"):
         at(open_source(spec_of(source="zip", path=path)), 0)
+    with zipfile.ZipFile(path, "a") as opened:
+        opened.filelist[0].header_offset = 2**63
+        opened.writestr("more", b"")
+    assert "can't be read (Python int too large" in line_of(spec_of(source="zip", path=path))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from ddpm_ds.checkpoint.reader import Reader
 from tests.hosts.hosts import UNMETERED, Host, Hosts
-from tests.launching import REPOSITORY, write_json
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for, write_json
 from tests.train.ranks import Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
@@ -133,7 +133,6 @@ def test_without_a_shared_folder_a_run_over_ssh_resumes_from_wherever_the_pieces
     assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 10
 
 
-PATIENCE_SECONDS = 180.0
 GONE_SECONDS = 30.0
 """Time within which nothing may be left of a start on any host: --dead-seconds, ssh's alarm, the launcher's leave."""
 OF_A_RUN = r"train\.py|deepspeed\.launcher|pdsh|tracking\.worker"
@@ -176,11 +175,7 @@ def test_a_run_outlives_a_dropped_ssh_and_a_host_that_falls_silent_and_dies(
         ["ddpm-ds", "run", "--max-restarts", "2", "--", "--hostfile", str(hostfile), *script], ENVIRONMENT, said
     )
 
-    def until(happened: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
-        while not happened():
-            assert time.monotonic() < deadline, said.read_text()[-6000:]
-            time.sleep(0.05)
+    until = functools.partial(wait_for, said=lambda: said.read_text()[-6000:])
 
     def lines(pattern: str) -> list[str]:
         return re.findall(pattern, said.read_text())

@@ -86,7 +86,7 @@ def test_ranks_with_different_secrets_are_told_so(monkeypatch: pytest.MonkeyPatc
         return agree(together)
 
     ended = meet(agree, agree, as_rank_2)
-    assert all(isinstance(error, HostError) and "have not the same DDPM_DS_RUN_SECRET" in str(error) for error in ended)
+    assert all(isinstance(error, HostError) and "values of DDPM_DS_RUN_SECRET" in str(error) for error in ended)
 
 
 def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

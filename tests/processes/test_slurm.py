@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import PATIENCE_SECONDS, REPOSITORY
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 SRUN = """#!/bin/bash
@@ -73,10 +73,7 @@ class Job:
         return script.returncode, self.log.read_text().splitlines()
 
     def until(self, line: str) -> None:
-        until = time.monotonic() + 120
-        while line not in self.log.read_text():
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.02)
+        wait_for(lambda: line in self.log.read_text(), said=self.log.read_text)
 
 
 @pytest.fixture

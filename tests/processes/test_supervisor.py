@@ -139,6 +139,10 @@ def left_running(run_dir: Path) -> list[str]:
 def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
     run = start(command(run_dir, "train"), "--max-restarts", "3")
     wait_for(ready(run_dir))
+    rank = psutil.Process(int((run_dir / "start-0-rank-0").read_text()))
+    exits = Path(rank.environ()[EXIT_FILE_VARIABLE])
+    exits.unlink()  # as by a cleaner of /tmp
+    wait_for(exits.exists)
     run.send_signal(signal.SIGUSR1)
     run.send_signal(signal.SIGTERM)  # so soon after the first, this is no second signal
     code, said = finish(run)

@@ -7,6 +7,7 @@ and Pillow, so a source imports these libraries in its functions.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_ds.data.sources.arrays import open_arrays, open_digits
@@ -16,6 +17,7 @@ from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.torchvision import open_cifar10, open_torchvision
 from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.data.sources.zip import open_zip
+from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
@@ -47,6 +49,15 @@ def open_source(spec: DataSpec, progress: bool = False) -> Source:
     """Open the source that ``spec.source`` names; ``progress`` shows bars while it is downloaded or listed.
 
     Raises:
-        DataError: the data set is missing, damaged or without images, or can't be downloaded.
+        DataError: the data set is missing, damaged or without images, or can't be read or downloaded.
+        OSError: ``store_root`` can't be written.
     """
-    return SOURCES[spec.source].open(spec, progress)
+    try:
+        return SOURCES[spec.source].open(spec, progress)
+    except OSError as error:
+        if spec.path is None or not Path(error.filename or "").is_relative_to(spec.path):
+            raise
+        raise DataError(
+            f"data.path: {error.filename} can't be read ({error.strerror}); mend it or choose another with "
+            "--set data.path=PATH"
+        ) from error

@@ -70,13 +70,12 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the disk of store_root is full
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again with numpy") from error
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or not images.size:
+    fits = images.ndim == 3 or (images.ndim == 4 and {images.shape[1], images.shape[3]} & {1, 3})
+    if images.dtype != np.uint8 or not fits or not images.size:
         raise DataError(
             f"data.path = {path} holds images of {images.dtype} {images.shape}; use uint8 (N, H, W), (N, H, W, C) or "
-            "(N, C, H, W)"
+            "(N, C, H, W) with 1 or 3 channels C"
         )
-    if images.ndim == 4 and not {images.shape[1], images.shape[3]} & {1, 3}:
-        raise DataError(f"data.path = {path} holds images of {images.shape[1]} channels; use 1 or 3")
     labels = np.zeros(len(images), np.int64) if labels is None else labels
     if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
         raise DataError(

@@ -77,9 +77,9 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
     try:
         with zipfile.ZipFile(path) as archive:
             members = [member for member in archive.infolist() if not member.is_dir()]
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        places = {member.filename: _place(member) for member in members}
+    except (OSError, ValueError, OverflowError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again") from error
-    places = {member.filename: _place(member) for member in members}
     if len(places) < len(members):
         raise DataError(f"data.path = {path} has a name twice; write it again")
     if outside := [name for name in places if name.startswith("/") or ".." in name.split("/")]:
@@ -121,7 +121,7 @@ def _labels(content: bytes, files: Names) -> Labels | None:
 
 
 def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
-    """Return a member's row of :attr:`ZipSource.places`."""
+    """Return a member's row of :attr:`ZipSource.places`; raises OverflowError if a forged number exceeds 64 bits."""
     import numpy as np
 
     sizes = (member.compress_size, member.file_size)
