@@ -16,15 +16,13 @@ from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
 from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.hosts import read_hostfile
-from ddpm_ds.processes.launcher import local_options
+from ddpm_ds.processes.launcher import has_gpu, local_options
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
 
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of GPUs. A host without any of them has no GPU, so PyTorch, whose import takes seconds, is not asked."""
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
 and how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
@@ -90,7 +88,7 @@ def _train(options: argparse.Namespace) -> int:
         where, rendezvous = ["--hostfile", str(options.hostfile)], []
     else:
         hosts = ("0",) * (options.processes or _devices(options.device))
-        if not _has_gpu():
+        if not has_gpu():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU, and reports it
         where = local_options(len(hosts), on_cpu=os.environ.get("DS_ACCELERATOR") == "cpu")
         rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
@@ -123,15 +121,11 @@ def _train(options: argparse.Namespace) -> int:
 
 def _devices(asked: str) -> int:
     """Return the number of this host's GPUs, or 1 for its CPU."""
-    if asked == "cpu" or not _has_gpu():
+    if asked == "cpu" or not has_gpu():
         return 1
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def _has_gpu() -> bool:
-    return any(Path(file).exists() for file in GPU_FILES)
 
 
 @contextlib.contextmanager

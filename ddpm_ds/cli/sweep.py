@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes
+from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes, valid_text
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED
@@ -89,7 +89,9 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--processes", type=processes, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
-    parser.add_argument("--note", default=None, metavar="TEXT", help="why this is tried; kept in MLflow")
+    parser.add_argument(
+        "--note", type=valid_text, default=None, metavar="TEXT", help="why this is tried; kept in MLflow"
+    )
     parser.add_argument("--metrics", type=metric_names, default=None, metavar="A,B", help="metrics to compare")
     add_runs_option(parser)
     parser.add_argument(

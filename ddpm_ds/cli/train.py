@@ -15,6 +15,7 @@ from ddpm_ds.command_line import (
     add_spec_options,
     file_path,
     limited_seconds,
+    processes,
     seconds,
     step_range,
     valid_text,
@@ -73,7 +74,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p",
         "--pipeline-stages",
-        type=int,
+        type=processes,
         default=None,
         metavar="STAGES",
         help="number of stages, instead of the JSON's pipeline.stages",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, Out
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.files import METRICS, read_json, read_points, write_file
+from ddpm_ds.processes.launcher import has_gpu, local_options
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS
 from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
@@ -126,7 +128,9 @@ class Sweep:
         """Return the command that starts a trial as a child of the run with the identity ``parent``."""
         run_dir = self.run_dir(trial)
         supervisor = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--grace-seconds", f"{grace_seconds:g}", "--"]
-        launcher = ["--num_gpus", str(trial.processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+        on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not has_gpu()
+        devices = local_options(trial.processes, on_cpu=on_cpu)
+        launcher = [*devices, "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
         what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
         where = ["--run-dir", str(run_dir), "--parent-run", parent]
         return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]

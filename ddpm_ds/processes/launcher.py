@@ -20,6 +20,8 @@ from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options with which ssh gives up a host after 15 to 20 s without an answer; by default it may wait for hours."""
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Device files of GPUs. A host without any of them has no GPU, so PyTorch, whose import takes seconds, is not asked."""
 
 WITH_VALUE = (
     "-H,--hostfile -i,--include -e,--exclude --num_gpus,--num_accelerators --master_addr --node_rank --launcher "
@@ -49,6 +51,11 @@ class Launch:
         """Return the command line with another port for the ranks' rendezvous."""
         own = [] if port == self.port else ["--master_port", str(port)]
         return [*self.options, *own, *self.script]
+
+
+def has_gpu() -> bool:
+    """Return whether this host has the device file of a GPU."""
+    return any(Path(file).exists() for file in GPU_FILES)
 
 
 def local_options(processes: int, *, on_cpu: bool) -> list[str]:
