@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: obje
         (["--spec", "nowhere.yaml"], "no such run spec"),
         (["-p", "2"], "don't divide 1 processes"),
         (["--sett", "x=1"], "unrecognized arguments"),
-        (["-p", "two"], "invalid int value"),
+        (["-p", "two"], "'two' is not a whole number"),
         (["--note", os.fsdecode(b"caf\xe9")], "is not UTF-8 text"),
     ],
 )
