@@ -223,6 +223,24 @@ def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.M
     assert steps(tracking) == [10] and "No space left on device" in said[0]
 
 
+def test_pictures_in_a_folder_that_can_not_be_read_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, said, tracking = recorder(tmp_path)
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    made.samples(images, 0.1, 80, 10)
+    made.samples(images, 0.1, 160, 20)
+    with monkeypatch.context() as patch:
+        for name in ("stat", "unlink"):
+            refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+            patch.setattr(Path, name, Mock(side_effect=refusal))
+        made.samples(images, 0.1, 240, 30)
+        made.rolled_back("went back", 1, 80, 10)
+        made.finish("FINISHED")
+    assert tracking.image.call_count == 2 and tracking.finish.called
+    assert said.pop(1) == "went back" and all("Permission denied" in line for line in said), said
+
+
 def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
     claim = claim_folder(tmp_path / "run")
     with pytest.raises(OutputError, match="is in use by a run that is still going"):
