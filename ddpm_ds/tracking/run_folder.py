@@ -20,7 +20,16 @@ from pydantic import TypeAdapter
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, images_of
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import read_json, read_points, read_text, write_file
+from ddpm_ds.files import (
+    EVALUATIONS,
+    METRICS,
+    OBSERVATIONS,
+    read_json,
+    read_points,
+    read_text,
+    replace_file,
+    write_file,
+)
 
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
@@ -220,6 +229,19 @@ class RunFolder:
         for drawn_after in self._sampled_after():
             if drawn_after > images_seen:
                 self.samples(drawn_after).unlink(missing_ok=True)
+
+    def forget_after(self, step: int, images_seen: int) -> None:
+        """Remove the points after ``step`` and the pictures drawn after ``images_seen``; a later start makes others."""
+        for name in (METRICS, EVALUATIONS, OBSERVATIONS):
+            points = read_points(self.path / name)
+            kept = [point for point in points if point["step"] <= step]
+            if len(kept) < len(points):
+                replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
+        self.forget_samples(images_seen)
+
+    def forget_identity(self) -> None:
+        """Let the folder's next start be an MLflow run of its own."""
+        (self.path / IDENTITY).unlink(missing_ok=True)
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
         """Add a resume and its changed settings to ``resumes.jsonl``; return the number of resumes."""

@@ -16,10 +16,11 @@ from torch import Tensor
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
+from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, path_fault, write_file
+from ddpm_ds.files import open_tensors, path_fault, read_json, read_text, write_file
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder, snapshots_of
+from ddpm_ds.tracking.run_folder import IDENTITY, RunFolder, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -95,6 +96,8 @@ MAY_CHANGE = (
     "data.max_bad_fraction",
 )
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
+NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "scheduler")
+"""Keys of the DeepSpeed JSON on which the numbers of a run depend beyond rounding."""
 RECORD = ("spec.yaml", "ds_config.json", IDENTITY)
 """Files of a run's folder that identify the run."""
 
@@ -212,6 +215,40 @@ def check_resume(
             "or train a new run with another --run-dir"
         )
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
+
+
+def leave_other_course(
+    run_dir: Path, checkpoint: CompleteCheckpoint | None, spec: RunSpec, ds_config: Mapping[str, Any]
+) -> str | None:
+    """Remove the points and pictures after the checkpoint if the folder's last start trained something else; rank 0
+    calls this before the run is recorded.
+
+    They would stay in the run's curves, since steps that are logged already are not logged again: such as those of
+    numbers that went bad, after which a setting was changed. Without a checkpoint, the run becomes a new one of MLflow.
+
+    Returns:
+        A line for the user, or None if nothing had to be removed.
+    """
+    try:
+        recorded = with_current_names(parse_yaml(read_text(run_dir / "spec.yaml"), "spec.yaml"))
+        before = RunSpec.model_validate(recorded).model_dump(mode="json")
+        config = read_json(run_dir / "ds_config.json")
+        old, new = ({name: each.get(name) for name in NUMBERS} for each in (config, ds_config))
+        found = changes(before, spec.model_dump(mode="json"))
+    except (OSError, ValueError, AttributeError, SpecError):  # a new folder, or files that were cut off
+        return None
+    found = [change for change in found if not change.startswith(MAY_CHANGE)]
+    found += [f"ds_config.{change}" for change in changes(old, new)]
+    if not found:
+        return None
+    folder = RunFolder(run_dir)
+    what = f"the last start in {run_dir} trained something else ({'; '.join(found)})"
+    if checkpoint is not None:
+        folder.forget_after(checkpoint.state.steps, checkpoint.state.images_seen)
+        return f"{what}: its points and pictures after {checkpoint.state.images_seen:,} images are removed"
+    folder.forget_after(0, -1)
+    folder.forget_identity()
+    return f"{what} and saved nothing: its points and pictures are removed, and MLflow has this as a new run"
 
 
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
