@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
@@ -152,7 +153,8 @@ def find_checkpoint(
     """Return the checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint or of another
-    run's folder, of which it is the newest good one.
+    run's folder, of which it is the newest good one. A run that began from another's path and has saved since goes on
+    from its own newest, so that the same command can be started again.
 
     Raises:
         CheckpointError: the path is no good checkpoint, or the folder has checkpoints and none is good.
@@ -164,6 +166,11 @@ def find_checkpoint(
     path = Path(resume)
     if fault := path_fault(checkpoints_of(path)):
         raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
+    own = checkpoints_of(run_dir)
+    elsewhere = run_dir.resolve() not in (path.resolve(), *path.resolve().parents)
+    if any(gather(groups.leads and elsewhere and bool(names(own)))):
+        log(f"{run_dir} has checkpoints of its own and goes on from these, not from --resume {path}")
+        return newest(own, groups, gather, log, progress=True)
     if any(gather(checkpoints_of(path).is_dir())):
         folder = checkpoints_of(path)
         found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)

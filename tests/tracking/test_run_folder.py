@@ -66,6 +66,11 @@ def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path
     with pytest.raises(CheckpointError, match="this run has no checkpoint yet; name one that has saved"):
         (tmp_path / "young" / "checkpoints").mkdir(parents=True)
         found(tmp_path / "elsewhere", str(tmp_path / "young"))
+    later, said = save(tmp_path / "elsewhere", 24), list[str]()
+    for start in (old, tmp_path):  # the same commands again
+        assert found(tmp_path / "elsewhere", str(start), said.append) == later
+    assert len(said) == 2 and said[0].endswith(f"goes on from these, not from --resume {old}")
+    assert found(tmp_path, str(old)) == old, "in its own folder a run may go back"
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
