@@ -23,7 +23,7 @@ from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import Preempted
-from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS
+from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.predict.plan import RunPlan, stage_table
@@ -212,8 +212,8 @@ def recorded(
     }
     if plan.programs is not None:
         contents[PROGRAMS] = written(plan.programs)
-    for name, text in contents.items():
-        (run_dir / name).write_text(text)
+    for name, text in contents.items():  # a full disk must not cut off those of the start before
+        replace_file(run_dir / name, text.encode())
     settings = flatten({**spec, "ds_config": config, "derived": _derived(plan, device)})
     tags = _tags(plan) | labels(run_dir, note, line.log)
     params = parameters(settings, tags)

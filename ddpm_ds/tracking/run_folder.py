@@ -84,7 +84,8 @@ def check_output(run_dir: Path, resume: str) -> None:
     for folder in (run_dir, checkpoints_of(run_dir)):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
-    if run_dir.exists() and any(path.name != LOCK for path in run_dir.iterdir()):
+    begun = (LOCK, ".spec.yaml.tmp")  # what a start that was killed at once leaves in a new folder
+    if run_dir.exists() and any(path.name not in begun for path in run_dir.iterdir()):
         if not (run_dir / "spec.yaml").exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
