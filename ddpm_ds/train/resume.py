@@ -20,6 +20,7 @@ from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, path_fault, read_json, read_text, write_file
+from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, RunFolder, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
@@ -255,7 +256,8 @@ def leave_other_course(
         return f"{what}: its points and pictures after {checkpoint.state.images_seen:,} images are removed"
     folder.forget_after(0, -1)
     folder.forget_identity()
-    return f"{what} and saved nothing: its points and pictures are removed, and MLflow has this as a new run"
+    (run_dir / SUMMARY).unlink(missing_ok=True)
+    return f"{what} and saved nothing: its points, pictures and trace are removed, and MLflow has this as a new run"
 
 
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:

@@ -201,7 +201,10 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
     said, *there = left(saved, longer, {**config, "gradient_clipping": 0.5})
     assert said is not None and "something else (ds_config.gradient_clipping: 1.0 -> 0.5)" in said
     assert there == [[1, 2], [0, 32], True]
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "summary.json").touch()
     said, *there = left(None, slow, config)
+    assert not any((tmp_path / "trace").iterdir())
     assert said is not None and "(optimizer.learning_rate: 0.001 -> 0.0001) and saved nothing" in said
     assert there == [[], [], False]
     (tmp_path / "spec.yaml").write_text("name: ti")
