@@ -46,6 +46,8 @@ REFUSALS = {
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
 }
 """Disk errors that a user can fix."""
+RESUMES = "resumes.jsonl"
+"""File with a record of every resume."""
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
 FOLDER_TAG = "run_dir"
@@ -245,9 +247,9 @@ class RunFolder:
         (self.path / IDENTITY).unlink(missing_ok=True)
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
-        """Add a resume and its changed settings to ``resumes.jsonl``; return the number of resumes."""
-        file = self.path / "resumes.jsonl"
+        """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
+        file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
         with file.open("a") as stream:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            stream.write(json.dumps({"at": now, "from": checkpoint.name, "changed": list(changed)}) + "\n")
+            stream.write(json.dumps(record) + "\n")
         return len(file.read_text().splitlines())

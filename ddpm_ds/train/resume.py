@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
+from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, path_fault, read_json, read_text, write_file
+from ddpm_ds.files import open_tensors, parse_json, path_fault, read_json, read_text, write_file
 from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import IDENTITY, RunFolder, checkpoints_of, claim_folder, snapshots_of
+from ddpm_ds.tracking.run_folder import IDENTITY, RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -167,11 +169,9 @@ def find_checkpoint(
     path = Path(resume)
     if fault := path_fault(checkpoints_of(path)):
         raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
-    own = checkpoints_of(run_dir)
-    elsewhere = run_dir.resolve() not in (path.resolve(), *path.resolve().parents)
-    if any(gather(groups.leads and elsewhere and bool(names(own)))):
-        log(f"{run_dir} has checkpoints of its own and goes on from these, not from --resume {path}")
-        return newest(own, groups, gather, log, progress=True)
+    if any(gather(groups.rank == 0 and _has_saved_since(run_dir, path))):
+        log(f"{run_dir} began from {path} and has saved since: it goes on from its own checkpoints")
+        return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
     if any(gather(checkpoints_of(path).is_dir())):
         folder = checkpoints_of(path)
         found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)
@@ -179,6 +179,32 @@ def find_checkpoint(
             raise CheckpointError(f"--resume {path}: this run has no checkpoint yet; name one that has saved")
         return found
     return whole(path, find_groups(path.parent, groups.rank, groups.hosts, gather), gather, progress=True)
+
+
+def _has_saved_since(run_dir: Path, path: Path) -> bool:
+    """Return whether a start in a run's folder has resumed from ``path``, a checkpoint of another run or the other
+    run's folder, and the run has been saved since.
+    """
+    own, began = checkpoints_of(run_dir), []
+    try:
+        path = path.resolve()
+        if run_dir.resolve() in (path, *path.parents):  # the run is to go back
+            return False
+        for line in read_text(run_dir / RESUMES).splitlines():
+            record = parse_json(line)
+            if path in ((source := Path(record.get("path", ""))), source.parent.parent):
+                began.append(datetime.fromisoformat(record["at"]))
+        return bool(began) and read_manifest(own / names(own)[-1]).created > max(began)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        CheckpointError,
+    ):  # none, or damaged
+        return False
 
 
 def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:

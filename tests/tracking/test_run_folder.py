@@ -28,7 +28,15 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _tags, recorded
-from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder, disk_errors_said
+from ddpm_ds.tracking.run_folder import (
+    LOCK,
+    RESUMES,
+    RunFolder,
+    check_output,
+    checkpoints_of,
+    claim_folder,
+    disk_errors_said,
+)
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
@@ -69,11 +77,25 @@ def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path
     with pytest.raises(CheckpointError, match="this run has no checkpoint yet; name one that has saved"):
         (tmp_path / "young" / "checkpoints").mkdir(parents=True)
         found(tmp_path / "elsewhere", str(tmp_path / "young"))
-    later, said = save(tmp_path / "elsewhere", 24), list[str]()
-    for start in (old, tmp_path):  # the same commands again
-        assert found(tmp_path / "elsewhere", str(start), said.append) == later
-    assert len(said) == 2 and said[0].endswith(f"goes on from these, not from --resume {old}")
-    assert found(tmp_path, str(old)) == old, "in its own folder a run may go back"
+
+
+def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoints_when_started_again(tmp_path: Path) -> None:
+    first, run_dir, said = save(tmp_path / "first", 8), tmp_path / "longer", list[str]()
+    own = save(run_dir, 24)
+    assert found(run_dir, str(first)) == first, "as from a copy"
+    RunFolder(run_dir).add_resume(first, [])
+    created = read_manifest(own).created
+    later = (run_dir / RESUMES).read_text().replace(f"{created:%Y-}", f"{created.year + 1}-")
+    (run_dir / RESUMES).write_text(later)
+    assert found(run_dir, str(first)) == first, "it has not saved since"
+    (run_dir / RESUMES).write_text(later.replace(f"{created.year + 1}-", f"{created.year - 1}-"))
+    for start in (first, tmp_path / "first"):  # the checkpoint, and its run
+        assert found(run_dir, str(start), said.append) == own
+    assert len(said) == 2 and said[0].endswith("has saved since: it goes on from its own checkpoints")
+    RunFolder(run_dir).add_resume(own, [])
+    assert found(run_dir, str(own)) == own and found(run_dir, str(save(run_dir, 16))).name.endswith("16"), (
+        "it may go back"
+    )
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
