@@ -81,7 +81,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path
 
 def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoints_when_started_again(tmp_path: Path) -> None:
     first, run_dir, said = save(tmp_path / "first", 8), tmp_path / "longer", list[str]()
-    own = save(run_dir, 24)
+    back, own = save(run_dir, 16), save(run_dir, 24)
     assert found(run_dir, str(first)) == first, "as from a copy"
     RunFolder(run_dir).add_resume(first, [])
     created = read_manifest(own).created
@@ -93,7 +93,6 @@ def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoints_when_sta
         assert found(run_dir, str(start), said.append) == own
     assert len(said) == 2 and said[0].endswith("has saved since: it goes on from its own checkpoints")
     RunFolder(run_dir).add_resume(own, [])
-    back = save(run_dir, 16)
     assert found(run_dir, str(own)) == own and found(run_dir, str(back)) == back, "it may go back"
 
 
