@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--resume", default="auto")
     parser.add_argument("parts", nargs="+")
     options = parser.parse_args()
     rank, folder = int(os.environ["RANK"]), options.run_dir
@@ -33,6 +34,7 @@ def main() -> int:
         helper = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=quiet, stderr=quiet)
         (folder / f"helper-{rank}").write_text(str(helper.pid))
     (folder / f"start-{starts}-rank-{rank}").write_text(str(os.getpid()))
+    (folder / f"resume-{starts}").write_text(options.resume)
 
     if part.isdecimal():
         return int(part)

@@ -241,8 +241,11 @@ class Writer:
         if rank == 0 or not isinstance(error, CalledOff):
             self._completion.fail(reason)
         if rank == 0:
-            before = names(self._folder)
-            lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
+            try:
+                before = names(self._folder)
+                lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
+            except OSError as error:  # whatever it is, the reason must be known: it decides how the run ends
+                lost = f"those before it can't be listed ({error.strerror})"
             if self._what == "snapshot":
                 lost = "`ddpm-ds ema` makes averages from the others"
             self.why_not = f"{self._what} {name} was not saved: {reason}; {lost}"

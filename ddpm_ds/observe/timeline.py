@@ -160,6 +160,7 @@ class Timeline(Observer):
             "replicas": engine.dp_world_size,
             "device": engine.device.type,
             "zero_stage": engine.zero_optimization_stage(),
+            "precision": self._precision,
             "world_size": len(ranks),
             "first_step": traces[0].steps[0].number,
             "last_step": traces[0].steps[-1].number,

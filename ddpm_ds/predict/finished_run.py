@@ -170,7 +170,7 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
 
     Raises:
         ValueError: stages.txt is of another U-Net.
-        OutputError: the trace is from before the run was resumed on another layout.
+        OutputError: the trace is from before the run was resumed on another layout, ZeRO stage or precision.
     """
     config, pipeline = job.config, job.config["pipeline"]
     rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", read_text(run_dir / "stages.txt"), re.MULTILINE)
@@ -190,16 +190,17 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
         bounds=bounds,
         element_bytes=ELEMENT_BYTES[job.precision],
     )
+    unchanged = {"zero_stage": setup.zero_stage, "precision": job.precision}  # older summaries lack the precision
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == 0)
     if (traced, setup.micro_batches, setup.micro_batch_images, setup.schedule) != (
         len(bounds) - 1,
         config["gradient_accumulation_steps"],
         config["train_micro_batch_size_per_gpu"],
         pipeline["schedule"],
-    ):
+    ) or any(summary.get(name, now) != now for name, now in unchanged.items()):
         raise OutputError(
-            f"{run_dir}: the run was traced before it was resumed on another layout; resume with --trace-steps "
-            "FIRST-LAST, of steps that are still to come"
+            f"{run_dir}: the run was traced before it was resumed on another layout, ZeRO stage or precision; resume "
+            "with --trace-steps FIRST-LAST, of steps that are still to come"
         )
     return setup
 

@@ -74,7 +74,8 @@ class Requests:
     def poll(self) -> Asked:
         """Return the requests that all ranks agree on; call it once a step on every rank."""
         if dist.get_rank() == 0:
-            self._files = tuple(name for name in FILES if (self._run_dir / name).exists())
+            # unlike Path.exists, False where the file system fails for a moment: no reason to end a run
+            self._files = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
         save = dist.get_rank() == 0 and (late or "save" in self._files)
         stop = self._signalled or "save_and_stop" in self._files

@@ -73,7 +73,8 @@ def supervise(
 ) -> int:
     """Run DeepSpeed's launcher with arguments ``command``, restarting it if that helps; return the last exit code.
 
-    A start that wrote a checkpoint resets the count of restarts. Each start reads the hostfile again; on several hosts
+    A start that wrote a checkpoint resets the count of restarts; the next one resumes from the newest, whatever
+    ``--resume`` says. Each start reads the hostfile again; on several hosts
     each restart uses another port, so that no straggler of the last start can join. ``starting`` is entered until the
     launcher has started a rank of this host. Must run in the main thread.
 
@@ -85,7 +86,7 @@ def supervise(
     restarts = ports = 0
     with heard_signals() as heard:
         while True:
-            before = _content(latest)
+            before = _written(latest)
             launch = read_launch(command)
             with contextlib.ExitStack() as shown:
                 shown.enter_context(starting())
@@ -93,7 +94,9 @@ def supervise(
             ports += launch.remote
             if code in FINAL or heard:
                 return code
-            restarts = 1 if _content(latest) != before else restarts + 1
+            saved = _written(latest) != before
+            restarts = 1 if saved else restarts + 1
+            command = _restarted(command, saved)
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
@@ -141,11 +144,28 @@ def _run_dir(command: Sequence[str]) -> Path:
     raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")
 
 
-def _content(path: Path) -> bytes:
+def _written(path: Path) -> tuple[bytes, int]:
+    """Return a file's content and the time at which it was written; a checkpoint may be written again."""
     try:
-        return path.read_bytes()
+        return path.read_bytes(), path.stat().st_mtime_ns
     except OSError:
-        return b""
+        return b"", 0
+
+
+def _restarted(command: Sequence[str], saved: bool) -> list[str]:
+    """Return the command of a restart.
+
+    ``--resume`` with a path would start again from before what has been ``saved`` since, and ``--resume never`` would
+    refuse the folder that the start before has made.
+    """
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        option = [word, next(words, "")] if word == "--resume" else [word]
+        name, _, value = "=".join(option).partition("=")
+        if name != "--resume" or not (saved or value == "never"):
+            kept += option
+    return kept
 
 
 @contextlib.contextmanager

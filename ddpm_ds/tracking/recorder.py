@@ -23,7 +23,7 @@ from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import Preempted
-from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS
+from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.predict.plan import RunPlan, stage_table
@@ -102,9 +102,9 @@ class Recorder:
             return
         spec, run = self._spec, self.folder.path.resolve().name
         path = self.folder.samples(images_seen)
-        if path.exists():
-            return
         try:
+            if path.exists():
+                return
             path.parent.mkdir(exist_ok=True)
             title = grid_title(run, images_seen, spec.sampler, spec.diffusion, "ema")
             names = class_names(spec)
@@ -140,7 +140,10 @@ class Recorder:
         self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}
         if self.tracker is not None and self.folder is not None:
-            self.folder.forget_samples(images_seen)
+            try:
+                self.folder.forget_samples(images_seen)
+            except OSError as error:
+                self.log(f"{error.filename} can't be removed ({error.strerror}); training continues")
             self.tracker.text(what + "\n", f"rewinds/{times}.txt")
             self.tracker.numbers({"train/rewinds": float(times)}, step)
 
@@ -156,10 +159,12 @@ class Recorder:
 
     def _animate(self) -> None:
         """Write and keep the run's pictures so far as an animation; all are drawn from the same noise."""
-        if self.tracker is None or self.folder is None or len(files := self.folder.all_samples()) < 2:
+        if self.tracker is None or self.folder is None:
             return
         path = self.folder.path / ANIMATION
         try:
+            if len(files := self.folder.all_samples()) < 2:
+                return
             write_animation(files, path)
         except OSError as error:
             self.log(f"{path} can't be written ({error.strerror or error})")
@@ -207,8 +212,8 @@ def recorded(
     }
     if plan.programs is not None:
         contents[PROGRAMS] = written(plan.programs)
-    for name, text in contents.items():
-        (run_dir / name).write_text(text)
+    for name, text in contents.items():  # a full disk must not cut off those of the start before
+        replace_file(run_dir / name, text.encode())
     settings = flatten({**spec, "ds_config": config, "derived": _derived(plan, device)})
     tags = _tags(plan) | labels(run_dir, note, line.log)
     params = parameters(settings, tags)

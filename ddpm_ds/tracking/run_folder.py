@@ -20,7 +20,16 @@ from pydantic import TypeAdapter
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, images_of
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import read_json, read_points, read_text, write_file
+from ddpm_ds.files import (
+    EVALUATIONS,
+    METRICS,
+    OBSERVATIONS,
+    read_json,
+    read_points,
+    read_text,
+    replace_file,
+    write_file,
+)
 
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
@@ -37,6 +46,8 @@ REFUSALS = {
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
 }
 """Disk errors that a user can fix."""
+RESUMES = "resumes.jsonl"
+"""File with a record of every resume."""
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
 FOLDER_TAG = "run_dir"
@@ -75,7 +86,8 @@ def check_output(run_dir: Path, resume: str) -> None:
     for folder in (run_dir, checkpoints_of(run_dir)):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
-    if run_dir.exists() and any(path.name != LOCK for path in run_dir.iterdir()):
+    begun = (LOCK, ".spec.yaml.tmp")  # what a start that was killed at once leaves in a new folder
+    if run_dir.exists() and any(path.name not in begun for path in run_dir.iterdir()):
         if not (run_dir / "spec.yaml").exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
@@ -221,10 +233,23 @@ class RunFolder:
             if drawn_after > images_seen:
                 self.samples(drawn_after).unlink(missing_ok=True)
 
+    def forget_after(self, step: int, images_seen: int) -> None:
+        """Remove the points after ``step`` and the pictures drawn after ``images_seen``; a later start makes others."""
+        for name in (METRICS, EVALUATIONS, OBSERVATIONS):
+            points = read_points(self.path / name)
+            kept = [point for point in points if point["step"] <= step]
+            if len(kept) < len(points):
+                replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
+        self.forget_samples(images_seen)
+
+    def forget_identity(self) -> None:
+        """Let the folder's next start be an MLflow run of its own."""
+        (self.path / IDENTITY).unlink(missing_ok=True)
+
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
-        """Add a resume and its changed settings to ``resumes.jsonl``; return the number of resumes."""
-        file = self.path / "resumes.jsonl"
+        """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
+        file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
         with file.open("a") as stream:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            stream.write(json.dumps({"at": now, "from": checkpoint.name, "changed": list(changed)}) + "\n")
+            stream.write(json.dumps(record) + "\n")
         return len(file.read_text().splitlines())

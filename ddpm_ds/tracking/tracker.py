@@ -27,8 +27,10 @@ and the worker replies {"run": ids}, {"sent": bytes of the journal that MLflow h
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import json
+import mmap
 import os
 import shlex
 import subprocess
@@ -58,6 +60,8 @@ LOCAL_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens
 TRAINING_MODE = "workflowType=machine_learning"  # of MLflow's UI, which otherwise opens in the one for language models
 USER_TAG = "mlflow.user"
 PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
+PUNCH_HOLE = 0x03  # fallocate's FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE: offsets stay, memory is freed
+_LIBC = ctypes.CDLL(None)
 MLFLOW = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the worker retries by itself, and can be woken while it waits
@@ -205,7 +209,7 @@ class Tracker:
         self._start, self._log = start, log
         self._lock = threading.Lock()
         self._journal = os.memfd_create("journal")
-        self._sent = os.write(self._journal, _line({"start": start}))  # every worker reads the start besides
+        self._sent = self._freed = os.write(self._journal, _line({"start": start}))  # every worker reads the start
         self._closed = False
         self._run: dict[str, str] = {}
         self._down = False  # the last attempt failed
@@ -328,7 +332,17 @@ class Tracker:
             self._log(reply["log"])
         self._run = reply.get("run", self._run)
         self._sent = reply.get("sent", self._sent)
+        self._free_sent()
         self._down = reply.get("down", self._down and "sent" not in reply)
+
+    def _free_sent(self) -> None:
+        """Give back the memory of whole pages of records that MLflow has: in weeks, many hosts' make gigabytes."""
+        page = mmap.PAGESIZE
+        begin, end = -(-self._freed // page) * page, self._sent // page * page
+        with self._lock:
+            if begin < end and not self._closed and not self._start["trackers"]:  # which may not have read them yet
+                _LIBC.fallocate(self._journal, PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
+                self._freed = end
 
     def _make_link(self) -> RunLink:
         uri, run_id = without_secrets(resolve_uri(self._start["output_root"])), self.run_id

@@ -82,7 +82,8 @@ def train(run: Run) -> Interval:
         if trouble:
             if spec.bad_numbers.policy == "stop":
                 raise BadNumbersError(trouble)
-            what = run.saver.roll_back(trouble)
+            with run.watchdog.pause():  # a checkpoint is read as fast as the disk is
+                what = run.saver.roll_back(trouble)
             run.recorder.rolled_back(what, run.saver.rollbacks, engine.images_seen, engine.global_steps)
             run.recent.clear()
             meter = Meter()
@@ -92,10 +93,10 @@ def train(run: Run) -> Interval:
             with meter.paused(), run.observer.span("inspection"):
                 run.validation.after_step(before, done)
         if keep:
-            with meter.paused(), run.observer.span("checkpoint"):
+            with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():
                 run.saver.keep_snapshot()
         if save:
-            with meter.paused(), run.observer.span("checkpoint"):
+            with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():  # waits for the one before
                 seconds = run.saver.save()
             run.recorder.checkpoint(seconds, engine.global_steps)
             run.requests.saved()

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -13,13 +14,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
+from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
+from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, path_fault, write_file
+from ddpm_ds.files import open_tensors, parse_json, path_fault, read_json, read_text, write_file
+from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder, snapshots_of
+from ddpm_ds.tracking.run_folder import IDENTITY, RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -95,6 +100,8 @@ MAY_CHANGE = (
     "data.max_bad_fraction",
 )
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
+NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "scheduler")
+"""Keys of the DeepSpeed JSON on which the numbers of a run depend beyond rounding."""
 RECORD = ("spec.yaml", "ds_config.json", IDENTITY)
 """Files of a run's folder that identify the run."""
 
@@ -149,7 +156,8 @@ def find_checkpoint(
     """Return the checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint or of another
-    run's folder, of which it is the newest good one.
+    run's folder, of which it is the newest good one. A run that began from another's path and has saved since goes on
+    from its own newest, so that the same command can be started again.
 
     Raises:
         CheckpointError: the path is no good checkpoint, or the folder has checkpoints and none is good.
@@ -161,6 +169,9 @@ def find_checkpoint(
     path = Path(resume)
     if fault := path_fault(checkpoints_of(path)):
         raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
+    if any(gather(groups.rank == 0 and _has_saved_since(run_dir, path))):
+        log(f"{run_dir} began from {path} and has saved since: it goes on from its own checkpoints")
+        return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
     if any(gather(checkpoints_of(path).is_dir())):
         folder = checkpoints_of(path)
         found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)
@@ -168,6 +179,32 @@ def find_checkpoint(
             raise CheckpointError(f"--resume {path}: this run has no checkpoint yet; name one that has saved")
         return found
     return whole(path, find_groups(path.parent, groups.rank, groups.hosts, gather), gather, progress=True)
+
+
+def _has_saved_since(run_dir: Path, path: Path) -> bool:
+    """Return whether a start in a run's folder has resumed from ``path``, a checkpoint of another run or the other
+    run's folder, and the run has been saved since.
+    """
+    own, began = checkpoints_of(run_dir), []
+    try:
+        path = path.resolve()
+        if run_dir.resolve() in (path, *path.parents):  # the run is to go back
+            return False
+        for line in read_text(run_dir / RESUMES).splitlines():
+            record = parse_json(line)
+            if path in ((source := Path(record.get("path", ""))), source.parent.parent):
+                began.append(datetime.fromisoformat(record["at"]))
+        return bool(began) and read_manifest(own / names(own)[-1]).created > max(began)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        CheckpointError,
+    ):  # none, or damaged
+        return False
 
 
 def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
@@ -212,6 +249,41 @@ def check_resume(
             "or train a new run with another --run-dir"
         )
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
+
+
+def leave_other_course(
+    run_dir: Path, checkpoint: CompleteCheckpoint | None, spec: RunSpec, ds_config: Mapping[str, Any]
+) -> str | None:
+    """Remove the points and pictures after the checkpoint if the folder's last start trained something else; rank 0
+    calls this before the run is recorded.
+
+    They would stay in the run's curves, since steps that are logged already are not logged again: such as those of
+    numbers that went bad, after which a setting was changed. Without a checkpoint, the run becomes a new one of MLflow.
+
+    Returns:
+        A line for the user, or None if nothing had to be removed.
+    """
+    try:
+        recorded = with_current_names(parse_yaml(read_text(run_dir / "spec.yaml"), "spec.yaml"))
+        before = RunSpec.model_validate(recorded).model_dump(mode="json")
+        config = read_json(run_dir / "ds_config.json")
+        old, new = ({name: each.get(name) for name in NUMBERS} for each in (config, ds_config))
+        found = changes(before, spec.model_dump(mode="json"))
+    except (OSError, ValueError, AttributeError, SpecError):  # a new folder, or files that were cut off
+        return None
+    found = [change for change in found if not change.startswith(MAY_CHANGE)]
+    found += [f"ds_config.{change}" for change in changes(old, new)]
+    if not found:
+        return None
+    folder = RunFolder(run_dir)
+    what = f"the last start in {run_dir} trained something else ({'; '.join(found)})"
+    if checkpoint is not None:
+        folder.forget_after(checkpoint.state.steps, checkpoint.state.images_seen)
+        return f"{what}: its points and pictures after {checkpoint.state.images_seen:,} images are removed"
+    folder.forget_after(0, -1)
+    folder.forget_identity()
+    (run_dir / SUMMARY).unlink(missing_ok=True)
+    return f"{what} and saved nothing: its points, pictures and trace are removed, and MLflow has this as a new run"
 
 
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from ddpm_ds.train.resume import (
     claim_run,
     find_checkpoint,
     gather_in,
+    leave_other_course,
     share_record,
 )
 from ddpm_ds.train.saving import Saver, gather_objects
@@ -186,6 +187,8 @@ def _prepare(
         )
     rendezvous.agree("ready", {})
     if rank == 0:
+        if left := leave_other_course(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
+            log(left)
         hosts = hosts_line(plan)
         for notice in (
             hosts if hosts != hosts_planned else None,

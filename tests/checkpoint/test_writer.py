@@ -222,6 +222,24 @@ def test_a_rename_that_fails_gives_the_replaced_checkpoint_back(
     assert left_over(tmp_path) == []
 
 
+def test_a_folder_that_can_not_be_listed_is_the_reason_why_a_checkpoint_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would end as if its last checkpoint were there."""
+    said: list[str] = []
+    writer = Writer(tmp_path, Groups.one_folder(), log=said.append)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(Path, "glob", refused)
+    writer.begin("all", fragments_of(1, 0, total()), describe(1), scalars(1))
+    assert not writer.wait()
+    assert said == [writer.why_not] and writer.why_not.startswith(
+        "checkpoint images-000000001 was not saved: Permission denied"
+    )
+
+
 def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(tmp_path: Path) -> None:
     said: list[str] = []
     writers = ranks(tmp_path, 2, said.append, time_limit_seconds=0.1)

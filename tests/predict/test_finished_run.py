@@ -77,7 +77,8 @@ def test_a_folder_without_a_run_or_a_trace_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:
-    for key, value in {"micro_batches": 1, "micro_batch_images": 1, "schedule": "folded"}.items():
+    changes = {"micro_batches": 1, "micro_batch_images": 1, "schedule": "folded", "zero_stage": 2, "precision": "bf16"}
+    for key, value in changes.items():
         run_dir = write_run(tmp_path / key, Bench().traced(), **{key: value})
         with pytest.raises(OutputError, match="was traced before it was resumed on another layout"):
             facts_of(run_dir)

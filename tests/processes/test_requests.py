@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -75,6 +77,19 @@ def test_a_file_asks_until_the_run_is_saved_after_it_was_seen(
     assert requests.poll() == wish
     requests.saved()
     assert requests.poll() == Asked() and not (tmp_path / name).exists()
+
+
+def test_a_file_system_that_fails_for_a_moment_asks_for_nothing(
+    listen: Callable[..., Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = listen()
+    (tmp_path / "save").touch()
+    for number in (errno.EACCES, errno.EIO, errno.ESTALE):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
+            asked = requests.poll()
+        assert asked == Asked()
+    assert requests.poll() == Asked(save=True)
 
 
 def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(

@@ -229,6 +229,22 @@ def test_a_new_checkpoint_gives_the_restarts_back(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("option", [["--resume", "old"], ["--resume=old"]])
+def test_a_restart_goes_on_from_what_was_saved_and_not_from_before(option: list[str], run_dir: Path) -> None:
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints" / "latest").write_text("images-000000001")  # which the second start writes again
+    code, _ = supervised([*command(run_dir, "76", "checkpoint_and_die", "0", ranks=1), *option], max_restarts=2)
+    assert code == 0
+    assert [(run_dir / f"resume-{number}").read_text() for number in range(3)] == ["old", "old", "auto"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_restart_does_not_refuse_the_folder_of_the_start_before(run_dir: Path) -> None:
+    assert supervised([*command(run_dir, "76", "0", ranks=1), "--resume", "never"], max_restarts=1)[0] == 0
+    assert [(run_dir / f"resume-{number}").read_text() for number in range(2)] == ["never", "auto"]
+
+
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("code", [0, 2])
 def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> None:
     assert supervised(command(run_dir, str(code)), max_restarts=1) == (code, [])

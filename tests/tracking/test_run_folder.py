@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,24 +14,34 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from PIL import Image, ImageSequence
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _tags
-from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder, disk_errors_said
+from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _tags, recorded
+from ddpm_ds.tracking.run_folder import (
+    LOCK,
+    RESUMES,
+    RunFolder,
+    check_output,
+    checkpoints_of,
+    claim_folder,
+    disk_errors_said,
+)
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
-from tests.launching import tiny_spec
+from tests.launching import REPOSITORY, tiny_spec
 
 SPEC = tiny_spec()
 SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
@@ -66,6 +77,23 @@ def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path
     with pytest.raises(CheckpointError, match="this run has no checkpoint yet; name one that has saved"):
         (tmp_path / "young" / "checkpoints").mkdir(parents=True)
         found(tmp_path / "elsewhere", str(tmp_path / "young"))
+
+
+def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoints_when_started_again(tmp_path: Path) -> None:
+    first, run_dir, said = save(tmp_path / "first", 8), tmp_path / "longer", list[str]()
+    back, own = save(run_dir, 16), save(run_dir, 24)
+    assert found(run_dir, str(first)) == first, "as from a copy"
+    RunFolder(run_dir).add_resume(first, [])
+    created = read_manifest(own).created
+    later = (run_dir / RESUMES).read_text().replace(f"{created:%Y-}", f"{created.year + 1}-")
+    (run_dir / RESUMES).write_text(later)
+    assert found(run_dir, str(first)) == first, "it has not saved since"
+    (run_dir / RESUMES).write_text(later.replace(f"{created.year + 1}-", f"{created.year - 1}-"))
+    for start in (first, tmp_path / "first"):  # the checkpoint, and its run
+        assert found(run_dir, str(start), said.append) == own
+    assert len(said) == 2 and said[0].endswith("has saved since: it goes on from its own checkpoints")
+    RunFolder(run_dir).add_resume(own, [])
+    assert found(run_dir, str(own)) == own and found(run_dir, str(back)) == back, "it may go back"
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
@@ -223,13 +251,32 @@ def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.M
     assert steps(tracking) == [10] and "No space left on device" in said[0]
 
 
+def test_pictures_in_a_folder_that_can_not_be_read_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, said, tracking = recorder(tmp_path)
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    made.samples(images, 0.1, 80, 10)
+    made.samples(images, 0.1, 160, 20)
+    with monkeypatch.context() as patch:
+        for name in ("stat", "unlink"):
+            refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+            patch.setattr(Path, name, Mock(side_effect=refusal))
+        made.samples(images, 0.1, 240, 30)
+        made.rolled_back("went back", 1, 80, 10)
+        made.finish("FINISHED")
+    assert tracking.image.call_count == 2 and tracking.finish.called
+    assert said.pop(1) == "went back" and all("Permission denied" in line for line in said), said
+
+
 def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
     claim = claim_folder(tmp_path / "run")
     with pytest.raises(OutputError, match="is in use by a run that is still going"):
         claim_folder(tmp_path / "run")
     claim.close()
     claim_folder(tmp_path / "run").close()
-    check_output(tmp_path / "run", "auto")  # what a claim leaves is no reason to refuse the folder
+    (tmp_path / "run" / ".spec.yaml.tmp").touch()
+    check_output(tmp_path / "run", "auto")  # what a claim and a killed start leave is no reason to refuse the folder
 
 
 @pytest.mark.parametrize("file", ["run", "run/checkpoints"])
@@ -238,6 +285,25 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path, file: str) -> 
     (tmp_path / file).touch()
     with pytest.raises(OutputError, match=rf"{file} is no folder; remove it, or name another run folder"):
         check_output(tmp_path / "run", "auto")
+
+
+def test_a_start_on_a_full_disk_leaves_what_the_start_before_has_recorded(tmp_path: Path) -> None:
+    spec = tiny_spec(data={"store_root": str(tmp_path / "data")})
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    plan = plan_run(tmp_path / "tiny.yaml", [], REPOSITORY / "ds_configs" / "zero1_fp32.json", world_size=1, stages=1)
+    store, run_dir, limits = prepare(plan.spec.data), tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    run_dir.mkdir()
+    for name in ("spec.yaml", "ds_config.json", "stages.txt"):
+        (run_dir / name).write_text("of the start before")
+    line = MagicMock(spec=ProgressLine)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            recorded(plan, store, run_dir, torch.device("cpu"), line, None, []).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    kept = {path.name: path.read_text() for path in run_dir.iterdir()}
+    assert kept == dict.fromkeys(("spec.yaml", "ds_config.json", "stages.txt"), "of the start before")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR])

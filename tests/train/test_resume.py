@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from ddpm_ds.checkpoint.power_ema import Reconstruction, gamma_of, profile_kind
@@ -17,8 +19,9 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.tracking.run_folder import snapshots_of
-from ddpm_ds.train.resume import check_resume
+from ddpm_ds.files import EVALUATIONS, METRICS, read_points
+from ddpm_ds.tracking.run_folder import RunFolder, identity_of, snapshots_of
+from ddpm_ds.train.resume import check_resume, leave_other_course
 from tests.launching import tiny_spec
 from tests.train.courses import BATCH, BOTH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
 from tests.train.ranks import the_same
@@ -164,6 +167,48 @@ def test_a_checkpoint_from_before_profiles_goes_on_without_them_and_snapshots_ma
     assert resume(often.model_dump(mode="json"), seldom) == ["ema.snapshot_images: 16 -> 32"]
     with pytest.raises(CheckpointError, match=r"ema\.profiles: \[\] -> \[0\.05, 0\.1\]"):
         resume(older, seldom)
+
+
+def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_removed(tmp_path: Path) -> None:
+    """Else its numbers, which may have gone bad, would stay in the curves of what is trained now."""
+    folder, config = RunFolder(tmp_path), {"gradient_clipping": 1.0, "pipeline": {"stages": 1}}
+    slow = tiny_spec(optimizer={"learning_rate": 1e-4})
+    longer = tiny_spec(train={"images": 128}, samples={"count": 4})
+    state = SimpleNamespace(steps=2, images_seen=32)
+    saved = cast(CompleteCheckpoint, SimpleNamespace(state=state))
+
+    def left(
+        checkpoint: CompleteCheckpoint | None, spec: RunSpec, config: dict[str, Any]
+    ) -> tuple[str | None, list[int], list[int], bool]:
+        """What is said, and the steps of the points, the images of the pictures and whether it is the same run."""
+        identity = folder.identity()
+        said = leave_other_course(tmp_path, checkpoint, spec, config)
+        steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in read_points(tmp_path / name)]
+        return said, steps, folder._sampled_after(), identity_of(tmp_path) == identity
+
+    assert leave_other_course(tmp_path, None, slow, config) is None, "a new folder"
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tiny_spec().model_dump(mode="json"), sort_keys=False))
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "samples").mkdir()
+    for images in (0, 32, 48):
+        folder.samples(images).touch()
+    for step in (1, 2, 3):
+        folder.append(METRICS, {"train/loss": math.nan}, step)
+    folder.append(EVALUATIONS, {"eval/loss": 0.5}, 3)
+    for checkpoint in (None, saved):
+        for kept in (config, {**config, "pipeline": {"stages": 2}, "kernels": "fused"}):
+            assert left(checkpoint, longer, kept) == (None, [1, 2, 3, 3], [0, 32, 48], True)
+    said, *there = left(saved, longer, {**config, "gradient_clipping": 0.5})
+    assert said is not None and "something else (ds_config.gradient_clipping: 1.0 -> 0.5)" in said
+    assert there == [[1, 2], [0, 32], True]
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "summary.json").touch()
+    said, *there = left(None, slow, config)
+    assert not any((tmp_path / "trace").iterdir())
+    assert said is not None and "(optimizer.learning_rate: 0.001 -> 0.0001) and saved nothing" in said
+    assert there == [[], [], False]
+    (tmp_path / "spec.yaml").write_text("name: ti")
+    assert left(None, slow, config)[0] is None, "cut off by a kill"
 
 
 def test_every_layout_is_the_same_run(courses: Courses) -> None:

@@ -6,16 +6,24 @@ import math
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, images_of, names
 from ddpm_ds.checkpoint.power_ema import Reconstruction
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.observe.observer import Observers
+from ddpm_ds.processes.requests import Asked
+from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.tracking.run_folder import snapshots_of
+from ddpm_ds.train import loop
 from ddpm_ds.train.loop import SPIKE_POINTS, Run, _bad_loss
 from ddpm_ds.train.meters import Interval
+from tests.launching import tiny_spec
 from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
 
 SCRIPT = Path(__file__).with_name("faulty_train.py")
@@ -77,6 +85,47 @@ def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
     half = run_of(20.0, fp16=True)
     assert [in_fp16(loss, 2 * (loss != 1.0)) for loss in (*[1.0] * SPIKE_POINTS, math.nan)] == [None] * 11
     assert in_fp16(21.0, 0) is not None, "nor are points whose steps were all skipped"
+
+
+def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does so beyond --hang-seconds does not hang."""
+    engine = SimpleNamespace(images_seen=0, global_steps=0, consecutive_overflows_at_floor=0)
+    engine.train_batch_size, engine.fp16_enabled = lambda: 8, lambda: False
+
+    def train_batch(batches: object) -> torch.Tensor:
+        engine.images_seen, engine.global_steps = engine.images_seen + 8, engine.global_steps + 1
+        return torch.tensor(math.nan if engine.global_steps == 2 else 1.0)
+
+    watchdog, saver = Watchdog(0, ["rank 0"], None), Mock(rollbacks=1)
+    paused: list[tuple[str, int]] = []
+    for name in ("save", "keep_snapshot", "roll_back"):
+
+        def noted(*_: object, name: str = name) -> float:
+            paused.append((name, watchdog._heartbeat.pauses))
+            return 0.0
+
+        getattr(saver, name).side_effect = noted
+    engine.train_batch = train_batch
+    monkeypatch.setattr(loop, "gather", lambda interval, engine: interval)
+    monkeypatch.setattr(loop, "metrics", lambda interval, engine, macs: {})
+    spec = tiny_spec(
+        train={"images": 24, "batch_images": 8},
+        checkpoint={"every_images": 8, "every_minutes": None},
+        ema={"profiles": [0.1, 0.2], "snapshot_images": 8},
+        bad_numbers={"policy": "rollback"},
+    )
+    others = {
+        "plan": SimpleNamespace(spec=spec, macs=0),
+        "batches": lambda: None,
+        "ema": Mock(),
+        "requests": Mock(**{"poll.return_value": Asked()}),
+        "validation": Mock(**{"due.return_value": False}),
+        "observer": Observers(),
+        "recorder": Recorder(),
+    }
+    loop.train(Run(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
+    names = ["keep_snapshot", "save", "roll_back", "keep_snapshot", "save"]
+    assert paused == [(name, 1) for name in names] and watchdog._heartbeat.pauses == 0
 
 
 @pytest.mark.launch

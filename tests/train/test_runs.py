@@ -269,6 +269,12 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(config: str, sa
     assert said in line and "learning_rate" in line
     assert "Traceback" not in done.stderr
     assert mlflow_run(folder)[1].info.status == "FAILED"
+    changes += ["optimizer.learning_rate=1e-3", "train.images=320"]
+    again = train(1, folder, config=config, overrides=[*TINY, *changes])
+    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-4000:]
+    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(point["step"], point["train/lr"]) for point in points] == [(20, 1e-3), (40, 1e-3)]
+    assert all(point["train/loss"] < 2 for point in points), "none of what was left"
 
 
 @pytest.mark.launch
