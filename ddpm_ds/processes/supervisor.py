@@ -74,9 +74,9 @@ def supervise(
     """Run DeepSpeed's launcher with arguments ``command``, restarting it if that helps; return the last exit code.
 
     A start that wrote a checkpoint resets the count of restarts; the next one resumes from the newest, whatever
-    ``--resume`` says. Each start reads the hostfile again; on several hosts
-    each restart uses another port, so that no straggler of the last start can join. ``starting`` is entered until the
-    launcher has started a rank of this host. Must run in the main thread.
+    ``--resume`` says. Each start reads the hostfile again; on several hosts each restart uses another port, so that no
+    straggler of the last start can join. ``starting`` is entered until the launcher has started a rank of this host.
+    Must run in the main thread.
 
     Raises:
         SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
