@@ -244,7 +244,11 @@ class DiffusionSpec(Section):
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not isinstance(schedule, ContinuousSchedule):
-            keys += ["timesteps", *(["beta_start", "beta_end"] if schedule.reads_beta_range else [])]
+            keys += [
+                "timesteps",
+                "zero_terminal_snr",
+                *(["beta_start", "beta_end"] if schedule.reads_beta_range else []),
+            ]
         else:
             keys.append("sigma_data")
         return {key: getattr(self, key) for key in keys}
