@@ -719,6 +719,11 @@ def check_sampler(
             raise ValueError(
                 f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
             )
+    if sampler.churn and not isinstance(schedule, ContinuousSchedule):
+        raise ValueError(
+            f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
+            "timesteps; use churn 0"
+        )
     if sampler.guidance != 1.0 and classes is None and not guide:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
