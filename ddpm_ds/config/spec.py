@@ -52,6 +52,7 @@ MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
 Sigma = Annotated[float, Field(ge=1e-6, le=MOST_SIGMA)]
 """Noise level as noise over signal, EDM's sigma."""
+Rho = Annotated[float, Field(ge=1.0, le=100.0)]
 Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 """Lowest and highest noise level of an interval."""
 ALL_SIGMAS = (0.0, MOST_SIGMA)
@@ -353,7 +354,7 @@ class SamplerSpec(Section):
     """Noise level at which sampling begins under edm."""
     sigma_min: Sigma = 0.002
     """Noise level at which the last step begins under edm."""
-    rho: Annotated[float, Field(ge=1.0, le=100.0)] = 7.0
+    rho: Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
     churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Noise that heun adds before its steps (S_churn of Karras et al.); 0 adds none."""
