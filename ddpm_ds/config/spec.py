@@ -52,6 +52,7 @@ MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
 Sigma = Annotated[float, Field(ge=1e-6, le=MOST_SIGMA)]
 """Noise level as noise over signal, EDM's sigma."""
+Rho = Annotated[float, Field(ge=1.0, le=100.0)]
 Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 """Lowest and highest noise level of an interval."""
 ALL_SIGMAS = (0.0, MOST_SIGMA)
@@ -244,7 +245,11 @@ class DiffusionSpec(Section):
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not isinstance(schedule, ContinuousSchedule):
-            keys += ["timesteps", *(["beta_start", "beta_end"] if schedule.reads_beta_range else [])]
+            keys += [
+                "timesteps",
+                "zero_terminal_snr",
+                *(["beta_start", "beta_end"] if schedule.reads_beta_range else []),
+            ]
         else:
             keys.append("sigma_data")
         return {key: getattr(self, key) for key in keys}
@@ -349,7 +354,7 @@ class SamplerSpec(Section):
     """Noise level at which sampling begins under edm."""
     sigma_min: Sigma = 0.002
     """Noise level at which the last step begins under edm."""
-    rho: Annotated[float, Field(ge=1.0, le=100.0)] = 7.0
+    rho: Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
     churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Noise that heun adds before its steps (S_churn of Karras et al.); 0 adds none."""
@@ -715,6 +720,11 @@ def check_sampler(
             raise ValueError(
                 f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
             )
+    if sampler.churn and not isinstance(schedule, ContinuousSchedule):
+        raise ValueError(
+            f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
+            "timesteps; use churn 0"
+        )
     if sampler.guidance != 1.0 and classes is None and not guide:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "

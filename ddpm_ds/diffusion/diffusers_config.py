@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, Timesteps
+from ddpm_ds.config.spec import DiffusionSpec, Rho, SamplerSpec, Sigma, Timesteps
 from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule, timestep_schedules
 from ddpm_ds.diffusion.levels import betas
 
@@ -131,11 +131,14 @@ class _SchedulerArguments(Arguments):
 
 
 class _EdmArguments(Arguments):
-    """Arguments for adding noise as EDM does; the others are for sampling."""
+    """Arguments for adding noise as EDM does, and the noise levels of sampling; the others are not read."""
 
     class_names: ClassVar = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
 
     sigma_data: Annotated[float, Field(gt=0.0)] = 0.5
+    sigma_min: Sigma = 0.002
+    sigma_max: Sigma = 80.0
+    rho: Rho = 7.0
     prediction_type: Literal["v_prediction"]  # diffusers' default "epsilon" is the negative of our objective
 
 
@@ -147,8 +150,7 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
     Raises:
         ValueError: our process can't express it; one line with the key, its value and what is possible.
     """
-    if config.get("_class_name") in _EdmArguments.class_names:
-        edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
+    if (edm := _edm_arguments(config)) is not None:
         return (base or DiffusionSpec()).model_copy(
             update={"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
         )
@@ -163,6 +165,23 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
         **_schedule(found),
     }
     return (base or DiffusionSpec()).model_copy(update=changes)
+
+
+def sampled_levels(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the noise levels at which a scheduler samples, as fields of the sampler; none for one with timesteps.
+
+    Raises:
+        ValueError: as :func:`diffusion_from_scheduler`.
+    """
+    edm = _edm_arguments(config)
+    return {} if edm is None else {"sigma_min": edm.sigma_min, "sigma_max": edm.sigma_max, "rho": edm.rho}
+
+
+def _edm_arguments(config: Mapping[str, Any]) -> _EdmArguments | None:
+    """Return the arguments of EDM's scheduler; None for another scheduler."""
+    if config.get("_class_name") not in _EdmArguments.class_names:
+        return None
+    return _EdmArguments.read({"prediction_type": "epsilon", **config})
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:

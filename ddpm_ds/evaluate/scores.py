@@ -198,11 +198,11 @@ class Scorer:
         known = classifier.features(self._reference.images[:])
         halves = [gaussian(known[half]) for half in np.array_split(shuffled(len(known)), 2)]
         distance = frechet_distance(gaussian(classifier.features(images)), gaussian(known))
-        frechet = f"digits: Fréchet distance of {known.shape[1]} features"
-        return [
+        named = f"digits_frechet_{short(len(images))}", f"digits: Fréchet distance of {known.shape[1]} features"
+        frechet = Score(*named, distance, len(images), len(known), tool, frechet_distance(*halves))
+        return [frechet] + [
             Score(f"digits_{name}", title, value, len(images), len(real.labels), tool, of_real, details)
             for name, title, value, of_real, details in (
-                (f"frechet_{short(len(images))}", frechet, distance, frechet_distance(*halves), {}),
                 ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
                 ("recognised", "digits: share recognised", read.recognised, real.recognised, {}),
                 ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),

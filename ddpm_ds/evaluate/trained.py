@@ -5,12 +5,13 @@ The package diffusers is not needed to read such a folder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
-from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
+from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler, sampled_levels
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
@@ -53,7 +54,7 @@ class Trained:
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
-    """Sampler of the run; for an export, which stores none, the default one."""
+    """Sampler of the run; for an export the default one, under edm from its sigma_max to its sigma_min."""
     image_shape: tuple[int, int, int]
     """Shape (C, H, W) of the images or latents that the U-Net draws."""
     origin: str
@@ -146,7 +147,7 @@ def load_trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=folder.diffusion(),
-        sampler=SamplerSpec(clip="static" if decoder is None else "none"),
+        sampler=folder.sampler(clip="static" if decoder is None else "none"),
         image_shape=(folder.image_channels, folder.image_size, folder.image_size),
         origin=str(found),
         digest=digest,
@@ -293,9 +294,18 @@ class DiffusersFolder:
                 f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
                 f"trained with"
             )
-        config = _read_json(self._scheduler)
+        with self._expressible():
+            return diffusion_from_scheduler(_read_json(self._scheduler), base)
+
+    def sampler(self, clip: Literal["none", "static"]) -> SamplerSpec:
+        """Return the default sampler, under edm at the noise levels that the folder names."""
+        with self._expressible():
+            return SamplerSpec(clip=clip, **sampled_levels(_read_json(self._scheduler)))
+
+    @contextlib.contextmanager
+    def _expressible(self) -> Iterator[None]:
         try:
-            return diffusion_from_scheduler(config, base)
+            yield
         except ValueError as error:
             what = "not a diffusion process that ddpm_ds can express"
             raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None

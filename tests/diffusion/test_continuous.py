@@ -216,6 +216,11 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
         ({"weighting": "sigmoid", "timesteps": 1}, {"steps": 1}, "1 is too few for weighting = sigmoid; use 2 or more"),
         ({}, {"sigma_min": 1, "sigma_max": 0.5}, "sigma_min = 1 and sigma_max = 0.5 must rise"),
         ({}, {"churn": 3}, "churn = 3 is of heun, not of dpm_solver"),
+        (
+            {},
+            {"kind": "heun", "churn": 3},
+            "churn = 3 raises continuous noise levels, and schedule linear has timestep",
+        ),
         ({}, {"guidance_between": [5, 0.3]}, "guidance_between = 5,0.3 must rise from the lowest"),
         ({}, {"guidance": 2, "guidance_between": [158, 200]}, "holds none of the noise levels.* from 0.173 to 157;"),
         (

@@ -86,6 +86,7 @@ def test_real_digits_score_as_real_ones_and_noise_does_not(
     assert real["digits_class_balance"]["value"] > 0.99
     assert real["digits_recognised"]["value"] > 0.97 and noise["digits_recognised"]["value"] < 0.3
     assert real["digits_frechet_600"]["value"] < noise["digits_frechet_600"]["value"] / 10
+    assert (real["digits_frechet_600"]["references"], real[top]["references"]) == (1797, 450)
     assert real["pixel_frechet_600"]["value"] < 1.0 < noise["pixel_frechet_600"]["value"]
     assert 0.0 < real["pixel_frechet_600"]["real"] < 1.0, "the distance between two halves of the real digits"
     (picture,) = (run_dir / "real").glob("*/samples.png")

@@ -92,7 +92,13 @@ COLOUR: dict[str, Any] = {
 }
 ODD: dict[str, Any] = {"unet": {"channels": 3, "multipliers": [2, 3], "norm_groups": 3}}
 """Levels of 6 and 9 channels, whose greatest common divisor is odd."""
-OF_EDM: dict[str, Any] = {**UNLABELLED, "diffusion": {"schedule": "edm", "objective": "v", "sigma_data": 0.3}}
+OF_EDM: dict[str, Any] = {
+    **UNLABELLED,
+    "diffusion": {"schedule": "edm", "objective": "v", "sigma_data": 0.3},
+    "sampler": {"sigma_min": 0.01, "sigma_max": 120.0, "rho": 5.0},
+}
+LEVELS = {"sigma_min", "sigma_max", "rho"}
+"""Fields of the sampler that EDM's scheduler stores."""
 
 
 @pytest.mark.parametrize("sections", [{}, COLOUR, ODD, OF_EDM], ids=["classes", "colour", "odd", "edm"])
@@ -101,7 +107,9 @@ def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, 
     checkpoint, hub, imported = checkpoint_of(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
     assert main(["export", str(checkpoint), str(hub), "--samples", "0"]) == 0
     trained = load_trained(checkpoint)
-    assert same_weights(load_trained(hub).unet, trained.unet)
+    exported = load_trained(hub)
+    assert same_weights(exported.unet, trained.unet)
+    assert exported.sampler.model_dump(include=LEVELS) == spec.sampler.model_dump(include=LEVELS)
     pipeline = diffusers.DDPMPipeline.from_pretrained(hub)
     if spec.unet.classes is None and spec.diffusion.schedule != "edm":
         images = pipeline(batch_size=2, num_inference_steps=2, output_type="np").images

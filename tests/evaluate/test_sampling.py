@@ -274,7 +274,8 @@ def test_a_guide_of_another_size_draws_as_from_python_and_is_part_of_what_is_kep
 
 def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: Sample) -> None:
     edm, guided = {"schedule": "edm", "objective": "v"}, [FAST_SAMPLER.model_copy(update={"guidance": 2.0})]
-    of_edm = trained_of(tiny_spec(diffusion=edm))
+    v = {"objective": "v"}
+    of_edm, of_v = trained_of(tiny_spec(diffusion=edm)), trained_of(tiny_spec(diffusion=v))
     larger = {"data": {"image_size": 16}, "unet": {"attention_resolutions": [8]}}
     cases: list[tuple[Trained, dict[str, Any], str]] = [
         (trained, larger, r"images \(C, H, W\) = \(1, 16, 16\)"),
@@ -282,6 +283,7 @@ def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: 
         (trained, {"diffusion": {"timesteps": 500}}, "diffusion.timesteps = 500"),
         (trained, {"diffusion": {"beta_end": 0.03}}, "diffusion.beta_end = 0.03"),
         (trained, {"diffusion": {"objective": "x0"}}, "diffusion.objective = x0"),
+        (of_v, {"diffusion": {**v, "zero_terminal_snr": True}}, "diffusion.zero_terminal_snr = True"),
         (trained, {"diffusion": edm}, "diffusion.schedule = edm"),
         (of_edm, {"diffusion": {**edm, "sigma_data": 0.6}}, "diffusion.sigma_data = 0.6"),
     ]
