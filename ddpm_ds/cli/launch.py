@@ -121,6 +121,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _devices(asked: str) -> int:
     """Return the number of this host's GPUs, or 1 for its CPU."""
+    asked = os.environ.get("DS_ACCELERATOR", asked) if asked == "auto" else asked
     if asked == "cpu" or not has_gpu():
         return 1
     import torch

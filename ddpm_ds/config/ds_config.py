@@ -52,6 +52,13 @@ def zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
+def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
+    """Return whether a config is one of fp16 that ZeRO must train: with DeepSpeed's own Adam, whose fp16 optimizer
+    without ZeRO flattens all weights into one.
+    """
+    return enabled(config, "fp16") and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
+
+
 def _check_block(block: dict[str, Any], prefix: str) -> None:
     for name, value in block.items():
         dotted = f"{prefix}{name}"
@@ -102,6 +109,11 @@ def _check_together(config: dict[str, Any]) -> None:
             raise DsConfigError(
                 f"fp16.hysteresis = {config['fp16']['hysteresis']} is ignored without ZeRO; write 1 or set "
                 f"zero_optimization.stage to 1 or 2"
+            )
+        if fp16_needs_zero(config):
+            raise DsConfigError(
+                "optimizer.params.torch_adam = false, the default, needs ZeRO in fp16, since this project can't read "
+                "what DeepSpeed's own Adam then keeps; write true or set zero_optimization.stage to 1 or 2"
             )
     if "grad_accum_dtype" in config.get("data_types", {}) and precision(config) == "fp32":
         raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")

@@ -163,7 +163,9 @@ KEYS: dict[str, Key] = {
     "optimizer.params.betas": Key(PAIR, auto="the spec's `optimizer.betas`"),
     "optimizer.params.eps": Key(SHARE, auto="the spec's `optimizer.epsilon`"),
     "optimizer.params.weight_decay": Key(amount(1000), auto="the spec's `optimizer.weight_decay`"),
-    "optimizer.params.torch_adam": Key(SWITCH, "true: PyTorch's own. false: DeepSpeed's, which needs a compiler."),
+    "optimizer.params.torch_adam": Key(
+        SWITCH, "true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO."
+    ),
     "optimizer.params.fused": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
     "optimizer.params.foreach": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
     "gradient_clipping": Key(amount(1e9), "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),

@@ -29,6 +29,7 @@ OUT_OF_MEMORY = (
     "Cannot allocate memory",
     "out of memory",
     "ALLOC_FAILED",  # cuBLAS and cuDNN
+    "ALLOCATION_FAILED",  # cuDNN 9
     "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's workspace
     "bad_alloc",
 )

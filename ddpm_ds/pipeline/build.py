@@ -10,8 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.ds_config import ResolvedDsConfig
@@ -45,10 +47,23 @@ class HostAccelerator(CPU_Accelerator):
         return super().create_op_builder(op_name)
 
 
+class CudaAccelerator(CUDA_Accelerator):
+    """CUDA accelerator that asks CUDA how much memory is free.
+
+    DeepSpeed asks NVML, by the numbers in CUDA_VISIBLE_DEVICES, and ZeRO fails if the variable names GPUs by UUID.
+    """
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return int(torch.cuda.mem_get_info(device_index)[0])
+
+
 def use_host_accelerator() -> None:
-    """Make DeepSpeed use :class:`HostAccelerator` if it runs on the CPU."""
-    if get_accelerator().device_name() == "cpu":
-        set_accelerator(HostAccelerator())
+    """Make DeepSpeed use :class:`HostAccelerator` if it runs on the CPU, and :class:`CudaAccelerator` on a GPU."""
+    match get_accelerator().device_name():
+        case "cpu":
+            set_accelerator(HostAccelerator())
+        case "cuda":
+            set_accelerator(CudaAccelerator())
 
 
 def build_engine(

@@ -121,6 +121,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
         self._warm: set[tuple[int, bool, int, bool]] = set()
+        self._has_stepped = False
+        """Whether this process has changed the weights, for which the optimizer allocates its moments."""
 
     def follow(self, programs: Sequence[Program]) -> None:
         """Execute these programs from the next step on; all ranks of a pipeline must pass the same ones.
@@ -188,6 +190,7 @@ class UnetPipelineEngine(PipelineEngine):
     def warm_up(self, images: int, *, gradients: bool) -> bool:
         """Run each layer once on this many images, unless already done; return whether this was the first time.
 
+        Without ``gradients`` it is the first time again after the first step, which takes memory for good.
         With ``gradients``, run it for each kind of backward in the programs: with weight gradients or deferring them.
         On a synchronous device such as a CPU, nothing is run unless layers are compiled.
         """
@@ -208,8 +211,7 @@ class UnetPipelineEngine(PipelineEngine):
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
             self._waiting.clear()
-            if gradients:
-                forget_peaks(self.device)
+            forget_peaks(self.device)
         return bool(cold)
 
     def _message_dtype(self) -> torch.dtype:
@@ -257,6 +259,8 @@ class UnetPipelineEngine(PipelineEngine):
             channels.drain()
         if self.was_step_applied():
             self._cautious_steps = max(self._cautious_steps - 1, 0)
+            if not self._has_stepped:  # samples drawn before found most of the memory free
+                self._has_stepped, self._warm = True, {one for one in self._warm if one[1]}
         self.images_seen += self.train_batch_size()
         self._watch_scale_floor(scale)
         return self.loss_sum / self.micro_batches

@@ -11,7 +11,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.command_line import counted
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES, ResolvedDsConfig, divisors, precision
+from ddpm_ds.config.ds_config import (
+    BUCKET_ELEMENTS,
+    ELEMENT_BYTES,
+    ResolvedDsConfig,
+    divisors,
+    fp16_needs_zero,
+    precision,
+)
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.pipeline.cuts import Schedule, Stage, describe, stages_of, usual_in_flight
@@ -200,7 +207,7 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
 
 def _zero_choices(job: Workload, offload: bool) -> list[tuple[int, bool]]:
     """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
-    needs_zero = "grad_accum_dtype" in job.config.get("data_types", {})
+    needs_zero = "grad_accum_dtype" in job.config.get("data_types", {}) or fp16_needs_zero(job.config)
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload else [])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS, read_hostfile, this_host
+from ddpm_ds.processes.ranks import GIVEN_DEVICES
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -61,13 +62,19 @@ def has_gpu() -> bool:
 def local_options(processes: int, *, on_cpu: bool) -> list[str]:
     """Return the launcher's options that start this many processes on this host.
 
-    With ``--num_gpus`` the launcher ignores CUDA_VISIBLE_DEVICES and takes GPUs 0, 1, ... So if the variable has the
-    numbers of enough GPUs, the first of them are named instead.
+    With ``--num_gpus`` the launcher sets CUDA_VISIBLE_DEVICES to 0, 1, ... So if the variable has the numbers of enough
+    GPUs, the first of them are named instead. Otherwise, such as for UUIDs or if it hides all GPUs, this leaves its
+    value in this process's environment for the ranks, which restore it.
     """
-    visible = [number.strip() for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if on_cpu or len(visible) < processes or not all(number.isdecimal() for number in visible):
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ.pop(GIVEN_DEVICES, None)
+    if on_cpu or given is None:
         return ["--num_gpus", str(processes)]
-    return ["--include", f"localhost:{','.join(visible[:processes])}"]
+    visible = [number.strip() for number in given.split(",")]
+    if processes <= len(visible) == len(set(visible)) and all(number.isdecimal() for number in visible):
+        return ["--include", f"localhost:{','.join(visible[:processes])}"]
+    os.environ[GIVEN_DEVICES] = given
+    return ["--num_gpus", str(processes)]
 
 
 def read_launch(command: Sequence[str]) -> Launch:

@@ -39,6 +39,8 @@ PRIVATE_FILE = "private.json"
 """File beside the file of exit codes with the secret variables of ``ddpm-ds run``, which no command line may show."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
 """Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.store`."""
+GIVEN_DEVICES = "DDPM_DS_CUDA_VISIBLE_DEVICES"
+"""Variable with the user's CUDA_VISIBLE_DEVICES, if DeepSpeed's launcher replaces it by other GPUs for the ranks."""
 STARTED = "started"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop."""
@@ -64,9 +66,10 @@ def set_environment() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
     ``.deepspeed_env``.
 
-    Existing variables are kept. DeepSpeed's launcher and torchrun set the rank; without them it is taken from OpenMPI's
-    mpirun or Slurm's srun, and otherwise the process is a single rank. DeepSpeed sends ``.deepspeed_env`` to other
-    hosts only by pdsh and MPI, so each process also reads it.
+    Existing variables are kept, except that :data:`GIVEN_DEVICES` restores CUDA_VISIBLE_DEVICES. DeepSpeed's launcher
+    and torchrun set the rank; without them it is taken from OpenMPI's mpirun or Slurm's srun, and otherwise the process
+    is a single rank. DeepSpeed sends ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process also reads
+    it.
 
     It also limits how long GNU OpenMP's threads, which read this when PyTorch is imported, spin before they sleep. On
     two cores shared with another process, long spinning made a step ten times slower; short spinning costs a tenth on
@@ -76,6 +79,8 @@ def set_environment() -> None:
         SpecError: a line of ``.deepspeed_env`` can't be parsed, or the ranks are on several hosts and the first is
             unknown.
     """
+    if GIVEN_DEVICES in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[GIVEN_DEVICES]
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program

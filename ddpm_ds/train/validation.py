@@ -133,7 +133,7 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog,
         return None
     with watchdog.pause():  # an autoencoder may take long
         mine = to_pixels(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
-    mine = mine.unflatten(0, (rounds, images))
+    mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in five dims
     everyone = [torch.empty_like(mine) for _ in range(replicas)]
     dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
     drawn = torch.stack(everyone, dim=1).flatten(0, 2)[:count].cpu()  # in the order of their index

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from ddpm_ds.cli import launch
-from ddpm_ds.cli.launch import _outcome
+from ddpm_ds.cli.launch import _devices, _outcome
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from tests.forking import REPOSITORY
@@ -92,6 +93,15 @@ def test_a_hostfile_counts_processes_and_hosts(spec: Path, tmp_path: Path, capsy
     assert main(["train", *words, "-p", "2", "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "4 processes: 2 stages x 2 replicas" in said and "hosts        2 x 2 processes" in said
+
+
+def test_without_a_number_there_is_a_process_for_each_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert [_devices(asked) for asked in ("auto", "cuda", "cpu")] == [4, 4, 1]
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert [_devices(asked) for asked in ("auto", "cuda", "cpu")] == [1, 4, 1]
 
 
 def test_the_last_line_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:

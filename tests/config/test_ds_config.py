@@ -467,6 +467,10 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
             "fp16.hysteresis = 2 is ignored without ZeRO; write 1 or set zero_optimization.stage to 1 or 2",
         ),
         (
+            {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}, "optimizer__params": {}},
+            "optimizer.params.torch_adam = false, the default, needs ZeRO in fp16, since this project can't read",
+        ),
+        (
             {"zero_optimization": {"stage": 0, "reduce_bucket_size": 1000}},
             "zero_optimization.reduce_bucket_size = 1000 has no effect without ZeRO",
         ),

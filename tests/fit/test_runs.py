@@ -140,3 +140,19 @@ def test_a_budget_too_little_for_one_image_is_said_with_what_is_needed(
         )
     said = "--memory-budget 0.59 GiB is too little: micro-batch 1 needs 0.60 GiB in layout 1x1; use --memory-budget"
     assert str(refused.value) == f"{said} 625MiB or more, or more stages"
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+    ids=str,
+)
+def test_libraries_that_run_out_of_memory_say_so_in_words_of_their_own(error: Exception, memory: bool) -> None:
+    from ddpm_ds.fit.measure import is_out_of_memory  # DeepSpeed, which the other tests leave to their processes
+
+    assert is_out_of_memory(error) == memory

@@ -8,11 +8,13 @@ import textwrap
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import cuda_accelerator
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
@@ -31,6 +33,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.distributed import HashStore, distributed_c10d
 
+from ddpm_ds.pipeline import build
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -309,3 +312,18 @@ def test_a_schedule_of_deepspeeds_meets_the_micro_batches_in_order(kind: Schedul
 
 def test_deepspeed_is_the_one_that_was_read() -> None:
     assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
+
+
+def test_zero_asks_for_free_memory_in_numbers_and_ours_in_any_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ".available_memory()" in inspect.getsource(DeepSpeedZeroOptimizer.__init__)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8d1f")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda number: number))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 10))
+    with pytest.raises(ValueError, match="GPU-8d1f"):
+        cuda_accelerator.CUDA_Accelerator().available_memory()
+    used: list[Any] = []
+    monkeypatch.setattr(build, "get_accelerator", cuda_accelerator.CUDA_Accelerator)
+    monkeypatch.setattr(build, "set_accelerator", used.append)
+    build.use_host_accelerator()
+    assert used[0].available_memory() == 5

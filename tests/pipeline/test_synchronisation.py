@@ -129,28 +129,29 @@ def places_of_waits(case: Case) -> list[str]:
     return watch.found
 
 
-def course(case: Case, clipping: float) -> tuple[list[Any], list[Tensor], list[int]]:
-    """Losses, norms and the number of skipped steps of a few steps, the weights at their end, and after each step how
-    many more would send their messages by the hosts.
+def course(case: Case, clipping: float) -> tuple[list[Any], list[Tensor], list[int], list[bool]]:
+    """Losses, norms and the number of skipped steps of a few steps, the weights at their end, after each step how
+    many more would send their messages by the hosts, and before and after each whether samples would.
 
     One step has an infinite gradient, but in fp32 without ZeRO, which does not skip it.
     """
     engine, spec = built(case, clipping)
     objective, poisoned = engine.objective, Poisoned(engine.objective)
     records: list[Any] = []
-    cautious = []
+    cautious, sampling = [], [engine.warm_up(1, gradients=False) for _ in range(2)]
     for step in range(3):
         bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
         engine.objective = poisoned if bad else objective
         loss = engine.train_batch(micro_batches(engine, global_batch(spec, step))).item()
         norm = engine.gradient_norm()
         cautious.append(engine._cautious_steps)
+        sampling.append(engine.warm_up(1, gradients=False))
         if not bad:
             records.append([loss, norm])
     weights = [master.detach().clone() for master in insides.masters(engine)]
     records.append(engine.skipped_steps)
     engine.destroy()
-    return records, weights, cautious
+    return records, weights, cautious, sampling
 
 
 class Poisoned:
@@ -161,17 +162,17 @@ class Poisoned:
         self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
 
 
-def differs_from_stock(case: Case) -> tuple[list[str], list[int]]:
-    """Differences, bit for bit, from training with DeepSpeed's own waits, and the third of what :func:`course` saw."""
+def differs_from_stock(case: Case) -> tuple[list[str], list[int], list[bool]]:
+    """Differences, bit for bit, from training with DeepSpeed's own waits, and the last two that :func:`course` saw."""
     different = []
     for clipping in (1e-3, 1e6) if case.zero == 0 and not case.fused else (1e-3,):
-        ours, our_weights, cautious = course(case, clipping)
+        ours, our_weights, cautious, sampling = course(case, clipping)
         with unittest.mock.patch.object(insides, "one_wait", contextlib.nullcontext):
-            stock, stock_weights, _ = course(case, clipping)
+            stock, stock_weights, *_ = course(case, clipping)
         different += [f"{ours} is not {stock}"] if ours != stock else []
         if not all(torch.equal(*pair) for pair in zip(our_weights, stock_weights, strict=True)):
             different.append("weights")
-    return different, cautious
+    return different, cautious, sampling
 
 
 WAYS: tuple[tuple[int, Precision, bool], ...] = (
@@ -230,6 +231,12 @@ def test_a_skipped_step_is_none_of_the_first_steps_whose_messages_go_by_the_host
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_samples_and_the_first_after_the_first_step_go_by_the_hosts(reports: Any, name: str) -> None:
+    assert reports[name]["sampling"] == [True, False, True, False, False]
+
+
+@pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
     found = run(tmp_path, launch, "waits", DS_ACCELERATOR="cuda")
@@ -245,7 +252,8 @@ def main() -> None:
         for name, case in CASES.items():
             report[name] = {"waits": places_of_waits(case)}
             if what == "differs":
-                report[name]["differs"], report[name]["cautious"] = differs_from_stock(case)
+                parts = ("differs", "cautious", "sampling")
+                report[name] |= dict(zip(parts, differs_from_stock(case), strict=True))
         Path(folder, "report.json").write_text(json.dumps(report))
 
 

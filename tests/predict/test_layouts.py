@@ -30,11 +30,12 @@ CUT = {
     ("config", "levels", "batch", "devices", "zero_stages"),
     [
         (FP16, 2, 12, 6, {0, 1, 2}),
+        (FP16 | {"optimizer": {"type": "AdamW"}}, 2, 12, 6, {1, 2}),
         (BF16, 3, 16, 8, {1, 2}),
         (OFFLOAD, 2, 12, 4, {0, 1, 2}),
         (CUT, 1, 16, 2, {0, 1, 2}),
     ],
-    ids=["fp16", "bf16", "offload", "cut"],
+    ids=["fp16", "fp16 by DeepSpeed's Adam", "bf16", "offload", "cut"],
 )
 def test_every_candidate_is_shared_without_remainder_and_accepted(
     config: dict[str, Any], levels: int, batch: int, devices: int, zero_stages: set[int]

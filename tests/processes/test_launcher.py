@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.launcher import runner
 
 from ddpm_ds.errors import SpecError
-from ddpm_ds.processes import launcher
+from ddpm_ds.processes import launcher, ranks
 from ddpm_ds.processes.launcher import SSH_ALIVE, local_options, read_launch, ssh_environment
+from ddpm_ds.processes.ranks import GIVEN_DEVICES
 
 OWN = socket.gethostname()
 SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
@@ -84,36 +86,45 @@ def test_the_hosts_that_take_part_are_deepspeeds(
 
 
 @pytest.mark.parametrize(
-    ("visible", "processes", "on_cpu", "taken"),
+    ("visible", "processes", "on_cpu", "taken", "seen"),
     [
-        (None, 2, False, [0, 1]),
-        ("", 1, False, [0]),
-        ("3", 1, False, [3]),
-        ("3, 1", 2, False, [1, 3]),
-        ("3,2,1", 1, False, [3]),
-        ("3", 2, False, [0, 1]),
-        ("GPU-8d1f", 1, False, [0]),
-        ("3", 1, True, [0]),
+        (None, 2, False, [0, 1], "0,1"),
+        ("", 1, False, [0], ""),
+        ("-1", 1, False, [0], "-1"),
+        ("3", 1, False, [3], "3"),
+        ("3, 1", 2, False, [1, 3], "1,3"),
+        ("3,2,1", 1, False, [3], "3"),
+        ("3", 2, False, [0, 1], "3"),
+        ("3,3", 2, False, [0, 1], "3,3"),
+        ("GPU-8d1f", 1, False, [0], "GPU-8d1f"),
+        ("MIG-8d1f,MIG-9e2a", 1, False, [0], "MIG-8d1f,MIG-9e2a"),
+        ("3", 1, True, [0], "0"),
     ],
 )
 def test_processes_of_this_host_get_the_gpus_of_cuda_visible_devices(
-    visible: str | None, processes: int, on_cpu: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
+    visible: str | None, processes: int, on_cpu: bool, taken: list[int], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``taken`` are the launcher's GPUs; ``seen`` is what a rank has in the variable before it starts CUDA."""
+
     class Started(Exception):
         """Raised where DeepSpeed would start the ranks."""
 
     def start(hosts: dict[str, list[int]]) -> None:
         raise Started(hosts)
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    rest = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", GIVEN_DEVICES)}
+    monkeypatch.setattr(os, "environ", rest if visible is None else {**rest, "CUDA_VISIBLE_DEVICES": visible})
     host = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
     monkeypatch.setattr(runner, "get_accelerator", lambda: host)
     monkeypatch.setattr(runner, "encode_world_info", start)
     with pytest.raises(Started) as started:
         runner.main([*local_options(processes, on_cpu=on_cpu), "--hostfile", "/dev/null", *SCRIPT.split()])
     assert started.value.args == ({"localhost": taken},)
+
+    CUDA_Accelerator.set_visible_devices_envs(host, os.environ, taken)
+    monkeypatch.setattr(ranks, "find_environment", dict)
+    ranks.set_environment()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.launching import run_ranks, write_json
-from tests.train.validation_worker import Look
+from ddpm_ds.data.latents import to_pixels
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.forward import Give, Take
+from ddpm_ds.train import validation
+from ddpm_ds.train.validation import draw_previews
+from tests.launching import run_ranks, tiny_spec, write_json
+from tests.train.validation_worker import WATCHDOG, Look
 
+CPU = torch.device("cpu")
 WORKER = Path(__file__).with_name("validation_worker.py")
 PREDICTION_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-2}
 LOSS_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3}
@@ -66,3 +77,34 @@ def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list
         assert len(firsts) == look.replicas
         for values in firsts:
             assert values == pytest.approx(expected, rel=LOSS_TOLERANCE[look.precision]), look
+
+
+def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions are channels-last, and a prediction of x0 is the image itself."""
+
+    class Forward:
+        """A pipeline whose U-Net predicts zeros."""
+
+        def __init__(self, engine: object, images: int) -> None:
+            pass
+
+        def run(self, calls: int, give: Give, take: Take, **how: object) -> None:
+            for number in range(calls):
+                x_t, *_ = give(number)
+                take(number, torch.zeros_like(x_t, memory_format=torch.channels_last))
+
+    def all_gather(everyone: list[Tensor], mine: Tensor, group: object) -> None:
+        assert mine.is_contiguous() and all(one.is_contiguous() for one in everyone)  # else ValueError on GPUs
+        for one in everyone:
+            one.copy_(mine)
+
+    monkeypatch.setattr(validation, "ForwardPipeline", Forward)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    engine = SimpleNamespace(
+        micro_batch_size=2, num_stages=1, dp_world_size=1, grid=grid, device=CPU, is_first_stage=lambda: True
+    )
+    spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
+    images = draw_previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG, to_pixels(None, CPU))
+    assert images is not None and images.shape == (4, 3, 8, 8)
