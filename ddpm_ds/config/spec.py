@@ -590,6 +590,9 @@ def _check_unet(spec: RunSpec) -> None:
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
     _check_ema(spec.ema, train.images)
+    trackers = spec.logging.trackers
+    if len(set(trackers)) < len(trackers):
+        raise ValueError(f"logging.trackers = [{', '.join(trackers)}] has one tracker twice; leave one out")
     check_picture(spec.samples, spec.data.image_size)
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):

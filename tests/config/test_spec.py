@@ -91,6 +91,7 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             ["ema.profiles = [0.05, 0.05]", "one length twice"],
         ),
         ({"ema__profiles": [0.05, 0.1]}, ["ema.profiles = [0.05, 0.1]", "ema.snapshot_images", "for 64"]),
+        ({"logging__trackers": ["wandb", "wandb"]}, ["logging.trackers = [wandb, wandb]", "leave one out"]),
         ({"ema__snapshot_images": 64}, ["ema.snapshot_images = 64", "profiles [0.05, 0.1]", "or null"]),
     ],
 )
