@@ -137,7 +137,7 @@ def test_a_sampler_that_a_process_does_not_have_is_refused_by_its_option() -> No
     parser = argparse.ArgumentParser()
     add_drawing_options(parser)
     flow = DiffusionSpec(schedule="flow", objective="velocity")
-    with pytest.raises(SpecError, match="^--sampler = heun is for noise that is finite"):
+    with pytest.raises(SpecError, match=r"^--sampler = heun is for noise that is finite"):
         sampler_from(parser.parse_args(["PATH", "--sampler", "heun"]), SamplerSpec(), flow, classes=None)
 
 
