@@ -234,6 +234,7 @@ def sampler_from(
         check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, latents=latents)
     except ValueError as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
+        said = said.replace("--kind", "--sampler")
         raise SpecError(said.replace("use kind ", "use --sampler ")) from None
     return changed
 

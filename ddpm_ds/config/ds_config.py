@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpm_ds.command_line import MOST_PROCESSES
+from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES
 from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, zero_only_keys
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, shown
@@ -117,22 +118,22 @@ def _check_together(config: dict[str, Any]) -> None:
             )
     if "grad_accum_dtype" in config.get("data_types", {}) and precision(config) == "fp32":
         raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")
+    if "device" not in config.get("zero_optimization", {}).get("offload_optimizer", {"device": "none"}):
+        raise DsConfigError(
+            'zero_optimization.offload_optimizer.device is missing, so that nothing is offloaded; write "device": '
+            '"cpu", or remove offload_optimizer'
+        )
     if "type" not in config.get("optimizer", {}):
         raise DsConfigError('optimizer.type is missing; write "optimizer": {"type": "AdamW", "params": {...}}')
     params = config["optimizer"].get("params", {})
-    for variant in ("fused", "foreach"):
-        if params.get(variant) and not params.get("torch_adam"):
+    for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
+        if variant in params and not params.get("torch_adam"):
             raise DsConfigError(f"optimizer.params.{variant} is PyTorch's; it needs torch_adam = true, or remove it")
     if params.get("fused") and params.get("foreach"):
         raise DsConfigError("optimizer.params.fused and foreach are both true; keep one")
     pipeline = config.get("pipeline", {})
-    planned = _given(pipeline, "schedule", "planned") == "planned" or _given(pipeline, "stages", None) == 1
-    for name in ("in_flight", "replan"):  # a planned schedule of one stage is recorded as 1F1B
-        if not planned and pipeline.get(name, "auto") not in ("auto", False):
-            raise DsConfigError(
-                f"pipeline.{name} = {shown(pipeline[name])} belongs to a planned schedule, and pipeline.schedule is "
-                f'"{pipeline["schedule"]}"; remove one of them'
-            )
+    if _given(pipeline, "stages", None) != 1:  # a planned schedule of one stage is recorded as 1F1B
+        _check_planned(pipeline, _given(pipeline, "schedule", "planned"))
     if "scheduler" in config:
         kind = config["scheduler"].get("type")
         if kind is None:
@@ -140,6 +141,16 @@ def _check_together(config: dict[str, Any]) -> None:
         for name in config["scheduler"].get("params", {}):
             if name not in SCHEDULER_PARAMS[kind]:
                 raise DsConfigError(f"scheduler.params.{name} is not a setting of {kind}; remove it")
+
+
+def _check_planned(pipeline: dict[str, Any], schedule: str) -> None:
+    """Refuse keys of a planned schedule in another one."""
+    for name in ("in_flight", "replan"):
+        if schedule != "planned" and pipeline.get(name, "auto") not in ("auto", False):
+            raise DsConfigError(
+                f"pipeline.{name} = {shown(pipeline[name])} belongs to a planned schedule, and pipeline.schedule is "
+                f'"{schedule}"; remove one of them'
+            )
 
 
 BUCKET_ELEMENTS = 2**23
@@ -322,6 +333,8 @@ def resolve(
     _make_counts_ints(blocks)
     try:
         layout = _layout(blocks, spec, world_size, stages)
+        if layout.stages > 1:
+            _check_planned(blocks.get("pipeline", {}), _schedule(blocks.get("pipeline", {}), layout.stages))
         _agreed(blocks, "train_batch_size", layout.batch_images, "train.batch_images")
         _fill_optimizer(blocks, spec)
         _fill_scheduler(blocks, spec)
@@ -379,7 +392,7 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
     if batch % replicas:
         raise LayoutError(
             f"train.batch_images = {batch} can't be shared by {replicas} replicas ({world_size} processes in {stages} "
-            f"stages); use --set train.batch_images={-(-batch // replicas) * replicas} or another -p"
+            f"stages); use --set train.batch_images={_nearest_batch(config, spec, replicas)} or another -p"
         )
     share = batch // replicas
     micro, micro_batches = _micro_batches(config, spec, share, stages)
@@ -400,6 +413,18 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
             f'train.batch_images or "1f1b"'
         )
     return Layout(world_size, stages, replicas, batch, micro, micro_batches)
+
+
+def _nearest_batch(config: dict[str, Any], spec: RunSpec, replicas: int) -> int:
+    """Return the batch of images, at least the spec's if possible, that replicas share in the micro-batches asked
+    for.
+    """
+    batch, wanted = spec.train.batch_images, spec.train.accumulation
+    micro = _given(config, "train_micro_batch_size_per_gpu", None)
+    count = _given(config, "gradient_accumulation_steps", None) if wanted == "auto" else wanted
+    unit = int(replicas * (micro or 1) * (count or 1))
+    times = 1 if micro and count else -(-batch // unit)
+    return max(min(times, MOST_BATCH // unit), 1) * unit
 
 
 def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
@@ -477,11 +502,8 @@ def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
             f"scheduler.type = {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; "
             "remove the scheduler or --set optimizer.decay=null"
         )
-    if not warmup:
-        if kind != "WarmupLR":
-            raise DsConfigError(f"scheduler.type = {kind} needs a warm-up; use --set optimizer.warmup_images={batch}")
-        del config["scheduler"]
-        return
+    if not warmup and kind != "WarmupLR":
+        raise DsConfigError(f"scheduler.type = {kind} needs a warm-up; use --set optimizer.warmup_images={batch}")
     values: dict[str, tuple[Any, str]] = {
         "warmup_min_lr": (0.0, "the start of every warm-up"),
         "warmup_max_lr": (spec.optimizer.learning_rate, "optimizer.learning_rate"),
@@ -494,7 +516,7 @@ def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
     for name in SCHEDULER_PARAMS[kind]:
         if name in values:
             params[name] = _agreed(params, name, *values[name], "scheduler.params.")
-    if decay is not None:
+    if decay is not None or not warmup:
         del config["scheduler"]
 
 
@@ -519,7 +541,8 @@ def _agreed(block: dict[str, Any], name: str, value: Any, spec_key: str, prefix:
 
 
 def _contradiction(name: str, given: Any, spec_key: str, value: Any) -> DsConfigError:
-    fix = f" or --set {spec_key}={shown(given)}" if spec_key.count(".") == 1 and " " not in spec_key else ""
+    is_key = spec_key.count(".") == 1 and " " not in spec_key
+    fix = f" or --set {shlex.quote(f'{spec_key}={shown(given)}')}" if is_key else ""
     return DsConfigError(
         f'{name} = {shown(given)} contradicts the spec: {spec_key} is {shown(value)}; write "auto"{fix}'
     )

@@ -60,8 +60,13 @@ RANKS = whole(1, MOST_PROCESSES)
 MOST_LOSS_SCALE = 2.0**32
 MOST_BUCKET = 2**31
 """Maximum elements of a bucket: 8 GiB of fp32."""
-LEARNING_RATE = amount(MOST_LEARNING_RATE)
+FROM_LEARNING_RATE = amount(MOST_LEARNING_RATE)
+LEARNING_RATE = Kind(
+    f"a number > 0 and <= {limit(MOST_LEARNING_RATE)}",
+    lambda value: _number(value, 0, MOST_LEARNING_RATE) and value != 0,
+)
 SHARE = amount(1)
+EPSILON = Kind("a number > 0 and <= 1", lambda value: _number(value, 0, 1) and value != 0)
 EVEN = Kind(
     f"an even whole number from 2 to {limit(MOST_BUCKET)}",
     lambda value: _whole(value, 2, MOST_BUCKET) and value % 2 == 0,  # type: ignore[operator]
@@ -72,8 +77,10 @@ FILE_OR_NULL = Kind(
 )
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 PAIR = Kind(
-    "a list of two numbers from 0 to 1",
-    lambda value: isinstance(value, list) and len(value) == 2 and all(_number(item, 0, 1) for item in value),
+    "a list of two numbers >= 0 and < 1",
+    lambda value: (
+        isinstance(value, list) and len(value) == 2 and all(_number(item, 0, 1) and item != 1 for item in value)
+    ),
 )
 CUTS = Kind(
     f'"flops", "measured", "parameters", "uniform" or a rising list of whole numbers from 1 to {MOST_LAYERS}',
@@ -161,7 +168,7 @@ KEYS: dict[str, Key] = {
     "optimizer.params": Key(BLOCK),
     "optimizer.params.lr": Key(LEARNING_RATE, auto="the spec's `optimizer.learning_rate`"),
     "optimizer.params.betas": Key(PAIR, auto="the spec's `optimizer.betas`"),
-    "optimizer.params.eps": Key(SHARE, auto="the spec's `optimizer.epsilon`"),
+    "optimizer.params.eps": Key(EPSILON, auto="the spec's `optimizer.epsilon`"),
     "optimizer.params.weight_decay": Key(amount(1000), auto="the spec's `optimizer.weight_decay`"),
     "optimizer.params.torch_adam": Key(
         SWITCH, "true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO."
@@ -180,7 +187,7 @@ KEYS: dict[str, Key] = {
         why="OneCycle and LRRangeTest bring learning rates of their own",
     ),
     "scheduler.params": Key(BLOCK),
-    "scheduler.params.warmup_min_lr": Key(LEARNING_RATE, "Not for WarmupCosineLR.", auto="0"),
+    "scheduler.params.warmup_min_lr": Key(FROM_LEARNING_RATE, "Not for WarmupCosineLR.", auto="0"),
     "scheduler.params.warmup_max_lr": Key(
         LEARNING_RATE, "Not for WarmupCosineLR.", auto="the spec's `optimizer.learning_rate`"
     ),

@@ -7,6 +7,7 @@ How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,6 +59,8 @@ Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 ALL_SIGMAS = (0.0, MOST_SIGMA)
 Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
+LEAST_SIGNAL = 1e-30
+"""Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
 LEAST_AUGMENTED = 8
 """Smallest image in pixels that augmentation can pad by reflection."""
 MOST_LAYERS = 256
@@ -209,7 +212,7 @@ class DiffusionSpec(Section):
     schedule: Annotated[str, _one_of(SCHEDULES), _listed("Noise schedule", SCHEDULES)] = "linear"
     timesteps: Timesteps = 1000
     """Number of timesteps T; edm and flow have none."""
-    beta_start: Small = 1e-4
+    beta_start: Annotated[float, Field(ge=1e-15, le=1.0)] = 1e-4
     """First beta of the linear schedule."""
     beta_end: Factor = 0.02
     """Last beta of the linear schedule."""
@@ -592,6 +595,9 @@ def _check_unet(spec: RunSpec) -> None:
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
     _check_ema(spec.ema, train.images)
+    trackers = spec.logging.trackers
+    if len(set(trackers)) < len(trackers):
+        raise ValueError(f"logging.trackers = [{', '.join(trackers)}] has one tracker twice; leave one out")
     check_picture(spec.samples, spec.data.image_size)
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
@@ -610,11 +616,19 @@ def _check_training(spec: RunSpec) -> None:
                 f"diffusion.zero_terminal_snr = true needs betas, which schedule {diffusion.schedule} does not have; "
                 "use false"
             )
-    elif schedule.reads_beta_range and not diffusion.beta_start < diffusion.beta_end < 1:
-        raise ValueError(
-            f"diffusion.beta_start = {diffusion.beta_start} and beta_end = {diffusion.beta_end} must rise and stay "
-            f"below 1, as DDPM's 0.0001 and 0.02 do"
-        )
+    elif schedule.reads_beta_range:
+        start, end, steps = diffusion.beta_start, diffusion.beta_end, diffusion.timesteps
+        if not start < end < 1:
+            raise ValueError(
+                f"diffusion.beta_start = {start} and beta_end = {end} must rise and stay below 1, as DDPM's 0.0001 and "
+                f"0.02 do"
+            )
+        betas = (start + (end - start) * step / max(steps - 1, 1) for step in range(steps))
+        if sum(math.log1p(-beta) for beta in betas) < 2.0 * math.log(LEAST_SIGNAL):
+            raise ValueError(
+                f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
+                f"{LEAST_SIGNAL:g} of the image, too little to compute with; use fewer timesteps or a smaller beta_end"
+            )
     if diffusion.zero_terminal_snr and diffusion.objective == "eps":
         raise ValueError(
             "diffusion.objective = eps can't be learned if diffusion.zero_terminal_snr leaves noise alone; use v or x0"

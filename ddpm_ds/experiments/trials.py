@@ -114,6 +114,9 @@ def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise ExperimentError(f"--vary {item}: a sweep is one experiment; vary something else")
         if name in variables:
             raise ExperimentError(f"--vary {name} is given twice; write its values in one list")
+        for other in variables:
+            if both := _sets(name) & _sets(other):
+                raise ExperimentError(f"--vary {other} and --vary {name} both set {min(both)}; leave one out")
         variables[name] = values
     return variables
 
@@ -207,6 +210,17 @@ def _setting(name: str) -> str:
         return f"derived.{DERIVED[name]}"
     path = _json_path(name)
     return f"ds_config.{path}" if path else name
+
+
+def _sets(name: str) -> set[str]:
+    """Return the keys that a variable sets: of the spec, or of the JSON with its prefix."""
+    if name == "precision":
+        return {f"{JSON_PREFIX}fp16.enabled", f"{JSON_PREFIX}bf16.enabled"}
+    path = _json_path(name)
+    keys = {f"{JSON_PREFIX}{path}" if path else name}
+    if name == "micro_batch_images":
+        keys |= {f"{JSON_PREFIX}gradient_accumulation_steps", "train.accumulation"}
+    return keys
 
 
 def _json_path(name: str) -> str | None:

@@ -148,7 +148,8 @@ class Candidate:
 
 def offloads(config: Mapping[str, Any]) -> bool:
     """Return whether a DeepSpeed JSON keeps the optimizer in host memory."""
-    return "offload_optimizer" in config.get("zero_optimization", {})
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return bool(offload.get("device", "none") != "none")
 
 
 def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Candidate]:

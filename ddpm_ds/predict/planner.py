@@ -68,7 +68,7 @@ def plan(
 
     job = Workload(spec, config, devices.is_cpu)
     predictor = Predictor(job, devices)
-    among = candidates(predictor)
+    among = candidates(predictor, ds_config)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
     return search(predictor, top, among)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
 from ddpm_ds.config.ds_config import resolve
-from ddpm_ds.errors import LayoutError, UserError
+from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
 from ddpm_ds.predict.memory import peak_bytes, pipeline_memory
@@ -62,26 +63,36 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), turned)
 
 
-def candidates(predictor: Predictor) -> list[Candidate]:
-    """Return layouts that training accepts; those that recompute have the interval that needs least memory."""
+def candidates(predictor: Predictor, path: Path | str = "plan") -> list[Candidate]:
+    """Return layouts that training accepts; those that recompute have the interval that needs least memory.
+
+    ``path`` is that of the DeepSpeed JSON, for messages.
+
+    Raises:
+        DsConfigError: training would refuse the JSON with every layout.
+    """
     chosen: list[Candidate] = []
     recomputing: dict[Candidate, tuple[int, Candidate]] = {}
-    accepted: dict[tuple[str, int, bool, int], bool] = {}
+    refusals: dict[tuple[str, int, bool, int], UserError | None] = {}
     machine = predictor.machine
     possible = layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)
     for layout in tqdm(list(possible), "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
         if predictor.cut(layout) is None:
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
-        if kind not in accepted:
-            accepted[kind] = _is_accepted(predictor, layout)
-        if not accepted[kind]:
+        if kind not in refusals:
+            refusals[kind] = _refusal(predictor, layout, path)
+        if refusals[kind] is not None:
             continue
         if layout.checkpoint_interval:
             like, needs = replace(layout, checkpoint_interval=1), _needs(predictor, layout)
             recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
         else:
             chosen.append(layout)
+    if all(refusals.values()):
+        for refusal in refusals.values():
+            if isinstance(refusal, DsConfigError):
+                raise refusal
     return chosen + [layout for _, layout in recomputing.values()]
 
 
@@ -121,14 +132,14 @@ def _order(prediction: Prediction) -> tuple[float, int]:
     return prediction.step_seconds, prediction.peak.total
 
 
-def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
-    """Return whether training would accept a layout's JSON."""
+def _refusal(predictor: Predictor, layout: Candidate, path: Path | str) -> UserError | None:
+    """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
-        resolve(config, predictor.job.spec, world_size=layout.stages * layout.replicas, stages=None, path="plan")
-    except UserError:
-        return False
-    return True
+        resolve(config, predictor.job.spec, world_size=layout.stages * layout.replicas, stages=None, path=path)
+    except UserError as error:
+        return error
+    return None
 
 
 def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:

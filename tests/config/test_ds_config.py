@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def test_what_memory_and_hosts_decide_stays_auto_until_they_are_known(interval: 
 
 def test_without_a_warm_up_there_is_no_scheduler() -> None:
     assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").blocks
+    message = refusal(config(scheduler__params__warmup_num_steps=10), "optimizer.warmup_images=0")
+    assert "warmup_num_steps = 10 contradicts the spec: optimizer.warmup_images / train.batch_images is 0" in message
 
 
 def test_a_decay_of_the_spec_drops_a_warm_up_that_agrees_with_it() -> None:
@@ -213,7 +216,7 @@ def test_a_learning_rate_has_one_range_in_spec_and_json() -> None:
     most = config(optimizer__params__lr=1e6)
     assert filled(most, "optimizer.learning_rate=1e6").blocks["optimizer"]["params"]["lr"] == 1e6
     message = refusal(config(optimizer__params__lr=1e6 + 1))
-    assert "optimizer.params.lr = 1000001.0 should be a number from 0 to 1,000,000" in message
+    assert 'optimizer.params.lr = 1000001.0 should be a number > 0 and <= 1,000,000 or "auto"' in message
 
 
 @pytest.mark.parametrize(
@@ -274,15 +277,23 @@ def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert filled(config(pipeline__in_flight=3), world_size=2, stages=2).in_flight == 3
     recorded = filled(config(pipeline__in_flight=3, pipeline__replan=True))
     assert recorded.schedule == "1f1b" and filled(recorded.as_json()) == recorded
+    for ignored in ({"partition": [8]}, {"stages": 1, "schedule": "folded"}):
+        for name, value in (("in_flight", 3), ("replan", True)):
+            message = refusal(config(pipeline={name: value, **ignored}), world_size=2, stages=2)
+            assert f"pipeline.{name} = {json.dumps(value)} belongs to a planned schedule" in message
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 
 def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> None:
-    counts = {"pipeline__partition": [4.0], "pipeline__in_flight": 2.0, "zero_optimization__reduce_bucket_size": 5e8}
+    counts = {
+        "pipeline__partition": [2.0, 9.0, 12.0],
+        "pipeline__in_flight": 2.0,
+        "zero_optimization__reduce_bucket_size": 5e8,
+    }
     resolved = filled(config(**counts, pipeline__activation_checkpoint_interval=2.0), world_size=2, stages=2)
     bucket = resolved.blocks["zero_optimization"]["reduce_bucket_size"]
     numbers = [*resolved.partition, resolved.in_flight, resolved.checkpoint_interval, bucket]
-    assert numbers == [4, 2, 2, 500_000_000] and all(type(number) is int for number in numbers)
+    assert numbers == [2, 9, 12, 2, 2, 500_000_000] and all(type(number) is int for number in numbers)
     assert type(resolved.blocks["gradient_clipping"]) is float, "what is no count stays as it is written"
 
 
@@ -304,6 +315,9 @@ def test_the_command_line_wins_over_the_json() -> None:
         ({"pipeline__partition": [2, 5]}, 4, 2, ["-p 2 needs 1 or 3 cuts"]),
         ({"pipeline__schedule": "1f1b", "pipeline__partition": [2, 5, 9]}, 4, 2, ["-p 2 needs 1 cuts"]),
         ({}, 3, 1, ["train.batch_images = 64", "3 replicas", "batch_images=66"]),
+        ({"gradient_accumulation_steps": 4}, 3, 1, ["3 replicas", "batch_images=72"]),
+        ({"train_micro_batch_size_per_gpu": 5}, 3, 1, ["3 replicas", "batch_images=75"]),
+        ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 4}, 3, 1, ["batch_images=60"]),
         ({"pipeline__schedule": "folded", "pipeline__partition": [2, 9]}, 4, 2, ["-p 2 needs 3 cuts"]),
         ({"pipeline__schedule": "folded"}, 1, None, ["nothing to fold on one stage", "-p 2"]),
         (
@@ -369,6 +383,12 @@ def test_a_layout_is_exact_or_refused(
             [],
             'optimizer.params.lr = 0.01 contradicts the spec: optimizer.learning_rate is 0.001; write "auto" or --set '
             "optimizer.learning_rate=0.01",
+        ),
+        (
+            {"optimizer__params__betas": [0.8, 0.9]},
+            [],
+            "optimizer.params.betas = [0.8, 0.9] contradicts the spec: optimizer.betas is [0.9, 0.999]; write "
+            "\"auto\" or --set 'optimizer.betas=[0.8, 0.9]'",
         ),
         (
             {"gradient_accumulation_steps": 4},
@@ -457,6 +477,17 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         (
             {"optimizer__params__torch_adam": False, "optimizer__params__fused": True},
             "optimizer.params.fused is PyTorch's; it needs torch_adam = true, or remove it",
+        ),
+        (
+            {"optimizer__params__torch_adam": False, "optimizer__params__fused": False},
+            "optimizer.params.fused is PyTorch's; it needs torch_adam = true, or remove it",
+        ),
+        ({"optimizer__params__lr": 0}, "optimizer.params.lr = 0 should be a number > 0"),
+        ({"optimizer__params__eps": 0}, "optimizer.params.eps = 0 should be a number > 0"),
+        ({"optimizer__params__betas": [0.9, 1]}, "should be a list of two numbers >= 0 and < 1"),
+        (
+            {"zero_optimization__offload_optimizer": {"pin_memory": True}},
+            "zero_optimization.offload_optimizer.device is missing, so that nothing is offloaded",
         ),
         (
             {"optimizer__params__foreach": True, "optimizer__params__fused": True},

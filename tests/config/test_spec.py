@@ -81,6 +81,9 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ),
         ({"diffusion__beta_end": 1e-5}, ["diffusion.beta_start = 0.0001", "beta_end = 1e-05"]),
         ({"diffusion__beta_end": 1.5}, ["beta_end = 1.5", "below 1"]),
+        ({"diffusion__beta_end": 0.95}, ["diffusion.timesteps = 1000", "beta_end = 0.95", "fewer timesteps"]),
+        ({"diffusion__timesteps": 100_000}, ["diffusion.timesteps = 100000", "less than 1e-30 of the image"]),
+        ({"diffusion__beta_start": 1e-17}, ["should be greater than or equal to 0.000000000000001"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),
         ({"train__label_drop": 0.1}, ["train.label_drop = 0.1", "unet.classes"]),
         (
@@ -88,6 +91,7 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             ["ema.profiles = [0.05, 0.05]", "one length twice"],
         ),
         ({"ema__profiles": [0.05, 0.1]}, ["ema.profiles = [0.05, 0.1]", "ema.snapshot_images", "for 64"]),
+        ({"logging__trackers": ["wandb", "wandb"]}, ["logging.trackers = [wandb, wandb]", "leave one out"]),
         ({"ema__snapshot_images": 64}, ["ema.snapshot_images = 64", "profiles [0.05, 0.1]", "or null"]),
     ],
 )

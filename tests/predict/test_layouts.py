@@ -10,7 +10,7 @@ import pytest
 
 from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
+from ddpm_ds.predict.layouts import Candidate, ds_config, layouts, offloads
 from ddpm_ds.predict.search import candidates
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
@@ -74,6 +74,8 @@ def test_a_given_accumulation_is_kept_and_offload_needs_a_host_and_zero() -> Non
     assert {one.micro_batches for one in layouts(job, 2, offload=False)} == {4}
     found = {(one.zero_stage, one.offload) for one in layouts(small_job(), 2, offload=True)}
     assert found == {(0, False), (1, False), (2, False), (1, True), (2, True)}
+    for given, expected in (({"device": "none"}, False), ({"device": "cpu"}, True), ({}, False)):
+        assert offloads({"zero_optimization": {"stage": 1, "offload_optimizer": given}}) == expected
 
 
 def test_what_lies_across_nodes_is_only_asked_where_there_is_a_choice() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
@@ -17,7 +17,7 @@ from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.predict.report import report, why
 from ddpm_ds.predict.search import candidates, search, sort_out
 from tests.launching import tiny_spec
-from tests.predict.small import small_job, small_predictor
+from tests.predict.small import ADAMW, small_job, small_predictor
 
 SLOW_LINKS: dict[str, Any] = {"link_bandwidth": 2e6, "network_bandwidth": 1e6}
 
@@ -99,6 +99,12 @@ def test_a_batch_that_can_not_be_shared_is_said() -> None:
         search(small_predictor(512), top=1)
     with pytest.raises(LayoutError, match=r"train.accumulation = 16 .* leave no layout on 32 devices"):
         search(small_predictor(32, small_job(tiny_spec(train={"accumulation": 16}))), top=1)
+
+
+def test_a_json_that_contradicts_the_spec_is_said() -> None:
+    job = small_job(optimizer={**ADAMW, "params": {"lr": 5}})
+    with pytest.raises(DsConfigError, match=r"plan: optimizer.params.lr = 5 contradicts the spec"):
+        search(small_predictor(2, job), 1)
 
 
 def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
