@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +178,7 @@ def micro_batches(
         sampler=itertools.count(),
         collate_fn=_as_it_is,
         num_workers=workers,
+        worker_init_fn=_stay_until_asked,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # keeps the loader from drawing from torch's global generator
     )
@@ -241,6 +245,21 @@ def _ahead(read: Callable[[int], _Read], threads: int, size: int, pin_memory: bo
             batches = coming.popleft().result()
             coming.append(pool.submit(parts, number))
             yield from batches
+
+
+def _stay_until_asked(_: int) -> None:
+    """Let SIGTERM end this worker process only if its training process sends it.
+
+    A scheduler that stops a run sends it to all processes, and training needs images to finish the step and save.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in later threads, too
+    threading.Thread(target=_end_when_asked, daemon=True).start()
+
+
+def _end_when_asked() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _as_it_is(read: Any) -> Any:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, shard_name
-from ddpm_ds.errors import DataError
+from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import read_bytes, sha256_of, sync
 
 CLAIMS = "claims"
@@ -202,8 +202,18 @@ class _Shards:
                 if record is not None:
                     records[number] = record
             wait = not worked
+        self._check_skipped([image for record in records.values() for image in record.skipped])  # of all processes
         self.bar.update(self.plan.images - self.bar.n)
         return [records[number] for number in range(self.plan.shards)]
+
+    def _check_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
+        """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows."""
+        if len(skipped) > self.max_bad_fraction * self.plan.images:
+            name, reason = skipped[0]
+            raise DataError(
+                f"data.max_bad_fraction = {self.max_bad_fraction:g} is passed: {len(skipped)} of {self.plan.images} "
+                f"images are unreadable so far, first {name}: {reason}; fix or remove them, or raise it to skip them"
+            )
 
     def _read_record(self, number: int) -> Record | None:
         with suppress(FileNotFoundError):
@@ -227,13 +237,7 @@ class _Shards:
                     sizes += map(len, chunk.images) if plan.kind == "encoded" else []
                     skipped += chunk.skipped
                     bar.update(len(chunk.images) + len(chunk.skipped))
-                    if (bad := len(skipped_before) + len(skipped)) > self.max_bad_fraction * plan.images:
-                        name, reason = (*skipped_before, *skipped)[0]
-                        raise DataError(
-                            f"data.max_bad_fraction = {self.max_bad_fraction:g} is passed: {bad} of {plan.images} "
-                            f"images are unreadable so far, first {name}: {reason}; fix or remove them, or raise it to "
-                            "skip them"
-                        )
+                    self._check_skipped([*skipped_before, *skipped])
                 file.seek(0)
                 self._write_header(file, len(labels))
             sync(temporary)
@@ -273,7 +277,7 @@ def _describe(
     for name, array in files.items():
         np.save(folder / name, array)
     if skipped:
-        report = "".join(f"{name}\t{reason}\n" for name, reason in skipped)
+        report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
         (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
     checksums = {shard_name(plan.kind, number): record.sha256 for number, record in enumerate(records)}
     meta = CacheMeta(

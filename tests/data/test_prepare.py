@@ -141,6 +141,23 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(folder: 
     assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
 
 
+def test_unreadable_images_of_other_processes_count_and_each_takes_one_line(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call finds all files written, as a host does whose others had the unreadable images."""
+    (folder / "cats" / "a\nb\t.png").write_bytes(b"")
+    (folder / "dogs" / "c.png").write_bytes(b"")
+    tolerant = spec_of(source="folder", path=folder, max_bad_fraction=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_describe", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(tolerant)
+    with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.1 is passed: 2 of 14 images"):
+        prepare(spec_of(source="folder", path=folder, max_bad_fraction=0.1))
+    report = (prepare(tolerant).path / "skipped.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in report] == [r"cats/a\nb\t.png", "dogs/c.png"]
+
+
 def test_store_root_that_can_not_be_written_is_one_line(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
