@@ -140,8 +140,11 @@ def write_cache(
                 for name in (CLAIMS, *map(_record_name, range(plan.shards))):
                     (path / name).unlink()
     except OSError:
-        if not path.exists():  # unless another process has finished
+        if path.exists():  # another process has finished
+            return
+        if folder.exists():
             raise
+        write_cache(path, plan, chunks, spec, classes, progress, made_of)  # another gave up: meet what it has met
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise

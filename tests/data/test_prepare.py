@@ -270,6 +270,23 @@ def test_what_another_process_begins_of_the_same_images_meanwhile_is_left_to_it(
     assert (writing._begun(path, plan) / "work").exists()
 
 
+def test_a_process_whose_work_another_has_given_up_meets_the_same_fault(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds its folder removed, which is no fault of ``data.store_root``."""
+    write = writing._Shards._write_shard
+
+    def without_folder(shards: writing._Shards, *arguments: Any) -> writing.Record:
+        monkeypatch.setattr(writing._Shards, "_write_shard", write)
+        shutil.rmtree(shards.folder)
+        return write(shards, *arguments)
+
+    (folder / "cats" / "2.png").write_text("not an image")
+    monkeypatch.setattr(writing._Shards, "_write_shard", without_folder)
+    with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.01 is passed: 1 of 12"):
+        prepare(spec_of(source="folder", path=folder))
+
+
 def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(
     folder: Path, spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
