@@ -20,6 +20,8 @@ BIG_BYTES = 2**24
 """Memory above which an image counts as big: a PNG of 2048 x 2048 pixels."""
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
+ROW_BYTES = 16
+"""Bytes of Pillow's addresses of an image's rows, which the narrow copy of a large image has too."""
 WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
 """Maximum pixels of an image that is converted and scaled as a whole, and pixels of the strips in which a larger image
 is, without copying it. As in Pillow, rows are scaled, then rounded, then columns: results differ by rounding only where
@@ -72,7 +74,7 @@ def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractConte
             needed += 2 * len(image.getbands()) * image.width * image.height
         # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
         image.draft(None, (2 * size, 2 * size))
-        needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height
+        needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height + ROW_BYTES * max(image.size)
         with _memory(needed, whole, big):
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):

@@ -139,12 +139,15 @@ def write_cache(
                 sync(path.parent)
                 for name in (CLAIMS, *map(_record_name, range(plan.shards))):
                     (path / name).unlink()
-    except OSError:
+            else:  # written by another process, perhaps by another plan
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
         if path.exists():  # another process has finished
             return
-        if folder.exists():
+        if not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
             raise
-        write_cache(path, plan, chunks, spec, classes, progress, made_of)  # another gave up: meet what it has met
+        # Another process gave up and removed the folder; begin again, to meet what it has met.
+        write_cache(path, plan, chunks, spec, classes, progress, made_of)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
@@ -165,12 +168,18 @@ def _begun(path: Path, plan: Plan) -> Path:
             f"data.store_root = {path.parent} has {gib(free)} free, and the images take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
+    for other in _folders(path):
         if other != folder:  # another process may have just made it, if the lock does not work
-            with locked(other / CLAIMS):  # waits for processes that still work on another plan
-                shutil.rmtree(other)
+            with locked(other / CLAIMS, wait=False) as mine:  # else a process works on another plan
+                if mine:
+                    shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _folders(path: Path) -> list[Path]:
+    """Return the folders in which processes write the cache at ``path``, one for each plan."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*preparing"))
 
 
 def _record_name(number: int) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -268,6 +269,33 @@ def test_what_another_process_begins_of_the_same_images_meanwhile_is_left_to_it(
 
     monkeypatch.setattr(shutil, "disk_usage", meanwhile)
     assert (writing._begun(path, plan) / "work").exists()
+
+
+def test_processes_that_work_on_another_plan_are_left_alone_and_the_first_cache_counts(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on hosts with copies of a zip archive of different times, and one ``data.store_root``."""
+    spec, lock, write = spec_of(source="folder", path=folder), fcntl.lockf, writing._Shards.write
+    theirs = cache_path(spec).with_name(f".{cache_path(spec).name}.01234567.preparing")
+    theirs.mkdir(parents=True)
+
+    def held_by_them(file: Any, how: int, *part: int) -> None:
+        if file.name != str(theirs / writing.CLAIMS):
+            return lock(file, how, *part)
+        assert how & fcntl.LOCK_NB, "it must not wait for a lock that the others need to finish"
+        raise BlockingIOError
+
+    def they_finish(shards: writing._Shards) -> list[writing.Record]:
+        records = write(shards)
+        shutil.copytree(first.path, cache_path(spec))
+        return records
+
+    monkeypatch.setattr(fcntl, "lockf", held_by_them)
+    first = prepare(spec_of(source="folder", path=folder, image_size=16))
+    assert len(prepare(spec)) == 12 and temporaries(spec) == [theirs]
+    shutil.rmtree(cache_path(spec))
+    monkeypatch.setattr(writing._Shards, "write", they_finish)
+    assert prepare(spec).meta.shape == (1, 16, 16) and temporaries(spec) == [theirs]
 
 
 def test_a_process_whose_work_another_has_given_up_meets_the_same_fault(
