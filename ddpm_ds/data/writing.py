@@ -139,6 +139,8 @@ def write_cache(
                 sync(path.parent)
                 for name in (CLAIMS, *map(_record_name, range(plan.shards))):
                     (path / name).unlink()
+                for begun in path.glob(".????????"):  # by processes that were killed
+                    begun.unlink()
             else:  # written by another process, perhaps by another plan
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:

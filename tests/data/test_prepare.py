@@ -238,6 +238,7 @@ def test_killed_prepare_leaves_no_store_and_the_next_one_goes_on_with_what_is_fi
     store = prepare(spec, verify=True)
     assert store.images[:][:, 0, 4, 4].tolist() == [*range(6), *range(40, 46)]
     assert store.labels.tolist() == [0] * 6 + [1] * 6 and not temporaries(spec)
+    assert not list(store.path.glob(".*")), "what the killed process had begun"
 
 
 def test_what_is_finished_of_other_images_is_not_used(
