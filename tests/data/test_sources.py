@@ -383,6 +383,8 @@ def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: Spec
     assert open_source(spec_of(source="zip", path=archive(path))).classes == ("00000",), "without labels its folders"
     archive(path, names=("a/0.png", "b/1.png", "notes.txt"))
     assert open_source(spec_of(source="zip", path=path)).classes == ("a", "b")
+    archive(path, [["./a/0.png", 1], ["b\\1.png", 0]], names=("./a/0.png", "b/1.png"))
+    assert open_source(spec_of(source="zip", path=path)).labels.tolist() == [1, 0]
 
 
 def test_folders_in_archives_of_all_tools_are_classes_but_hidden_ones(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -408,6 +410,7 @@ def test_folders_in_archives_of_all_tools_are_classes_but_hidden_ones(tmp_path: 
         ([["00000/img0.png", -1], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
         ([["00000/img0.png", True], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
         ([1, 2], None, "dataset.json of data.path"),
+        ([[1, 2]], None, "dataset.json of data.path"),
         ("[" * 10000, None, "levels deep"),
         ("{", None, "dataset.json of data.path"),
         (None, ("a.png", "a.png"), "has a name twice"),

@@ -99,7 +99,7 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
         try:
             with open_regular(path) as file:
                 labels = _labels(_content(file, places[LABELS].tolist()), files)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{LABELS} of data.path = {path}: {one_line(error)}; write it again") from error
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
     return ZipSource(*classed, path, files, table)
@@ -107,8 +107,11 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
 
 def _path(member: zipfile.ZipInfo) -> str:
     """Return a member's path with slashes; some tools of Windows write backslashes, and others begin with ``./``."""
-    path = member.filename.replace("\\", "/") if member.create_system == WINDOWS else member.filename
-    return path.removeprefix("./")
+    return _slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
+
+
+def _slashed(path: str) -> str:
+    return path.replace("\\", "/").removeprefix("./")
 
 
 def _labels(content: bytes, files: Names) -> Labels | None:
@@ -119,6 +122,7 @@ def _labels(content: bytes, files: Names) -> Labels | None:
     if labels is None:
         return None
     numbers = dict(labels)
+    numbers |= {path: number for name, number in numbers.items() if (path := _slashed(name)) not in numbers}
     missing = next((file for file in files if file not in numbers), None)
     if missing is not None:
         raise ValueError(f"{printable(missing)} has no label")
