@@ -36,6 +36,8 @@ from ddpm_ds.files import open_regular, read_bytes, sha256_of
 FORMAT: Final = 1
 LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
 Kind = Literal["pixels", "encoded", "latents"]
+MOST_META_BYTES = 2**28
+"""Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
 MOST_OPEN = 256
 """Maximum image files open at a time; processes are often limited to 1,024 open files."""
 READAHEAD_BYTES = 2**17
@@ -218,7 +220,7 @@ class DatasetCache:
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
-            meta = CacheMeta.model_validate_json(read_bytes(path / META))
+            meta = CacheMeta.model_validate_json(read_bytes(path / META, MOST_META_BYTES))
             names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
             for name in names:
                 open_regular(path / name).close()

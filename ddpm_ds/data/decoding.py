@@ -20,6 +20,8 @@ BIG_BYTES = 2**24
 """Memory above which an image counts as big: a PNG of 2048 x 2048 pixels."""
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
+ROW_BYTES = 16
+"""Bytes of Pillow's addresses of an image's rows, which the narrow copy of a large image has too."""
 WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
 """Maximum pixels of an image that is converted and scaled as a whole, and pixels of the strips in which a larger image
 is, without copying it. As in Pillow, rows are scaled, then rounded, then columns: results differ by rounding only where
@@ -72,10 +74,10 @@ def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractConte
             needed += 2 * len(image.getbands()) * image.width * image.height
         # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
         image.draft(None, (2 * size, 2 * size))
-        needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height
+        needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height + ROW_BYTES * max(image.size)
         with _memory(needed, whole, big):
             image.load()
-            if image.mode in ("I", "F"):
+            if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
                 raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
             return fit(image, size, channels)
 
@@ -96,7 +98,7 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
 
     Transparent pixels become white. An image that already fits is returned unchanged.
     """
-    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    orientation = _orientation(image)
     width, height = image.size[::-1] if orientation in (5, 6, 7, 8) else image.size
     mode = "L" if channels == 1 else "RGB"
     if width * height <= WHOLE_PIXELS:
@@ -118,6 +120,14 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
     return np.array(fitted).reshape(size, size, channels)
 
 
+def _orientation(image: Image.Image) -> int:
+    """Return an image's EXIF orientation, 1 (upright) if its EXIF block is damaged, which leaves the pixels intact."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow may raise anything on broken EXIF
+        return 1
+
+
 def _upright(image: Image.Image, orientation: int, start: int, end: int) -> Image.Image:
     """Return rows ``start`` to ``end`` of an image that is turned as its EXIF orientation says."""
     width, height = image.size
@@ -135,7 +145,7 @@ def _upright(image: Image.Image, orientation: int, start: int, end: int) -> Imag
 
 def _coloured(image: Image.Image, mode: str) -> Image.Image:
     """Convert an image to mode L or RGB; transparent pixels become white."""
-    if image.mode.startswith("I;16"):  # Pillow's own conversion clips instead of scaling
+    if image.mode.startswith("I"):  # 16 bits ("I" for PGM); Pillow's own conversion clips instead of scaling
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,10 +179,15 @@ def micro_batches(
         sampler=itertools.count(),
         collate_fn=_as_it_is,
         num_workers=workers,
+        worker_init_fn=_end_when_asked,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # keeps the loader from drawing from torch's global generator
     )
-    reads = iter(loader)
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this: see _end_when_asked
+    try:
+        reads = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory)
 
 
@@ -241,6 +250,23 @@ def _ahead(read: Callable[[int], _Read], threads: int, size: int, pin_memory: bo
             batches = coming.popleft().result()
             coming.append(pool.submit(parts, number))
             yield from batches
+
+
+def _end_when_asked(_: int) -> None:
+    """Let SIGTERM, which all threads of this worker process block, end it only if its training process sends it.
+
+    A scheduler that stops a run sends it to all processes, and training needs images to finish the step and save. It is
+    blocked before the worker starts, since PyTorch and other libraries may start threads in it before this is called.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_wait_for_the_signal_of, args=(parent.pid,), daemon=True).start()
+
+
+def _wait_for_the_signal_of(process: int | None) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
+        pass
+    os._exit(0)
 
 
 def _as_it_is(read: Any) -> Any:

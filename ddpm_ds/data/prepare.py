@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import META, CacheMeta, DatasetCache, Kind
+from ddpm_ds.data.cache import META, MOST_META_BYTES, CacheMeta, DatasetCache, Kind
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
@@ -75,7 +75,7 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes."""
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
     try:
-        names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META)).classes
+        names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META, MOST_META_BYTES)).classes
     except (OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         return numbers
     return names if len(names) == len(numbers) else numbers

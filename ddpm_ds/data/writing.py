@@ -26,7 +26,7 @@ from tqdm import tqdm
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, shard_name
-from ddpm_ds.errors import DataError
+from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import read_bytes, sha256_of, sync
 
 CLAIMS = "claims"
@@ -139,9 +139,17 @@ def write_cache(
                 sync(path.parent)
                 for name in (CLAIMS, *map(_record_name, range(plan.shards))):
                     (path / name).unlink()
-    except OSError:
-        if not path.exists():  # unless another process has finished
+                for begun in path.glob(".????????"):  # by processes that were killed
+                    begun.unlink()
+            else:  # written by another process, perhaps by another plan
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        if path.exists():  # another process has finished
+            return
+        if not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
             raise
+        # Another process gave up and removed the folder; begin again, to meet what it has met.
+        write_cache(path, plan, chunks, spec, classes, progress, made_of)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
@@ -162,12 +170,18 @@ def _begun(path: Path, plan: Plan) -> Path:
             f"data.store_root = {path.parent} has {gib(free)} free, and the images take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
+    for other in _folders(path):
         if other != folder:  # another process may have just made it, if the lock does not work
-            with locked(other / CLAIMS):  # waits for processes that still work on another plan
-                shutil.rmtree(other)
+            with locked(other / CLAIMS, wait=False) as mine:  # else a process works on another plan
+                if mine:
+                    shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _folders(path: Path) -> list[Path]:
+    """Return the folders in which processes write the cache at ``path``, one for each plan."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*preparing"))
 
 
 def _record_name(number: int) -> str:
@@ -202,8 +216,18 @@ class _Shards:
                 if record is not None:
                     records[number] = record
             wait = not worked
+        self._check_skipped([image for record in records.values() for image in record.skipped])  # of all processes
         self.bar.update(self.plan.images - self.bar.n)
         return [records[number] for number in range(self.plan.shards)]
+
+    def _check_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
+        """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows."""
+        if len(skipped) > self.max_bad_fraction * self.plan.images:
+            name, reason = skipped[0]
+            raise DataError(
+                f"data.max_bad_fraction = {self.max_bad_fraction:g} is passed: {len(skipped)} of {self.plan.images} "
+                f"images are unreadable so far, first {name}: {reason}; fix or remove them, or raise it to skip them"
+            )
 
     def _read_record(self, number: int) -> Record | None:
         with suppress(FileNotFoundError):
@@ -227,13 +251,7 @@ class _Shards:
                     sizes += map(len, chunk.images) if plan.kind == "encoded" else []
                     skipped += chunk.skipped
                     bar.update(len(chunk.images) + len(chunk.skipped))
-                    if (bad := len(skipped_before) + len(skipped)) > self.max_bad_fraction * plan.images:
-                        name, reason = (*skipped_before, *skipped)[0]
-                        raise DataError(
-                            f"data.max_bad_fraction = {self.max_bad_fraction:g} is passed: {bad} of {plan.images} "
-                            f"images are unreadable so far, first {name}: {reason}; fix or remove them, or raise it to "
-                            "skip them"
-                        )
+                    self._check_skipped([*skipped_before, *skipped])
                 file.seek(0)
                 self._write_header(file, len(labels))
             sync(temporary)
@@ -273,7 +291,7 @@ def _describe(
     for name, array in files.items():
         np.save(folder / name, array)
     if skipped:
-        report = "".join(f"{name}\t{reason}\n" for name, reason in skipped)
+        report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
         (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
     checksums = {shard_name(plan.kind, number): record.sha256 for number, record in enumerate(records)}
     meta = CacheMeta(

@@ -59,7 +59,8 @@ class Requests:
         wakeup.setblocking(False)
         self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
-        threading.Thread(target=self._hear, name="signals", daemon=True).start()
+        self._hearing = threading.Thread(target=self._hear, name="signals", daemon=True)
+        self._hearing.start()
 
     def _hear(self) -> None:
         heard_at = time.monotonic()
@@ -110,6 +111,10 @@ class Requests:
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if leaving else handler)
         signal.set_wakeup_fd(self._wakeup_before)
+        # Workers of the loader have copies of the socket, so closing does not end the thread. If it ended with them,
+        # while Python shuts down, it would release collectives of the process group, which aborts the process.
+        self._wakeup.shutdown(socket.SHUT_WR)
+        self._hearing.join()
         self._wakeup.close()
 
     def _asked(self, wishes: torch.Tensor) -> Asked:

@@ -65,6 +65,12 @@ def test_a_changed_byte_is_found_by_its_checksum_and_arrays_must_fit_the_meta_da
     assert "meta.json is not that of a data-set cache" in refused(copy)
 
 
+def test_a_cache_may_have_a_class_for_each_of_very_many_folders(copy: Path) -> None:
+    change_meta(copy, classes=[f"{number:040}" for number in range(400_000)])
+    assert (copy / "meta.json").stat().st_size > 2**24
+    assert len(DatasetCache.open(copy).meta.classes) == 400_000
+
+
 def test_a_missing_file_is_named_and_a_missing_cache_says_how_to_make_it(copy: Path) -> None:
     for name in ("labels.npy", "images.npy", "meta.json"):
         (copy / name).unlink()

@@ -109,6 +109,13 @@ def test_what_would_take_too_much_is_refused_by_its_header(
             decode(content, 8, 3)
 
 
+def test_rows_of_a_very_tall_image_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = file_of(Image.new("L", (1, 10_000)), "png")
+    monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 150_000)
+    with pytest.raises(ValueError, match=r"^1 x 10000 pixels take 0 MB to decode"):
+        decode(content, 8, 3)
+
+
 def test_pixels_that_would_take_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 1000)
     assert decode(np.zeros((15, 16, 1), np.uint8), 8, 1).shape == (8, 8, 1)

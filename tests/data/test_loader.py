@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import queue
 import shutil
+import subprocess
 import threading
+import time
 import tracemalloc
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -205,6 +208,22 @@ def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache, monkeyp
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # 5 s between two looks
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
         take(broken(digits, die=True), 1, workers=2)
+
+
+def test_a_scheduler_that_asks_all_processes_to_stop_does_not_take_the_workers_away(digits: DatasetCache) -> None:
+    starts = [threading.Thread(target=time.sleep, args=(PATIENCE_SECONDS,), daemon=True).start]
+    os.register_at_fork(after_in_child=lambda: [start() for start in starts])  # as libraries do
+    before = multiprocessing.active_children()
+    batches = micro_batches(digits, seed=1, batch_images=512, micro_batch_images=512, replicas=1, replica=0, workers=1)
+    starts.clear()
+    next(batches)
+    (worker,) = (process for process in multiprocessing.active_children() if process not in before)
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    for _ in range(20):  # more than are read ahead
+        next(batches)
+    worker.terminate()  # as its own process may
+    worker.join(PATIENCE_SECONDS)
+    assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

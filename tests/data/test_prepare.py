@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -141,6 +142,23 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(folder: 
     assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
 
 
+def test_unreadable_images_of_other_processes_count_and_each_takes_one_line(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call finds all files written, as a host does whose others had the unreadable images."""
+    (folder / "cats" / "a\nb\t.png").write_bytes(b"")
+    (folder / "dogs" / "c.png").write_bytes(b"")
+    tolerant = spec_of(source="folder", path=folder, max_bad_fraction=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_describe", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(tolerant)
+    with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.1 is passed: 2 of 14 images"):
+        prepare(spec_of(source="folder", path=folder, max_bad_fraction=0.1))
+    report = (prepare(tolerant).path / "skipped.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in report] == [r"cats/a\nb\t.png", "dogs/c.png"]
+
+
 def test_store_root_that_can_not_be_written_is_one_line(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +238,7 @@ def test_killed_prepare_leaves_no_store_and_the_next_one_goes_on_with_what_is_fi
     store = prepare(spec, verify=True)
     assert store.images[:][:, 0, 4, 4].tolist() == [*range(6), *range(40, 46)]
     assert store.labels.tolist() == [0] * 6 + [1] * 6 and not temporaries(spec)
+    assert not list(store.path.glob(".*")), "what the killed process had begun"
 
 
 def test_what_is_finished_of_other_images_is_not_used(
@@ -251,6 +270,50 @@ def test_what_another_process_begins_of_the_same_images_meanwhile_is_left_to_it(
 
     monkeypatch.setattr(shutil, "disk_usage", meanwhile)
     assert (writing._begun(path, plan) / "work").exists()
+
+
+def test_processes_that_work_on_another_plan_are_left_alone_and_the_first_cache_counts(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on hosts with copies of a zip archive of different times, and one ``data.store_root``."""
+    spec, lock, write = spec_of(source="folder", path=folder), fcntl.lockf, writing._Shards.write
+    theirs = cache_path(spec).with_name(f".{cache_path(spec).name}.01234567.preparing")
+    theirs.mkdir(parents=True)
+
+    def held_by_them(file: Any, how: int, *part: int) -> None:
+        if file.name != str(theirs / writing.CLAIMS):
+            return lock(file, how, *part)
+        assert how & fcntl.LOCK_NB, "it must not wait for a lock that the others need to finish"
+        raise BlockingIOError
+
+    def they_finish(shards: writing._Shards) -> list[writing.Record]:
+        records = write(shards)
+        shutil.copytree(first.path, cache_path(spec))
+        return records
+
+    monkeypatch.setattr(fcntl, "lockf", held_by_them)
+    first = prepare(spec_of(source="folder", path=folder, image_size=16))
+    assert len(prepare(spec)) == 12 and temporaries(spec) == [theirs]
+    shutil.rmtree(cache_path(spec))
+    monkeypatch.setattr(writing._Shards, "write", they_finish)
+    assert prepare(spec).meta.shape == (1, 16, 16) and temporaries(spec) == [theirs]
+
+
+def test_a_process_whose_work_another_has_given_up_meets_the_same_fault(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds its folder removed, which is no fault of ``data.store_root``."""
+    write = writing._Shards._write_shard
+
+    def without_folder(shards: writing._Shards, *arguments: Any) -> writing.Record:
+        monkeypatch.setattr(writing._Shards, "_write_shard", write)
+        shutil.rmtree(shards.folder)
+        return write(shards, *arguments)
+
+    (folder / "cats" / "2.png").write_text("not an image")
+    monkeypatch.setattr(writing._Shards, "_write_shard", without_folder)
+    with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.01 is passed: 1 of 12"):
+        prepare(spec_of(source="folder", path=folder))
 
 
 def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(

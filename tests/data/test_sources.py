@@ -99,6 +99,15 @@ def test_exif_orientation_is_applied(tmp_path: Path, spec_of: SpecOf) -> None:
     assert pixels[:, 0].min() > 225 > 30 > pixels[:, -1].max()
 
 
+def test_an_image_with_damaged_exif_is_taken_as_upright(tmp_path: Path, spec_of: SpecOf) -> None:
+    for name in ("a.png", "b.webp", "c.jpg"):
+        halves(32, 32).save(in_folder(tmp_path, name), exif=b"Exif\0\0neither II nor MM")
+    source = open_source(spec_of(source="folder", path=tmp_path / "pictures"))
+    for i in range(3):
+        pixels, _ = at(source, i)
+        assert pixels[:, 0].max() < 30 < 225 < pixels[:, -1].min()
+
+
 def test_large_jpeg_looks_the_same_as_a_png_of_it(tmp_path: Path, spec_of: SpecOf) -> None:
     waves = (127 + 100 * np.sin(np.arange(128) * 2 * np.pi / 16)).astype(np.uint8)  # 4 pixels long at size 32
     image = Image.fromarray(np.broadcast_to(waves, (128, 128)).copy())
@@ -109,9 +118,11 @@ def test_large_jpeg_looks_the_same_as_a_png_of_it(tmp_path: Path, spec_of: SpecO
 
 
 def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path, spec_of: SpecOf) -> None:
-    path = in_folder(tmp_path)
-    Image.fromarray(np.full((8, 8), 0x4000, np.uint16)).save(path)
-    assert (at(open_source(spec_of(source="folder", path=path.parent)), 0)[0] == 0x40).all()
+    grey = Image.fromarray(np.full((8, 8), 0x4000, np.uint16))
+    for name in ("a.png", "b.pgm", "c.tif"):
+        grey.save(in_folder(tmp_path, name))
+    source = open_source(spec_of(source="folder", path=tmp_path / "pictures"))
+    assert all((at(source, i)[0] == 0x40).all() for i in range(3))
 
 
 @pytest.mark.parametrize("broken", ["text", "cut", "empty", "float"])
@@ -372,6 +383,24 @@ def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: Spec
     assert open_source(spec_of(source="zip", path=archive(path))).classes == ("00000",), "without labels its folders"
     archive(path, names=("a/0.png", "b/1.png", "notes.txt"))
     assert open_source(spec_of(source="zip", path=path)).classes == ("a", "b")
+    archive(path, [["./a/0.png", 1], ["b\\1.png", 0]], names=("./a/0.png", "b/1.png"))
+    assert open_source(spec_of(source="zip", path=path)).labels.tolist() == [1, 0]
+
+
+def test_folders_in_archives_of_all_tools_are_classes_but_hidden_ones(tmp_path: Path, spec_of: SpecOf) -> None:
+    def classes(names: Sequence[str], system: int = 3) -> tuple[str, ...]:
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+            for name in names:
+                member = zipfile.ZipInfo(name)
+                member.create_system = system
+                file.writestr(member, encoded(GREY[0]))
+        return open_source(spec_of(source="zip", path=tmp_path / "a.zip")).classes
+
+    assert classes(("cats\\0.png", "dogs\\old\\1.png"), system=0) == ("cats", "dogs"), "old tools of Windows"
+    assert classes(("cats\\0.png",)) == (".",), "elsewhere a file's name may have it"
+    assert classes(("./cats/0.png", "./dogs/1.png")) == ("cats", "dogs")
+    hidden = ("cats/.ipynb_checkpoints/0.png", ".Trash/0.png", "__MACOSX/cats/._0.png")
+    assert classes(("cats/0.png", *hidden)) == ("cats",)
 
 
 @pytest.mark.parametrize(
@@ -381,6 +410,7 @@ def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: Spec
         ([["00000/img0.png", -1], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
         ([["00000/img0.png", True], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
         ([1, 2], None, "dataset.json of data.path"),
+        ([[1, 2]], None, "dataset.json of data.path"),
         ("[" * 10000, None, "levels deep"),
         ("{", None, "dataset.json of data.path"),
         (None, ("a.png", "a.png"), "has a name twice"),

@@ -91,6 +91,7 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         "path": [f"files/{number}.png" for number in range(12)],
         "kind": FIRST,
         "text": ["a"] * 12,
+        "hash": pa.array([2**63] * 12, pa.uint64()),
     }
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.table(columns), path)
@@ -100,10 +101,10 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         assert (at(source, 5, channels=3)[0] == PICTURES[5]).all()
         assert source.classes == ("0", "1", "2") and source.labels.tolist() == FIRST
     assert open_source(spec_of(**spec, image_column="bytes")).classes == (".",)
-    assert "has no column of images; its columns are bytes, struct, path, kind, text" in line_of(spec_of(**spec))
+    assert "has no column of images; its columns are bytes, struct, path, kind, text, hash" in line_of(spec_of(**spec))
     assert "data.image_column = kind of data.path" in line_of(spec_of(**spec, image_column="kind"))
     assert "data.image_column = x is no column" in line_of(spec_of(**spec, image_column="x"))
-    for column, said in (("text", "holds no whole numbers"), ("x", "is no column of")):
+    for column, said in (("text", "no whole numbers"), ("x", "is no column of"), ("hash", "beyond 64 bits")):
         assert said in line_of(spec_of(**spec, image_column="bytes", label_column=column))
 
 

@@ -48,6 +48,7 @@ def test_shards_are_read_in_place_in_the_order_of_their_names_and_members(tmp_pa
     )
     shard(tmp_path / "shards" / "2.tar", b)
     shard(tmp_path / "shards" / "1.tar", {"x.png": PNG[0], "x.cls": b"1", "x.seg.png": b"", ".hidden.png": b""})
+    (tmp_path / "shards" / "._1.tar").write_bytes(b"\0\5\x16\7")  # as macOS writes on other file systems
     source = open_source(spec_of(source="webdataset", path=tmp_path / "shards"))
     assert source.classes == tuple("01234") and source.labels.tolist() == [1, 4, 0]
     assert [source.name(i) for i in range(3)] == ["1.tar/x.png", "2.tar/deep/b0.png", "2.tar/a1.png"]

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,14 @@ def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) != before[0]
     requests.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_the_thread_ends_with_close_although_a_forked_process_has_its_socket(tmp_path: Path) -> None:
+    requests = Requests(tmp_path, None, ["rank 0"])
+    copy = os.dup(requests._wakeup.fileno())  # as the loader's workers have one
+    requests.close()
+    assert not any(thread.name == "signals" for thread in threading.enumerate())
+    os.close(copy)
 
 
 @pytest.mark.parametrize(("name", "wish"), [("save", Asked(save=True)), ("save_and_stop", Asked(stop=True))])

@@ -182,13 +182,17 @@ def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[s
     elif not _whole(_feature(rows, "data.label_column", column, key)):
         columns = ", ".join(rows.column_names)
         raise DataError(f"data.label_column = {column} of {key} holds no whole numbers; its columns are {columns}")
-    labels = rows.data.column(column).cast("int64").fill_null(UNLABELLED).to_numpy()
+    fix = "name another with data.label_column, or mend it"
+    try:
+        labels = rows.data.column(column).cast("int64").fill_null(UNLABELLED).to_numpy()
+    except ValueError as error:  # Arrow's: a number beyond 64 bits
+        raise DataError(f"{key} has labels in column {column} beyond 64 bits ({one_line(error)}); {fix}") from error
     names = getattr(rows.features[column], "names", None)
     missing, most = int((labels < 0).sum()), int(labels.max(initial=0))
     none_is_meant = missing == len(labels) and spec.label_column is None
     if (missing and not none_is_meant) or most >= (len(names) if names else MOST_CLASSES):
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
-        raise DataError(f"{key} has {what} in column {column}; name another with data.label_column, or mend it")
+        raise DataError(f"{key} has {what} in column {column}; {fix}")
     return labelled(labels, names)
 
 

@@ -104,7 +104,7 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
     if not path.exists():
         raise DataError(f"data.path = {path} does not exist; {fix}")
     try:
-        found = sorted(path.iterdir()) if path.is_dir() else [path]
+        found = sorted(one for one in path.iterdir() if one.name[0] != ".") if path.is_dir() else [path]
     except OSError as error:
         raise DataError(f"data.path = {path} can't be listed ({error.strerror}); {fix}") from error
     if packed := [one.name for one in found if one.suffix in COMPRESSED]:

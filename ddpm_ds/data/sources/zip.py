@@ -41,6 +41,8 @@ LABELS = "dataset.json"
 """File of labels in archives written by the tools of EDM and StyleGAN."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
+WINDOWS = 0
+"""A zip archive's number of a system where no name holds a backslash."""
 ENCRYPTED = 1
 """Flag of an encrypted member."""
 
@@ -77,14 +79,14 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
     try:
         with zipfile.ZipFile(path) as archive:
             members = [member for member in archive.infolist() if not member.is_dir()]
-        places = {member.filename: _place(member) for member in members}
+        places = {_path(member): _place(member) for member in members}
     except (OSError, ValueError, OverflowError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again") from error
     if len(places) < len(members):
         raise DataError(f"data.path = {path} has a name twice; write it again")
     if outside := [name for name in places if name.startswith("/") or ".." in name.split("/")]:
         raise DataError(f"data.path = {path} points outside itself ({printable(outside[0])}); write it again")
-    names = [name for name in places if is_image(os.path.basename(name))]
+    names = [name for name in places if is_image(os.path.basename(name)) and "/." not in f"/{name}"]
     if not names:
         raise DataError(
             f"data.path = {path} holds no image files (.png, .jpg, .webp, ...); give an archive of images with "
@@ -97,10 +99,19 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
         try:
             with open_regular(path) as file:
                 labels = _labels(_content(file, places[LABELS].tolist()), files)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{LABELS} of data.path = {path}: {one_line(error)}; write it again") from error
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
     return ZipSource(*classed, path, files, table)
+
+
+def _path(member: zipfile.ZipInfo) -> str:
+    """Return a member's path with slashes; some tools of Windows write backslashes, and others begin with ``./``."""
+    return _slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
+
+
+def _slashed(path: str) -> str:
+    return path.replace("\\", "/").removeprefix("./")
 
 
 def _labels(content: bytes, files: Names) -> Labels | None:
@@ -111,6 +122,7 @@ def _labels(content: bytes, files: Names) -> Labels | None:
     if labels is None:
         return None
     numbers = dict(labels)
+    numbers |= {path: number for name, number in numbers.items() if (path := _slashed(name)) not in numbers}
     missing = next((file for file in files if file not in numbers), None)
     if missing is not None:
         raise ValueError(f"{printable(missing)} has no label")
