@@ -138,6 +138,7 @@ def test_cuda_asked_for_by_the_environment_and_absent_is_refused(
 
 def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
     assert choose_device("cpu").type == "cpu" and not torch.backends.cudnn.benchmark
