@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -171,11 +172,14 @@ def test_a_launcher_whose_part_is_killed_before_ranks_exist_is_a_lost_process(ru
     run = start(command(run_dir, "0"))
 
     def node_launchers() -> list[psutil.Process]:
-        found = psutil.Process(run.pid).children(recursive=True)
-        return [process for process in found if "deepspeed.launcher.launch" in process.cmdline()]
+        found = []
+        for process in psutil.Process(run.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # a program that the launcher ran has left
+                if "deepspeed.launcher.launch" in process.cmdline():
+                    found.append(process)
+        return found
 
-    wait_for(node_launchers)
-    for process in node_launchers():
+    for process in wait_for(node_launchers):
         process.kill()
     assert finish(run) == (76, [LOST])
 
