@@ -13,6 +13,16 @@ EXIT_PEER_LOST = 76
 
 LONGEST_LINE = 2000
 """Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
+OUT_OF_MEMORY = (
+    "can't allocate memory",  # PyTorch's allocator on a CPU
+    "Cannot allocate memory",
+    "out of memory",  # also in PyTorch's OutOfMemoryError, of each of its allocators on a GPU
+    "ALLOC_FAILED",  # cuBLAS and cuDNN
+    "ALLOCATION_FAILED",  # cuDNN 9
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's workspace
+    "bad_alloc",
+)
+"""Texts of the errors of libraries that ran out of memory."""
 
 
 def one_line(text: str) -> str:
@@ -105,3 +115,10 @@ class PeerLostError(Exception):
 
 KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
 """Errors that every rank raises at the same step, so that all ranks can shut down together."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that the device or the host ran out of memory."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)

@@ -25,7 +25,7 @@ from ddpm_ds.command_line import (
     writing,
 )
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.predict.machine import KINDS, Machine
 from ddpm_ds.predict.planner import plan
 from ddpm_ds.processes.ranks import set_environment
@@ -145,8 +145,6 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
         try:
             return measure(images)
         except (MemoryError, RuntimeError) as error:
-            from ddpm_ds.fit.measure import is_out_of_memory
-
             if not is_out_of_memory(error):
                 raise
             raise LayoutError(

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ddpm_ds.config.spec import SamplerSpec, check_sampler
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.errors import LayoutError, PeerLostError, SpecError
+from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
 from ddpm_ds.evaluate.outputs import ImageFolder, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
@@ -217,8 +217,7 @@ def draw_share(
                         after_step=show,
                     )
                 except RuntimeError as error:
-                    # The allocator for the CPU has no error class of its own.
-                    if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                    if not is_out_of_memory(error):
                         raise
                     raise LayoutError(
                         f"--batch-images = {request.batch_images}: the device has no memory for so many images at "

@@ -21,7 +21,7 @@ from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
 from ddpm_ds.data.prepare import by_processes, decoding_of
 from ddpm_ds.data.writing import Chunk, Plan
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -222,7 +222,9 @@ def unet_need(spec: RunSpec, feed: Feed, precision: Dtype, seconds: float) -> Un
             step(batch)
             while len(times) < FEWEST_STEPS or sum(times) < seconds:
                 times.append(step(batch))
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise LayoutError(
             f"--micro-batch = {feed.micro_batch_images}: the device has no memory for a step of the U-Net with so many "
             "images; use fewer"

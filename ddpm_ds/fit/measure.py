@@ -24,16 +24,6 @@ from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 
 MOST_WARM_UP_STEPS = 40
 """Maximum number of steps before the timed ones; fp16 skips the weight update until it has found a loss scale."""
-OUT_OF_MEMORY = (
-    "can't allocate memory",  # PyTorch's allocator on a CPU
-    "Cannot allocate memory",
-    "out of memory",
-    "ALLOC_FAILED",  # cuBLAS and cuDNN
-    "ALLOCATION_FAILED",  # cuDNN 9
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's workspace
-    "bad_alloc",
-)
-"""Texts of out-of-memory errors that have no class of their own."""
 
 
 def measure(
@@ -66,13 +56,6 @@ def measure(
     interval = plan.ds.checkpoint_interval
     assert interval != "auto"
     return seconds, peak, interval
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the device or the host ran out of memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def _train(

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.errors import UserError
+from ddpm_ds.errors import UserError, is_out_of_memory
 from ddpm_ds.fit.task import Task, largest_fitting
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
@@ -253,7 +253,7 @@ def take_part(
     except UserError as error:
         answer = Answer("refused", str(error))
     except Exception as error:
-        if measure.is_out_of_memory(error):
+        if is_out_of_memory(error):
             answer = Answer("memory", "ran out of memory")
         else:
             answer = Answer("failed", traceback.format_exc())

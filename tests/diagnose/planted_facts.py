@@ -40,7 +40,7 @@ class Bench:
     in_flight: int | None = None
     replan: bool = False
     accumulation: int | Literal["auto"] = "auto"
-    """Of the spec."""
+    """The spec's ``train.accumulation``."""
     warmup_images: int = 0
     workers: int = 0
     zero_stage: int = 0

@@ -16,7 +16,7 @@ import pytest
 from ddpm_ds.cli import fit as fit_command
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.fit import trial as fit_trial
 from ddpm_ds.fit.task import Task
 from ddpm_ds.fit.trial import TriedSize, run_trial, search, take_part
@@ -153,6 +153,4 @@ def test_a_budget_too_little_for_one_image_is_said_with_what_is_needed(
     ids=str,
 )
 def test_libraries_that_run_out_of_memory_say_so_in_words_of_their_own(error: Exception, memory: bool) -> None:
-    from ddpm_ds.fit.measure import is_out_of_memory  # DeepSpeed, which the other tests leave to their processes
-
     assert is_out_of_memory(error) == memory

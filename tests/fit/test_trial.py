@@ -44,7 +44,6 @@ def play(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Measured]) -> N
     """Let processes do this instead of training; PyTorch is not imported."""
     stand_in = types.ModuleType("ddpm_ds.fit.measure")
     stand_in.measure = measure  # type: ignore[attr-defined]
-    stand_in.is_out_of_memory = lambda error: isinstance(error, MemoryError)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ddpm_ds.fit.measure", stand_in)
     monkeypatch.setattr("ddpm_ds.fit.measure", stand_in, raising=False)
 
