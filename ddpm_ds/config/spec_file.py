@@ -23,10 +23,14 @@ JSON_PREFIX = "ds."
 
 MOST_NODES = 10_000
 """Maximum number of values in a YAML text, including repetitions by aliases."""
+MOST_EXACT = 2**53
+"""Largest number up to which floats represent every whole number."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML within limits, to which a duplicate key is an error, 1e-4 a number and a date text."""
+    """Loader of YAML within limits, to which a duplicate key is an error, 1e-4 a number, 1e6 a whole number and a date
+    text.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -65,7 +69,9 @@ class _Loader(yaml.SafeLoader):
         try:
             if node.tag in _NUMBERS:
                 check_digits(node.value)
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            exact = isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT
+            return int(value) if exact else value  # fields of numbers take both
         except ValueError as error:
             raise yaml.MarkedYAMLError(None, None, str(error), node.start_mark) from None
 
