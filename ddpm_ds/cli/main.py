@@ -119,7 +119,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
         device = choose_device("auto")
     store = prepare(data, progress=True, verify=True, encode_on=device)
-    skipped = f", {store.meta.skipped:,} unreadable ones left out (skipped.txt)" if store.meta.skipped else ""
+    skipped = f", {store.meta.skipped:,} left out (skipped.txt)" if store.meta.skipped else ""
     what = f"latents of {'x'.join(map(str, store.meta.shape))}" if store.meta.kind == "latents" else "images"
     print(f"{store.path}: {len(store):,} {what}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:

@@ -129,7 +129,7 @@ class DataSpec(Section):
     """Column of images that `huggingface` reads; null means the only image column."""
     label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
-    numbers named label."""
+    numbers or names that is named label."""
     image_size: Pixels
     """Height and width of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents."""
     crop_from: Pixels | None = None
@@ -146,7 +146,7 @@ class DataSpec(Section):
     """Number of images that are held out of training, for the held-out loss; it alone decides which images these
     are."""
     max_bad_fraction: Fraction = 0.01
-    """Share of unreadable images above which preparation fails; up to it they are skipped and reported."""
+    """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: FilePath = Path("data")
     """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
     store: Literal["auto", "pixels", "encoded"] = "auto"

@@ -8,7 +8,7 @@
         offsets.npy   int64 (N + 1,), only for encoded images: first byte of each, over all files, and the end
         labels.npy    int64 (N,)
         meta.json     CacheMeta
-        skipped.txt   unreadable images, one per line, if there were any
+        skipped.txt   images that were left out and why, one per line, if there were any
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 from tqdm import tqdm
 
 from ddpm_ds.data.decoding import decode
-from ddpm_ds.errors import DataError
+from ddpm_ds.data.sources.base import map_array
+from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
 FORMAT: Final = 1
@@ -38,6 +39,8 @@ LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skip
 Kind = Literal["pixels", "encoded", "latents"]
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
+MOST_NAMED = 12
+"""Maximum classes of which a summary names each."""
 MOST_OPEN = 256
 """Maximum image files open at a time; processes are often limited to 1,024 open files."""
 READAHEAD_BYTES = 2**17
@@ -53,6 +56,10 @@ def shard_name(kind: Kind, number: int) -> str:
     return f"images{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' else 'npy'}"
 
 
+Extent = Annotated[int, Field(ge=1, le=2**16)]
+"""Channels, height or width of the images, of which a forged number is refused before memory is allocated for it."""
+
+
 class CacheMeta(BaseModel):
     """Content of ``meta.json``."""
 
@@ -62,7 +69,7 @@ class CacheMeta(BaseModel):
     source: str
     folder: str | None
     count: NonNegativeInt
-    shape: tuple[PositiveInt, PositiveInt, PositiveInt]  # (C, H, W)
+    shape: tuple[Extent, Extent, Extent]  # (C, H, W)
     classes: tuple[str, ...]
     skipped: NonNegativeInt
     sha256: dict[str, str]
@@ -187,7 +194,7 @@ class StoredImages:
     @cached_property
     def _mapped(self) -> Images:
         """Memory-mapped images (n, C, H, W) of a single file."""
-        return _array(self._path, self._meta.files[0])
+        return map_array(self._paths[0])
 
     def _bytes_now(self, number: int) -> int:
         file = self._file(number)
@@ -224,12 +231,14 @@ class DatasetCache:
             names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
             for name in names:
                 open_regular(path / name).close()
+                if name not in meta.sha256:
+                    raise damaged(path, f"{META} has no checksum of {name}")
             if verify:
                 for name, checksum in checksums(path, names, progress).items():
-                    if meta.sha256.get(name) != checksum:
+                    if meta.sha256[name] != checksum:
                         raise damaged(path, f"{name} has another checksum than meta.json says")
-            labels = _array(path, LABELS)
-            offsets = np.array(_array(path, OFFSETS)) if meta.kind == "encoded" else None
+            labels = map_array(path / LABELS)
+            offsets = np.array(map_array(path / OFFSETS)) if meta.kind == "encoded" else None
             for wrong in _misfits(path, meta, labels, offsets):
                 raise damaged(path, wrong)
             return cls(path, meta, StoredImages(path, meta, offsets), np.array(labels))
@@ -257,6 +266,17 @@ class DatasetCache:
         return replace(self, meta=meta, images=images)
 
     @property
+    def summary(self) -> str:
+        """The number of images, of those left out, and of the images of each class; of many classes only some."""
+        counts = np.bincount(self.labels, minlength=len(self.meta.classes)).tolist()
+        named = [f"{one_line(name)} {count:,}" for name, count in zip(self.meta.classes, counts, strict=True)]
+        if len(named) > MOST_NAMED:
+            named = [f"{min(counts):,} to {max(counts):,} each", *named[:3], "...", named[-1]]
+        left_out = f", {self.meta.skipped:,} left out ({SKIPPED})" if self.meta.skipped else ""
+        kinds = "without classes" if self.meta.classes == (".",) else f"in {len(counts):,} classes: {', '.join(named)}"
+        return f"{len(self):,} images{left_out} {kinds}"
+
+    @property
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in self.meta.files]
@@ -274,25 +294,17 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         yield f"{LABELS} has labels of none of the {len(meta.classes)} classes"
     if offsets is not None and (offsets.dtype != np.int64 or offsets.shape != (meta.count + 1,)):
         yield f"{OFFSETS} is {offsets.dtype} {offsets.shape} for {meta.count} images"
-    if offsets is not None and (np.diff(offsets) < 0).any():
+    if offsets is not None and (offsets[1:] < offsets[:-1]).any():  # a difference might not fit 64 bits
         yield f"{OFFSETS} does not rise"
     start = 0
     for name, count in zip(meta.files, meta.counts, strict=True):
         if offsets is None:
-            images = _array(path, name)
+            images = map_array(path / name)
             if images.dtype != meta.dtype or images.shape != (count, *meta.shape):
                 yield f"{name} is {images.dtype} {images.shape}, {META} says otherwise"
         elif (path / name).stat().st_size != offsets[start + count] - offsets[start]:
             yield f"{name} has another size than {OFFSETS} says"
         start += count
-
-
-def _array(path: Path, name: str) -> npt.NDArray[Any]:
-    """Memory-map a ``.npy`` file of the cache, so that a forged header can't allocate more than the file holds."""
-    try:
-        return np.load(path / name, mmap_mode="r")
-    except (ValueError, EOFError, OverflowError, MemoryError) as error:  # from numpy, for a broken header or file
-        raise damaged(path, f"{name} is cut short or no numpy file") from error
 
 
 def _reopen(path: Path, size: int) -> DatasetCache:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import META, MOST_META_BYTES, CacheMeta, DatasetCache, Kind
+from ddpm_ds.data.cache import META, MOST_META_BYTES, CacheMeta, DatasetCache, Kind, damaged
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
@@ -105,6 +105,8 @@ def prepare(
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)
+        if found.meta.shape != (shape := (spec.channels, spec.stored_size, spec.stored_size)):
+            raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {shape}")
         if encode_on is not None and cache_path(pixels := pixels_of(spec)).exists():
             now = prepare(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
@@ -128,7 +130,10 @@ def prepare(
             f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
             "choose another folder with --set data.store_root=FOLDER"
         ) from error
-    return DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
+    made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
+    if progress:
+        print(f"{path.name}: {made.summary}", file=sys.stderr)
+    return made
 
 
 def _build(spec: DataSpec, progress: bool, processes: int) -> Path:

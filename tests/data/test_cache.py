@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,6 +64,32 @@ def test_a_changed_byte_is_found_by_its_checksum_and_arrays_must_fit_the_meta_da
     assert "meta.json is not that of a data-set cache of format 1" in refused(copy)
     (copy / "meta.json").write_text("{")
     assert "meta.json is not that of a data-set cache" in refused(copy)
+
+
+@pytest.mark.parametrize(
+    "shape", [[2**40] * 3, [10**30] * 3, [3, 2**16, 2**16], [1, 8, 16], [3, 8, 8], [0, 8, 8], [8, 8]]
+)
+@pytest.mark.parametrize("kind", ["pixels", "encoded"])
+def test_a_forged_shape_is_one_line_before_it_allocates(
+    kind: str, shape: list[int], folder: Path, spec_of: Callable[..., DataSpec]
+) -> None:
+    spec = spec_of(source="folder", path=folder, store=kind)
+    path = prepare.prepare(spec).path
+    change_meta(path, shape=shape)
+    with pytest.raises(
+        DataError, match=r"data-set cache is unusable: (meta.json|images.npy) .*; delete .* and prepare"
+    ):
+        prepare.prepare(spec)
+
+
+def test_forged_offsets_and_missing_checksums_are_one_line(folder: Path, spec_of: Callable[..., DataSpec]) -> None:
+    path = prepare.prepare(spec_of(source="folder", path=folder, store="encoded")).path
+    offsets = np.load(path / "offsets.npy")
+    offsets[1:3] = 2**62, -(2**62)  # whose difference wraps
+    np.save(path / "offsets.npy", offsets)
+    assert "offsets.npy does not rise" in refused(path, verify=False)
+    change_meta(path, sha256={})
+    assert "meta.json has no checksum of images.bin" in refused(path, verify=False)
 
 
 def test_a_cache_may_have_a_class_for_each_of_very_many_folders(copy: Path) -> None:

@@ -142,6 +142,25 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(folder: 
     assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
 
 
+def test_preparation_says_which_classes_it_found_with_their_numbers_of_images(
+    folder: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def said(**changes: Any) -> str:
+        shutil.rmtree(spec_of().store_root, ignore_errors=True)
+        prepare(spec_of(**{"source": "folder", "path": folder, "max_bad_fraction": 0.2} | changes), progress=True)
+        return capfd.readouterr().err.splitlines()[-1].partition(": ")[2]
+
+    (folder / "cats" / "2.png").write_text("not an image")
+    assert said() == "11 images, 1 left out (skipped.txt) in 2 classes: cats 5, dogs 6"
+    for number in range(20):
+        shutil.copytree(folder / "dogs", folder / f"e{number:02}\n")
+    assert said() == (
+        r"131 images, 1 left out (skipped.txt) in 22 classes: 5 to 6 each, cats 5, dogs 6, e00\n 6, ..., e19\n 6"
+    )
+    shutil.copytree(folder / "dogs", folder / "all" / "flat")
+    assert said(path=folder / "all" / "flat") == "6 images without classes"
+
+
 def test_unreadable_images_of_other_processes_count_and_each_takes_one_line(
     folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

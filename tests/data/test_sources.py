@@ -301,11 +301,12 @@ def test_arrays_of_any_order_are_read_with_their_labels(
 ) -> None:
     path = written(tmp_path / name, **arrays)
     source = open_source(spec_of(source="arrays", path=path, channels=expected.shape[3]))
-    labels = next((arrays[key].tolist() for key in ("labels", "arr_1") if key in arrays), [0] * 5)
+    given = next((arrays[key].tolist() for key in ("labels", "arr_1") if key in arrays), None)
+    labels = given or [0] * 5
     for i, (image, label) in enumerate(zip(expected, labels, strict=True)):
         pixels, found = at(source, i, channels=expected.shape[3])
         assert (pixels == image).all() and found == label
-    assert source.classes == tuple(map(str, range(max(labels) + 1))) and len(source.labels) == 5
+    assert source.classes == (tuple(map(str, range(max(labels) + 1))) if given else (".",)) and len(source.labels) == 5
 
 
 @pytest.mark.parametrize(
@@ -344,6 +345,50 @@ def test_packed_arrays_are_mapped_from_a_file_that_nobody_has_to_remove(tmp_path
     source = open_source(spec)
     assert isinstance(source, ArraySource) and isinstance(source.images, np.memmap)
     assert not list(spec.store_root.iterdir()) and (source.read(4) == COLOUR[4]).all()
+
+
+def npy(shape: str = "(5, 8, 8)", descr: str = "'|u1'", header: str | None = None) -> bytes:
+    """The bytes of a ``.npy`` file of 320 zeros whose header says this."""
+    text = header or f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n" + bytes(320)
+
+
+FORGED = {
+    **{f"shape {shape}": npy(shape) for shape in ("(6, 8, 8)", "(-5, 8, 8)", "(5, -8, -8)", "(0, 8, 8)", "()", "5")},
+    **{f"shape {shape}": npy(shape) for shape in ("[5, 8, 8]", "'x'", "None", "(5.0, 8, 8)", "(True, 8, 8)", "(5, 8")},
+    "a shape that wraps": npy(f"({2**32}, {2**31}, 2)"),
+    "a shape beyond 64 bits": npy(f"({2**63}, 8, 8)"),
+    "a shape of many": npy("(" + "1," * 70 + ")"),
+    **{f"descr {descr}": npy(descr=descr) for descr in ("'O'", "'|V0'", "'zz'", "5", "None", "[('a', 'O')]", "'S0'")},
+    "an expression": npy(header="__import__('os').abort()"),
+    "nesting": npy(header="(" * 5000),
+    "a long header": npy(header=" " * 20_000),
+    "zeros": npy(header="\0" * 50),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize("place", ["file", "images", "labels"])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_forged_header_of_an_array_is_one_line(forged: bytes, place: str, tmp_path: Path, spec_of: SpecOf) -> None:
+    path = tmp_path / ("a.npy" if place == "file" else "a.npz")
+    path.write_bytes(forged)
+    if place != "file":
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("images.npy", forged if place == "images" else npy())
+            file.writestr("labels.npy", forged if place == "labels" else npy("(5,)"))
+    line = line_of(spec_of(source="arrays", path=path))
+    assert line.startswith(f"data.path = {path} ") and len(line) < 500
+
+
+def test_an_array_that_is_there_twice_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = written(tmp_path / "a.npz", images=GREY, arr_0=GREY)
+    assert "it has images or labels twice" in line_of(spec_of(source="arrays", path=path))
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            file.writestr("images.npy", npy())
+    assert "it has images or labels twice" in line_of(spec_of(source="arrays", path=path))
 
 
 def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.png", "00000/img1.png")) -> Path:
@@ -409,6 +454,8 @@ def test_folders_in_archives_of_all_tools_are_classes_but_hidden_ones(tmp_path: 
         ([["00000/img1.png", 2]], None, "00000/img0.png has no label"),
         ([["00000/img0.png", -1], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
         ([["00000/img0.png", True], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
+        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["00000/img0.png", 2]], None, "00000/img0.png has two labels"),
+        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["00000\\img1.png", 1]], None, "00000/img1.png has two labels"),
         ([1, 2], None, "dataset.json of data.path"),
         ([[1, 2]], None, "dataset.json of data.path"),
         ("[" * 10000, None, "levels deep"),
@@ -423,6 +470,44 @@ def test_archives_that_are_wrong_are_one_line(
 ) -> None:
     path = archive(tmp_path / "a.zip", labels, names or ("00000/img0.png", "00000/img1.png"))
     assert said in line_of(spec_of(source="zip", path=path))
+
+
+def test_what_an_archive_labels_but_lacks_is_left_out_and_named(tmp_path: Path, spec_of: SpecOf) -> None:
+    labels = [["00000/img0.png", 0], ["00000/img1.png", 1], ["00000/img2.png", 5], ["notes.npy", 2]]
+    spec = spec_of(source="zip", path=archive(tmp_path / "a.zip", labels))
+    with pytest.raises(
+        DataError, match=r"max_bad_fraction = 0.01 is passed: 2 of 4 .*00000/img2.png: dataset.json has a"
+    ):
+        prepare(spec)
+    store = prepare(spec.model_copy(update={"max_bad_fraction": 0.5}))
+    assert (store.labels.tolist(), store.meta.skipped) == ([0, 1], 2)
+    assert "notes.npy\tdataset.json has a label for it" in (store.path / "skipped.txt").read_text()
+
+
+@pytest.mark.parametrize("source", ["folder", "zip", "webdataset"])
+def test_pictures_that_pillow_can_not_decode_are_left_out_and_named(
+    source: str, tmp_path: Path, spec_of: SpecOf
+) -> None:
+    files = {"0.png": encoded(GREY[0]), "1.heic": b"\0\0\0\x18ftypheic", "2.jxl": b"\xff\x0a", "notes.txt": b"no image"}
+    root = tmp_path / "pictures"
+    root.mkdir()
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    path = root
+    if source == "zip":
+        path = Path(shutil.make_archive(str(tmp_path / "a"), "zip", root))
+    elif source == "webdataset":
+        path = Path(shutil.make_archive(str(tmp_path / "a"), "tar", root))
+    store = prepare(spec_of(source=source, path=path, max_bad_fraction=0.9))
+    named = [Path(line.split("\t")[0]).name for line in (store.path / "skipped.txt").read_text().splitlines()]
+    assert (len(store), named) == (1, ["1.heic", "2.jxl"])
+
+
+def test_a_folder_of_two_names_is_one_line(folder: Path, spec_of: SpecOf) -> None:
+    """One of them would lose all of its images."""
+    (folder / "all").symlink_to("dogs")
+    line = line_of(spec_of(source="folder", path=folder))
+    assert line == f"data.path = {folder}: dogs/ and all/ are the same folder; remove one of them"
 
 
 def test_a_disk_that_is_full_while_an_array_is_unpacked_is_one_line(

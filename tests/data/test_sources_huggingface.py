@@ -90,7 +90,9 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         "struct": [{"bytes": content, "path": None} for content in files],
         "path": [f"files/{number}.png" for number in range(12)],
         "kind": FIRST,
-        "text": ["a"] * 12,
+        "text": ["b", "a", "a"] * 4,
+        "ratio": [0.5] * 12,
+        "lists": [[1]] * 12,
         "hash": pa.array([2**63] * 12, pa.uint64()),
     }
     path = tmp_path / "a.parquet"
@@ -101,10 +103,15 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         assert (at(source, 5, channels=3)[0] == PICTURES[5]).all()
         assert source.classes == ("0", "1", "2") and source.labels.tolist() == FIRST
     assert open_source(spec_of(**spec, image_column="bytes")).classes == (".",)
-    assert "has no column of images; its columns are bytes, struct, path, kind, text, hash" in line_of(spec_of(**spec))
+    assert "has no column of images; its columns are bytes, struct, path, kind, text, ratio, lists, hash" in line_of(
+        spec_of(**spec)
+    )
     assert "data.image_column = kind of data.path" in line_of(spec_of(**spec, image_column="kind"))
     assert "data.image_column = x is no column" in line_of(spec_of(**spec, image_column="x"))
-    for column, said in (("text", "no whole numbers"), ("x", "is no column of"), ("hash", "beyond 64 bits")):
+    named = open_source(spec_of(**spec, image_column="bytes", label_column="text"))
+    assert named.classes == ("a", "b") and named.labels.tolist() == [1, 0, 0] * 4
+    fix = "no whole numbers or names; choose with --set data.label_column= one of path, kind, text, hash"
+    for column, said in (("ratio", fix), ("lists", fix), ("x", "is no column of"), ("hash", "can't be read (")):
         assert said in line_of(spec_of(**spec, image_column="bytes", label_column=column))
 
 
@@ -124,6 +131,9 @@ def test_files_that_know_no_features_are_read_by_named_columns(tmp_path: Path, s
         ),
         ({"label": [-1, *FIRST[1:]]}, {}, "has 1 of 12 rows without a label in column label"),
         ({"label": [None, None, *FIRST[2:]]}, {}, "has 2 of 12 rows without a label in column label"),
+        ({"label": [None, *"abababababa"]}, {"label": datasets.Value("string")}, "has 1 of 12 rows without a label in"),
+        ({"label": [0.5] * 12}, {"label": datasets.Value("float32")}, "data.label_column = label of data.path"),
+        ({"label": [0.5] * 12}, {"label": datasets.Value("float32")}, "float32, no whole numbers or names; convert or"),
         ({"label": [10**6] * 12}, {"label": datasets.Value("int64")}, "has the label 1000000 in column label"),
         ({"image": [], "label": []}, {}, "can't be loaded ("),
     ],
@@ -141,6 +151,30 @@ def test_a_data_set_of_which_no_row_has_a_label_is_one_class(tmp_path: Path, spe
     source = open_source(spec_of(source="huggingface", path=tmp_path / "a"))
     assert source.classes == (".",) and not source.labels.any()
     assert "12 of 12 rows without" in line_of(spec_of(source="huggingface", path=tmp_path / "a", label_column="label"))
+
+
+def test_a_label_in_words_is_a_class(tmp_path: Path, spec_of: SpecOf) -> None:
+    """No image may lose its label only since a column is named label, but holds no numbers."""
+    saved({"label": ["dog", "a cat", "dog"] * 4}, {"label": datasets.Value("string")}).save_to_disk(str(tmp_path / "a"))
+    source = open_source(spec_of(source="huggingface", path=tmp_path / "a"))
+    assert source.classes == ("a cat", "dog") and source.labels.tolist() == [1, 0, 1] * 4
+
+
+@pytest.mark.parametrize("column", ["label", "image"])
+def test_forged_offsets_of_texts_are_one_line(column: str, tmp_path: Path, spec_of: SpecOf) -> None:
+    """Python would raise SystemError on a text of negative length, or end."""
+    text = datasets.Value("string")
+    names = ["a" * 17, "b" * 19, "c" * 23] * 4
+    paths = [{"bytes": encoded(pixels), "path": name} for pixels, name in zip(PICTURES, names, strict=True)]
+    saved({"label": names, "image": paths}, {"label": text}).save_to_disk(str(tmp_path / "a"))
+    (file,) = (tmp_path / "a").glob("*.arrow")
+    offsets = np.cumsum([0, *map(len, names)], dtype=np.int32)
+    content, at_first = file.read_bytes(), file.read_bytes().find(offsets.tobytes())
+    place = at_first if column == "image" else content.rfind(offsets.tobytes())
+    forged = offsets.copy()
+    forged[5] = -(2**20)
+    file.write_bytes(content[:place] + forged.tobytes() + content[place + forged.nbytes :])
+    assert "can't be read (" in line_of(spec_of(source="huggingface", path=tmp_path / "a"))
 
 
 def test_what_is_missing_broken_or_of_another_split_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import shutil
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import UnreadableImage, open_source, webdataset
 from ddpm_ds.errors import DataError
 from tests.data.reading import PICTURES, at, encoded, line_of
@@ -78,6 +80,10 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
         ({"/a.png": PNG[0]}, "/a.png points outside it"),
         ({"a.txt": b"text"}, "holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards"),
         ({}, "holds no images"),
+        (
+            {"a.1.png": PNG[0]},
+            "holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards; a.1.png: its key ends at",
+        ),
     ],
 )
 def test_shards_that_are_wrong_are_one_line(
@@ -119,6 +125,67 @@ def test_a_shard_damaged_anywhere_is_an_error_of_a_line_or_of_an_image(tmp_path:
             for i in range(len(source.labels)):
                 with contextlib.suppress(UnreadableImage):
                     at(source, i)
+
+
+@pytest.mark.parametrize("between", [b"", bytes(512), bytes(2**20)])
+def test_tar_files_in_one_file_are_all_read(between: bytes, tmp_path: Path, spec_of: SpecOf) -> None:
+    """As ``cat a.tar b.tar`` writes them; a tar file ends with zeros."""
+    one = shard(tmp_path / "1", sample("a", 0, b"1")).read_bytes()
+    two = shard(tmp_path / "2", sample("b", 1, b"0")).read_bytes()
+    path = tmp_path / "both.tar"
+    path.write_bytes(one + between + two)
+    source = open_source(spec_of(source="webdataset", path=path))
+    assert [source.name(i) for i in range(2)] == ["both.tar/a.png", "both.tar/b.png"]
+    assert source.labels.tolist() == [1, 0] and (at(source, 1, channels=3)[0] == PICTURES[1]).all()
+    for damaged in (one + between + two[:700], one + between + b"junk" * 256, one + between + one):
+        path.write_bytes(damaged)
+        assert f"shard {path}" in line_of(spec_of(source="webdataset", path=path))
+
+
+@pytest.mark.parametrize(
+    ("members", "left_out"),
+    [
+        (
+            sample("a", 0) | {"img.1.png": PNG[1], "img.2.png": PNG[2]},
+            {"img.1.png": "first dot", "img.2.png": "first dot"},
+        ),
+        (sample("a", 0, b"0") | {"img.1.png": PNG[1], "img.1.cls": b"1"}, {"img.1.png": "first dot"}),
+        (sample("a", 0) | {"a.1.png": PNG[1]}, {"a.1.png": "first dot"}),
+        (sample("a", 0) | {"v1.0/b.png": PNG[1], "a.seg.png": PNG[2], "notes.txt": b"", "stats.json": b"{}"}, {}),
+        (sample("a", 0, b"0") | {"b.cls": b"1", "b.npy": b""}, {"b.cls": "a label, but no image"}),
+        (sample("a", 0, b"0") | {"b.json": b'{"label": 1}'}, {"b.json": "a label, but no image"}),
+    ],
+)
+def test_members_that_are_not_understood_are_counted_and_named(
+    members: Mapping[str, bytes], left_out: Mapping[str, str], tmp_path: Path, spec_of: SpecOf
+) -> None:
+    spec = spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members), max_bad_fraction=0.9)
+    store = prepare(spec)
+    report = store.path / "skipped.txt"
+    lines = [line.split("\t") for line in report.read_text().splitlines()] if report.exists() else []
+    assert [name for name, _ in lines] == [f"a.tar/{name}" for name in left_out]
+    assert all(word in reason for word, (_, reason) in zip(left_out.values(), lines, strict=True))
+    assert store.meta.skipped == len(left_out) and not store.labels.any()
+    if left_out:
+        shutil.rmtree(store.path)
+        with pytest.raises(DataError, match=r"data.max_bad_fraction = 0.01 is passed: . of"):
+            prepare(spec.model_copy(update={"max_bad_fraction": 0.01}))
+
+
+@pytest.mark.parametrize("size", [b"\x80" + b"\x7f" * 11, b"\xff" * 12, b"7" * 11 + b"\0", b"\x80\0\0\0\1" + bytes(7)])
+@pytest.mark.parametrize("kind", [b"0", b"L", b"x", b"g", b"S", b"D", b"7"])
+def test_a_forged_size_in_a_header_is_an_error_of_a_line(
+    kind: bytes, size: bytes, tmp_path: Path, spec_of: SpecOf
+) -> None:
+    member = tarfile.TarInfo("a.png")
+    member.type = kind
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[124:136], header[148:156] = size, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path = shard(tmp_path / "a.tar", sample("b", 0))
+    path.write_bytes(header + path.read_bytes())
+    with contextlib.suppress(DataError):  # tarfile skips a long name of a negative size
+        open_source(spec_of(source="webdataset", path=path))
 
 
 def test_what_is_no_shard_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:

@@ -6,12 +6,21 @@ import errno
 import shutil
 import tempfile
 import zipfile
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.data.sources.base import MOST_CLASSES, Labels, Pixels, labelled, one_line, read_path
+from ddpm_ds.data.sources.base import (
+    BROKEN,
+    MOST_CLASSES,
+    UNLABELLED,
+    Labels,
+    Pixels,
+    labelled,
+    map_array,
+    one_line,
+    read_path,
+)
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +31,6 @@ if TYPE_CHECKING:
 ARRAY_NAMES = (("images", "arr_0"), ("labels", "arr_1"))
 """Names of the images and of the labels in a .npz."""
 COPY_BYTES = 2**22
-BROKEN = (OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError)
-"""Standard errors that numpy and zipfile raise for broken files."""
 
 
 @dataclass
@@ -66,7 +73,7 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     path = read_path(spec, "a .npy or .npz file")
     try:
         images, labels = _stored_arrays(path, spec.store_root)
-    except (*BROKEN, zipfile.BadZipFile, zlib.error) as error:
+    except BROKEN as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the disk of store_root is full
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again with numpy") from error
@@ -76,7 +83,8 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
             f"data.path = {path} holds images of {images.dtype} {images.shape}; use uint8 (N, H, W), (N, H, W, C) or "
             "(N, C, H, W) with 1 or 3 channels C"
         )
-    labels = np.zeros(len(images), np.int64) if labels is None else labels
+    if labels is None:
+        return ArraySource(*labelled(np.full(len(images), UNLABELLED)), images)
     if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
         raise DataError(
             f"data.path = {path} holds labels of {labels.dtype} {labels.shape} for {len(images):,} images; use one "
@@ -90,21 +98,22 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
 
 def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
     """Return the images and the labels of a numpy file, mapped; raises many kinds of errors."""
-    from numpy.lib.format import open_memmap
 
     def unpacked(member: zipfile.ZipInfo) -> npt.NDArray[Any]:
         """Unpack an array into an unnamed temporary file, comparing its checksum, and map it."""
         with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
             shutil.copyfileobj(packed, file, COPY_BYTES)
             file.flush()
-            return open_memmap(f"/proc/self/fd/{file.fileno()}", mode="r")
+            return map_array(Path(f"/proc/self/fd/{file.fileno()}"))
 
     if path.suffix != ".npz":
-        return open_memmap(path, mode="r"), None
+        return map_array(path), None
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        images, labels = (next((members[name] for name in names if name in members), None) for names in ARRAY_NAMES)
-        if images is None:
+        found = [[name for name in names if name in members] for names in ARRAY_NAMES]
+        if len(members) < len(archive.infolist()) or max(map(len, found)) > 1:
+            raise ValueError("it has images or labels twice")
+        if not found[0]:
             raise ValueError(f"it has no array {' or '.join(ARRAY_NAMES[0])}")
-        return unpacked(images), None if labels is None else unpacked(labels)
+        return unpacked(members[found[0][0]]), unpacked(members[found[1][0]]) if found[1] else None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import socket
+import struct
+import tarfile
 import warnings
+import zipfile
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular
@@ -27,12 +32,22 @@ Labels: TypeAlias = "npt.NDArray[np.int64]"
 
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
+PICTURES = {".avif", ".heic", ".heif", ".hif", ".jxl", ".webp"}
+"""Extensions of images that this Pillow may be unable to decode; they are listed all the same, then named as left out.
+"""
 MOST_IMAGE_BYTES = 2**28
 """Maximum bytes of an encoded image, which is read at once."""
+MOST_REASON = 300
+"""Maximum characters shown of an error of a library."""
 MOST_CLASSES = 10**6
 """Maximum number of classes of a source and of a U-Net."""
 UNLABELLED = -1
 """Placeholder for a missing label while labels are collected."""
+BROKEN = (
+    *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
+    *(struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
+)
+"""Errors that the readers of arrays and archives raise for damaged or forged files."""
 NETWORK_TIMEOUT_SECONDS = 20.0
 """Time limit for each network response, since a network that drops packets could delay a launch for minutes."""
 
@@ -88,6 +103,8 @@ class SourceKind:
     """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
     name: str | None = None
     """Word for what `data.name` names; None means that it reads no name. A source with both words reads either."""
+    labels: str = "its images have one each"
+    """Where the labels come from, for an error."""
     keys: tuple[str, ...] = ()
     """Other keys that it reads, among `split`, `image_column` and `label_column`."""
 
@@ -179,6 +196,25 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
+def map_array(path: Path) -> npt.NDArray[Any]:
+    """Memory-map a ``.npy`` file, so that a forged header can't allocate more than the file holds.
+
+    Raises:
+        OSError: it can't be read, is cut short or holds no array of numbers; ``strerror`` is the reason.
+    """
+    import numpy as np
+
+    open_regular(path).close()
+    try:
+        with np.errstate(over="raise"):  # numpy's own count of bytes
+            return np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises almost anything on a forged header
+        reason = one_line(error)[:MOST_REASON]
+        raise OSError(errno.EINVAL, f"it is cut short or no .npy file: {reason}", str(path)) from error
+
+
 @functools.cache
 def formats() -> tuple[str, ...]:
     """Return Pillow's names of the readable formats; a file's content, not its name, decides its format."""
@@ -190,11 +226,11 @@ def formats() -> tuple[str, ...]:
 
 
 @functools.cache
-def _extensions() -> frozenset[str]:
-    """Return the extensions of files that Pillow can decode."""
+def _extensions() -> set[str]:
+    """Return the extensions of images."""
     from PIL import Image
 
-    return frozenset(extension for extension, kind in Image.registered_extensions().items() if kind in formats())
+    return PICTURES | {extension for extension, kind in Image.registered_extensions().items() if kind in formats()}
 
 
 def is_image(name: str) -> bool:

@@ -56,7 +56,7 @@ def class_of(path: str) -> str:
 
 def _image_files(root: str) -> Iterator[str]:
     """Yield the relative paths of files under ``root`` with an extension that Pillow can decode, sorted."""
-    visited = set()
+    visited: dict[str, str] = {}
     waiting = [""]  # the last one comes next; a folder ends with a slash
     while waiting:
         path = waiting.pop()
@@ -64,9 +64,13 @@ def _image_files(root: str) -> Iterator[str]:
             yield path
             continue
         folder = os.path.join(root, path)
-        if os.path.realpath(folder) in visited:  # a link that leads back
+        first = visited.setdefault(os.path.realpath(folder), path)
+        if first != path and path.startswith(first):  # a link that leads back
             continue
-        visited.add(os.path.realpath(folder))
+        if first != path:
+            raise DataError(
+                f"data.path = {root}: {printable(path)} and {printable(first)} are the same folder; remove one of them"
+            )
         try:
             with os.scandir(folder) as entries:
                 found = [(entry.name, _is_folder(entry)) for entry in entries if not entry.name.startswith(".")]

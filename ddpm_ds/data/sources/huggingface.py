@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.data.sources.base import (
     MOST_CLASSES,
+    MOST_REASON,
     UNLABELLED,
     Labels,
     check_size,
     labelled,
+    numbered,
     one_line,
     printable,
     read_file,
@@ -29,8 +31,6 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder written by ``save_to_disk`` is recognised."""
 FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """Loaders of the library for single files."""
-MOST_REASON = 300
-"""Maximum characters shown of an error of the library."""
 
 
 @dataclass
@@ -99,6 +99,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     pyarrow.default_memory_pool().release_unused()  # used for conversion
     try:
         source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
+        source._rows.validate(full=True)  # else reading a row of a forged file could end the process
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{key} can't be read ({one_line(error)}); save it again") from error
     if not len(rows) or len(source) != len(rows):
@@ -177,20 +178,31 @@ def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[s
         if len(named) > 1:
             raise DataError(f"{key} has labels in {', '.join(named)}; choose with --set data.label_column={named[0]}")
         column = named[0] if named else "label"
-        if not _whole(rows.features.get(column)):
+        if column not in rows.column_names:
             return labelled(np.full(len(rows), UNLABELLED))
-    elif not _whole(_feature(rows, "data.label_column", column, key)):
-        columns = ", ".join(rows.column_names)
-        raise DataError(f"data.label_column = {column} of {key} holds no whole numbers; its columns are {columns}")
-    fix = "name another with data.label_column, or mend it"
+    feature = _feature(rows, "data.label_column", column, key)
+    if not (_whole(feature) or _text(feature)):
+        others = ", ".join(name for name, other in rows.features.items() if _whole(other) or _text(other))
+        raise DataError(
+            f"data.label_column = {column} of {key} holds {getattr(feature, 'dtype', 'lists')}, no whole numbers or "
+            f"names; {f'choose with --set data.label_column= one of {others}' if others else 'convert or rename it'}"
+        )
+    fix = "name another with --set data.label_column=COLUMN, or mend it"
+    names = getattr(feature, "names", None)
+    values = rows.data.column(column)
     try:
-        labels = rows.data.column(column).cast("int64").fill_null(UNLABELLED).to_numpy()
-    except ValueError as error:  # Arrow's: a number beyond 64 bits
-        raise DataError(f"{key} has labels in column {column} beyond 64 bits ({one_line(error)}); {fix}") from error
-    names = getattr(rows.features[column], "names", None)
+        values.validate(full=True)
+        if _text(feature):
+            texts = values.to_pylist()
+            labels = np.full(len(texts), UNLABELLED)
+            names, labels[[text is not None for text in texts]] = numbered(text for text in texts if text is not None)
+        else:
+            labels = values.cast("int64").fill_null(UNLABELLED).to_numpy()
+    except ValueError as error:  # Arrow's: a number beyond 64 bits, or a text that is not UTF-8
+        raise DataError(f"{key} has labels in column {column} that can't be read ({one_line(error)}); {fix}") from error
     missing, most = int((labels < 0).sum()), int(labels.max(initial=0))
     none_is_meant = missing == len(labels) and spec.label_column is None
-    if (missing and not none_is_meant) or most >= (len(names) if names else MOST_CLASSES):
+    if (missing and not none_is_meant) or most >= min(len(names) if names else MOST_CLASSES, MOST_CLASSES):
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
         raise DataError(f"{key} has {what} in column {column}; {fix}")
     return labelled(labels, names)
@@ -207,3 +219,8 @@ def _feature(rows: Any, option: str, column: str, key: str) -> Any:
 def _whole(feature: Any) -> bool:
     """Return whether a column holds whole numbers, including class labels."""
     return str(getattr(feature, "dtype", "")).lstrip("u").startswith("int")
+
+
+def _text(feature: Any) -> bool:
+    """Return whether a column holds texts."""
+    return str(getattr(feature, "dtype", "")) in ("string", "large_string")

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from tqdm import tqdm
 
 from ddpm_ds.data.sources.base import (
+    BROKEN,
     MOST_CLASSES,
     UNLABELLED,
     Labels,
@@ -28,7 +29,7 @@ from ddpm_ds.data.sources.base import (
     printable,
 )
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import MOST_RECORD_BYTES, check_digits, open_regular, parse_json
+from ddpm_ds.files import CHUNK_BYTES, MOST_RECORD_BYTES, check_digits, open_regular, parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 
 LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
+LEFT_OUT = (
+    "its key ends at the first dot of its name, so it is no image of its own; rename it",
+    "its key has a label, but no image (KEY.jpg, KEY.png, KEY.webp, ...)",
+)
+"""Reasons why a member is left out, by its offset; the size of such a member is -1."""
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
@@ -50,7 +56,7 @@ class WebDatasetSource:
     shards: tuple[Path, ...]
     files: Names = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
-    """Index of each image's shard, the offset of its content in bytes and its size: (N, 3)."""
+    """Index of each image's shard, the offset of its content in bytes and its size, or as LEFT_OUT says: (N, 3)."""
 
     def name(self, i: int, /) -> str:
         """Return the names of shard and member."""
@@ -59,6 +65,8 @@ class WebDatasetSource:
     def read(self, i: int, /) -> bytes:
         """Read a member of a shard."""
         shard, offset, size = self.places[i].tolist()
+        if size < 0:
+            raise ValueError(LEFT_OUT[offset])
         check_size(size)
         with open_regular(self.shards[shard]) as file:
             content = os.pread(file.fileno(), size, offset)
@@ -84,11 +92,13 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
 
     total = sum(shard.stat().st_size for shard in shards)
     files = Names(names())
-    if not len(files):
-        raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
     table, found = np.array(places, np.int64).reshape(-1, 3), np.array(labels, np.int64)
-    source = WebDatasetSource(*labelled(found), shards, files, table)
-    if len(without := np.flatnonzero(source.labels == UNLABELLED)):
+    if not (table[:, 2] >= 0).any():
+        why = f"; {printable(files[0])}: {LEFT_OUT[table[0, 1]]}" if len(files) else ""
+        raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards{why}")
+    classes, found = labelled(found)
+    source = WebDatasetSource(classes, np.maximum(found, 0), shards, files, table)
+    if len(without := np.flatnonzero((found == UNLABELLED) & (table[:, 2] >= 0))):
         raise DataError(
             f"data.path = {spec.path}: {len(without):,} of {len(found):,} images have no label, first "
             f"{source.name(int(without[0]))}; give each a .cls, or none"
@@ -116,13 +126,17 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
 
 
 def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the name of each image of a shard, its offset and size in bytes, and its label.
+    """Yield the name of each image of a shard, its offset and size in bytes, and its label, then what is left out.
+
+    As webdataset has it, the members of a key, which ends at the first dot, are one sample: its image, its label and
+    other things, such as the mask ``KEY.seg.png`` beside ``KEY.png``, which is not read.
 
     Raises:
         DataError: the shard is damaged or has wrong content; the message names it.
     """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
+    others: list[tuple[str, str]] = []
     try:
         with open_regular(shard) as file:
             for member in _members(file, bar):
@@ -133,41 +147,55 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, i
                     if (key, extension) in labels:
                         raise ValueError(f"{printable(member.name)} is there twice")
                     labels[key, extension] = _label(file, member)
-                elif is_image(base) and "." not in extension:
+                elif is_image(base) and "." in extension:
+                    others.append((key, member.name))
+                elif is_image(base):
                     if key in images:
                         raise ValueError(f"{printable(images[key][0])} and {printable(member.name)} are of one key")
                     images[key] = (member.name, member.offset_data, member.size)
-    except (OSError, ValueError, tarfile.TarError) as error:
+    except BROKEN as error:
         raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
     for key, image in images.items():
         found = (labels.get((key, kind), UNLABELLED) for kind in LABELS)
         yield *image, next((label for label in found if label >= 0), UNLABELLED)
+    numbered = (name for key, name in others if key not in images or name[len(key) + 1].isdigit())  # x.1.jpg is no mask
+    without = (f"{key}.{kind}" for (key, kind), label in labels.items() if label >= 0 and key not in images)
+    for reason, left_out in enumerate((numbered, without)):
+        for name in left_out:
+            yield name, reason, -1, UNLABELLED
 
 
 def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar file; raises tarfile's errors, and ValueError if its end is missing."""
+    """Yield the regular files of a tar file, or of several in one, as ``cat a.tar b.tar`` writes them.
+
+    Raises tarfile's errors, and ValueError if an end is missing.
+    """
     if file.read(2) == b"\x1f\x8b":
         raise ValueError("it is compressed with gzip; decompress it")
     file.seek(0)
-    try:
-        archive = tarfile.TarFile(fileobj=file)
-    except tarfile.ReadError as error:
-        raise ValueError(f"it is no tar file ({one_line(error)})") from error
-    start = bar.n
-    while (member := archive.next()) is not None:
-        archive.members.clear()  # type: ignore[attr-defined]  # else each stays in memory
-        bar.update(start + member.offset - bar.n)
-        if member.isdir():
-            continue
-        name = printable(member.name)
-        if member.name.startswith("/") or ".." in member.name.split("/"):
-            raise ValueError(f"{name} points outside it")
-        if not member.isreg() or member.issparse() or member.size < 0:
-            raise ValueError(f"{name} is a link, a device or has holes, not a file")
-        yield member
-    file.seek(archive.offset)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # else tarfile would end silently
-        raise ValueError(f"it ends early, or is damaged, at byte {archive.offset:,}")
+    start, rest = bar.n, b""
+    while rest or not file.tell():
+        try:
+            archive = tarfile.TarFile(fileobj=file)
+        except tarfile.ReadError as error:
+            raise ValueError(f"it is no tar file ({one_line(error)})") from error
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # else each stays in memory
+            bar.update(start + member.offset - bar.n)
+            if member.isdir():
+                continue
+            name = printable(member.name)
+            if member.name.startswith("/") or ".." in member.name.split("/"):
+                raise ValueError(f"{name} points outside it")
+            if not member.isreg() or member.issparse() or member.size < 0:
+                raise ValueError(f"{name} is a link, a device or has holes, not a file")
+            yield member
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # else tarfile would end silently
+            raise ValueError(f"it ends early, or is damaged, at byte {archive.offset:,}")
+        while (rest := file.read(CHUNK_BYTES)) and not rest.strip(b"\0"):
+            pass
+        file.seek((file.tell() - len(rest.lstrip(b"\0"))) // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE)
     bar.update(start + os.fstat(file.fileno()).st_size - bar.n)
 
 
