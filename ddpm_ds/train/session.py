@@ -21,6 +21,7 @@ from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.residence import Residence
+from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError
@@ -214,7 +215,12 @@ def check_store(store: DatasetCache, plan: RunPlan) -> None:
         raise SpecError(str(error)) from None
     split(len(store), plan.spec.data.held_out_images)
     classes, asked = len(store.meta.classes), plan.spec.unet.classes
-    if asked is not None and asked != classes:
+    if asked not in (None, classes):
+        if store.meta.classes == (".",):
+            where = SOURCES[plan.spec.data.source].labels
+            raise SpecError(
+                f"unet.classes = {asked}, but the images have no labels; {where}, or --set unet.classes=null"
+            )
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
 
 

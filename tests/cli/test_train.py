@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -92,6 +93,23 @@ def test_more_classes_than_the_images_have_are_refused(capsys: pytest.CaptureFix
     overrides.append("data.held_out_images=0")
     said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
     assert "unet.classes = 3, but the images have 2 classes" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [("folder", "folders in data.path are classes"), ("arrays", "they are the array labels of a .npz")],
+)
+def test_classes_of_images_without_labels_are_refused_with_where_labels_come_from(
+    source: str, hint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pets").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "pets" / "one.png")
+    np.save(tmp_path / "pets.npy", np.zeros((2, 8, 8), np.uint8))
+    path = "pets" if source == "folder" else "pets.npy"
+    overrides = [f"data.source={source}", f"data.path={path}", "data.store_root=s", "data.held_out_images=0"]
+    overrides.append("unet.classes=10")
+    said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
+    assert f"unet.classes = 10, but the images have no labels; {hint}" in said and "unet.classes=null" in said
 
 
 def test_a_damaged_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

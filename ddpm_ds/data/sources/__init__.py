@@ -27,15 +27,30 @@ __all__ = ["SOURCES", "Pixels", "Source", "SourceKind", "UnreadableImage", "netw
 SOURCES = {
     "digits": SourceKind("scikit-learn's, 8x8 pixels", open_digits),
     "cifar10": SourceKind("torchvision's, downloaded", open_cifar10),
-    "folder": SourceKind("image files, `path` names their folder", open_folder, path="FOLDER"),
-    "zip": SourceKind("image files in the zip archive `path`, as EDM's tools write", open_zip, path="FILE"),
-    "arrays": SourceKind("`path` is a .npy or .npz of images", open_arrays, path="FILE"),
-    "webdataset": SourceKind("`path` is a .tar file or a folder of them", open_webdataset, path="PATH"),
+    "folder": SourceKind(
+        "image files, `path` names their folder",
+        open_folder,
+        path="FOLDER",
+        labels="folders in data.path are classes, so move the images of each class to a folder of its own",
+    ),
+    "zip": SourceKind(
+        "image files in the zip archive `path`, as EDM's tools write",
+        open_zip,
+        path="FILE",
+        labels="its dataset.json has them, or else its folders are classes",
+    ),
+    "arrays": SourceKind(
+        "`path` is a .npy or .npz of images", open_arrays, path="FILE", labels="they are the array labels of a .npz"
+    ),
+    "webdataset": SourceKind(
+        "`path` is a .tar file or a folder of them", open_webdataset, path="PATH", labels="KEY.cls has that of KEY.jpg"
+    ),
     "huggingface": SourceKind(
         "a data set of the datasets library, of parquet or of arrow files at `path`, or on the hub by `name`",
         open_huggingface,
         path="PATH",
         name="OWNER/NAME",
+        labels="name their column with --set data.label_column=COLUMN",
         keys=("split", "image_column", "label_column"),
     ),
     "torchvision": SourceKind(
