@@ -110,7 +110,9 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     assert len({cache_path(spec), *named}) == 1 + len(others)
     assert cache_path(spec) == Path("data/digits-8px-1ch"), "stores that exist keep their names"
     photos = spec.model_copy(update={"source": "folder", "path": Path("/here/../photos")})
-    assert cache_path(photos) == Path(f"data/folder-8px-1ch-{sha256(b'/photos').hexdigest()[:8]}")
+    for version, read in (("", b"/photos"), ("2", b"/photos\x002")):
+        assert cache_path(photos, version) == Path(f"data/folder-8px-1ch-{sha256(read).hexdigest()[:8]}")
+    assert cache_path(photos) == cache_path(photos, "2")
 
 
 @pytest.mark.parametrize("key", ["diffusion.schedule", "diffusion.objective"])

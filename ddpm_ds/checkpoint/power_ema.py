@@ -7,8 +7,9 @@
                         images-000600000/  ema-0.05, ema-0.1 ┘
 
 An average after ``T`` images weights the parameters at time ``t`` by ``t ** gamma``, from 0 to T. The ``x_i`` are the
-coefficients whose sum of these profiles is nearest to the requested profile. Source: Karras et al. 2024 (EDM2),
-section 3.1 and appendix C.
+coefficients whose sum of these profiles is nearest to the requested profile, divided by their sum, so that weights that
+do not change are their own average. Source: Karras et al. 2024 (EDM2), section 3.1 and appendix C, and the code
+published with it, which divides.
 """
 
 from __future__ import annotations
@@ -99,14 +100,16 @@ def combination(
 ) -> tuple[np.ndarray, float]:
     """Return coefficients that combine averages into the average of ``length`` at ``time``, and the remaining distance.
 
-    ``times`` and ``lengths`` describe the given averages. Coefficients are (averages,) float64, by least squares; the
-    distance between the sum of profiles and the requested profile is a share of the latter's norm.
+    ``times`` and ``lengths`` describe the given averages. Coefficients are (averages,) float64, by least squares, then
+    divided by their sum; the distance between the sum of profiles and the requested profile is a share of the latter's
+    norm.
     """
     t, gamma = np.array(times, np.float64) / time, np.array([gamma_of(each) for each in lengths])
     wanted = gamma_of(length)
     products = _inner(t[:, None], gamma[:, None], t, gamma)
     product = _inner(t, gamma, np.ones(1), np.array([wanted]))
     x = np.linalg.lstsq(products, product, rcond=None)[0]
+    x /= x.sum()
     norm = (wanted + 1) ** 2 / (2 * wanted + 1)
     return x, math.sqrt(max(0.0, 1 + (x @ products @ x - 2 * x @ product) / norm))
 
@@ -168,7 +171,7 @@ class Reconstruction:
             )
         self.kind = profile_kind(length)
         self.snapshots = len(readers)
-        text = json.dumps([[reader.manifest.sha256 for reader in readers], self.kind])
+        text = json.dumps([[reader.manifest.sha256 for reader in readers], self.kind, "divided by the sum"])
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:

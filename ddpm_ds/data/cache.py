@@ -37,6 +37,8 @@ from ddpm_ds.files import open_regular, read_bytes, sha256_of
 FORMAT: Final = 1
 LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
 Kind = Literal["pixels", "encoded", "latents"]
+DECODING: Final = "decoding"
+"""Name of the version of decoding among the checksums of encoded images, which are other pixels by another version."""
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
 MOST_NAMED = 12
@@ -76,6 +78,11 @@ class CacheMeta(BaseModel):
     kind: Kind = "pixels"
     shards: tuple[NonNegativeInt, ...] = ()
     """Number of images in each file; empty if one file holds all."""
+
+    @classmethod
+    def read(cls, cache: Path) -> CacheMeta:
+        """Read the description of the cache in a folder; raises OSError and, for one of another format, ValueError."""
+        return cls.model_validate_json(read_bytes(cache / META, MOST_META_BYTES))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -183,7 +190,8 @@ class StoredImages:
         if encoded:
             channels, size, _ = self._meta.shape
             try:
-                content = decode(bytes(content), size, channels).transpose(2, 0, 1)
+                stretched = DECODING not in self._meta.sha256
+                content = decode(bytes(content), size, channels, stretched=stretched).transpose(2, 0, 1)
             except Exception as error:  # a decoder may raise anything on broken bytes
                 reason = " ".join(str(error).split())
                 raise damaged(self._path, f"image {position} can't be decoded ({reason})") from error
@@ -227,7 +235,7 @@ class DatasetCache:
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
-            meta = CacheMeta.model_validate_json(read_bytes(path / META, MOST_META_BYTES))
+            meta = CacheMeta.read(path)
             names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
             for name in names:
                 open_regular(path / name).close()
@@ -279,7 +287,7 @@ class DatasetCache:
     @property
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
-        parts = [self.meta.sha256[name] for name in self.meta.files]
+        parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
         parts += [] if self.images.crop is None else [str(self.images.crop)]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
 from ddpm_ds.data.sources import Pixels, Source, UnreadableImage
 from ddpm_ds.data.sources.base import formats, one_line
@@ -58,10 +58,17 @@ def decoded(source: Source, i: int, size: int, channels: int, big: AbstractConte
         raise UnreadableImage(source.name(i), one_line(error)) from error
 
 
-def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
+def decode(
+    content: bytes | Pixels,
+    size: int,
+    channels: int,
+    big: AbstractContextManager[Any] = ALONE,
+    stretched: bool = False,
+) -> Pixels:
     """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 ``(size, size, channels)``.
 
-    Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
+    Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. With
+    ``stretched``, the padding of a JPEG that is scaled down while it is decoded counts as image, as it once did. May
     raise any exception of a decoder.
     """
     if not isinstance(content, bytes):
@@ -73,13 +80,14 @@ def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractConte
         if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
             needed += 2 * len(image.getbands()) * image.width * image.height
         # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
-        image.draft(None, (2 * size, 2 * size))
+        drafted = image.draft(None, (2 * size, 2 * size))
+        extent = None if drafted is None or stretched else drafted[1][2:]
         needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height + ROW_BYTES * max(image.size)
         with _memory(needed, whole, big):
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
                 raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
-            return fit(image, size, channels)
+            return fit(image, size, channels, extent)
 
 
 def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
@@ -92,21 +100,26 @@ def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any
     return big if needed > BIG_BYTES else ALONE
 
 
-def fit(image: Image.Image, size: int, channels: int) -> Pixels:
+def fit(image: Image.Image, size: int, channels: int, extent: tuple[float, float] | None = None) -> Pixels:
     """Turn an image upright, scale its shorter side to ``size`` (up or down, Lanczos) and crop the centre: uint8
     ``(size, size, channels)``.
 
-    Transparent pixels become white. An image that already fits is returned unchanged.
+    ``extent`` is the width and height that show something if the right and lower edges are padded: 125 x 83.25 of the
+    125 x 84 pixels of a JPEG of 500 x 333 at a quarter of its size. Transparent pixels become white. An image that
+    already fits is returned unchanged.
     """
     orientation = _orientation(image)
-    width, height = image.size[::-1] if orientation in (5, 6, 7, 8) else image.size
+    order = -1 if orientation in (5, 6, 7, 8) else 1
+    (width, height), shown = image.size[::order], (extent or image.size)[::order]
+    side = min(shown)
+    before = (orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8))  # whether turning puts the padding first
+    left = (shown[0] - side) / 2 + before[0] * (width - shown[0])
+    top = (shown[1] - side) / 2 + before[1] * (height - shown[1])
     mode = "L" if channels == 1 else "RGB"
     if width * height <= WHOLE_PIXELS:
         whole = _coloured(_upright(image, orientation, 0, height), mode)
-        fitted = ImageOps.fit(whole, (size, size), Image.Resampling.LANCZOS)
+        fitted = whole.resize((size, size), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
         return np.array(fitted).reshape(size, size, channels)  # (H, W, C)
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
     reach = 3 * max(1.0, side / size) + 1  # rows that Lanczos reads beyond a strip
     first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + side + reach))
     narrow = Image.new(mode, (size, height), None)  # the other rows take no memory

@@ -12,10 +12,10 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from multiprocessing.synchronize import Lock
 from pathlib import Path
@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import META, MOST_META_BYTES, CacheMeta, DatasetCache, Kind, damaged
+from ddpm_ds.data.cache import DECODING, CacheMeta, DatasetCache, Kind, damaged
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
 from ddpm_ds.data.writing import Chunk, Chunks, Plan, lock_of, locked, write_cache
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import read_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -47,24 +46,29 @@ FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES = 64
 """Number of images from which the mean encoded size is estimated."""
+DECODING_VERSION = "2"
+"""Version of what is made of a source's files; a new one makes new caches. Version 1, without a number, stretched JPEGs
+that are scaled down while they are decoded, and did not read ``dataset.json`` in a folder."""
 
 
-def cache_path(spec: DataSpec) -> Path:
+def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
-    ("auto" means the cache that exists) and, for latents, the autoencoder.
+    ("auto" means the cache that exists), the version of decoding (that of the first is empty) and, for latents, the
+    autoencoder.
 
     Raises:
         DataError: the autoencoder can't be used.
     """
     if (autoencoder := autoencoder_of(spec)) is not None:
-        pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}))
+        pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     named = {key: value for key, value in keys.items() if value is not None}
     path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
-    if path or named:  # of which a path alone is hashed as it was before there were others
-        name += f"-{sha256(path + (json.dumps(named).encode() if named else b'')).hexdigest()[:8]}"
+    if path or named:  # else the source has pixels, and no files to decode
+        read = path + (json.dumps(named).encode() if named else b"") + (f"\0{version}".encode() if version else b"")
+        name += f"-{sha256(read).hexdigest()[:8]}"
     pixels, encoded = spec.store_root / name, spec.store_root / f"{name}-encoded"
     if spec.store == "auto":
         return encoded if os.path.exists(encoded) and not os.path.exists(pixels) else pixels
@@ -74,11 +78,12 @@ def cache_path(spec: DataSpec) -> Path:
 def class_names(spec: RunSpec) -> Sequence[str]:
     """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes."""
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
-    try:
-        names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META, MOST_META_BYTES)).classes
-    except (OSError, ValueError, DataError):  # DataError if the autoencoder is missing
-        return numbers
-    return names if len(names) == len(numbers) else numbers
+    for version in (DECODING_VERSION, ""):
+        with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
+            names = CacheMeta.read(cache_path(spec.data, version)).classes
+            if len(names) == len(numbers):
+                return names
+    return numbers
 
 
 def prepare(
@@ -88,19 +93,24 @@ def prepare(
     together: int = 1,
     verify: bool | None = None,
     encode_on: torch.device | None = None,
+    learned: Mapping[str, str] | None = None,
 ) -> DatasetCache:
     """Return the data-set cache of ``spec``, making it if it is missing; ``progress`` shows bars.
 
     An existing cache is used unchanged: delete it after changing a folder's images. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
     and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
-    Latents are made on the device ``encode_on`` only.
+    Latents are made on the device ``encode_on`` only. ``learned`` are the checksums of the images that a checkpoint was
+    trained on: if those of an earlier version's cache are the same, that cache is returned.
 
     Raises:
         DataError: the source fails, too many images are unreadable, ``store_root`` is not writable or full, the cache
             is damaged, the autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
     """
     path = cache_path(spec)
+    with suppress(OSError, ValueError):  # there is none
+        if learned is not None and CacheMeta.read(earlier := cache_path(spec, "")).sha256 == learned:
+            path = earlier
     if os.path.exists(path):  # False if a folder above it can't be entered, which is reported below
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
@@ -149,7 +159,8 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
         print(f"data.store: encoded, {kept} an image instead of {pixels}; data.workers decode them", file=sys.stderr)
     several = processes > 1 and decoding.shareable
     with by_processes(decoding, processes) if several else nullcontext(decoding.chunks) as chunks:
-        write_cache(path, plan, chunks, spec, decoding.source.classes, progress)
+        made_of = {DECODING: DECODING_VERSION} if plan.kind == "encoded" else None
+        write_cache(path, plan, chunks, spec, decoding.source.classes, progress, made_of)
     return path
 
 

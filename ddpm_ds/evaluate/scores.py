@@ -54,6 +54,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
         DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec = trained.origin, trained.spec
+    learned = None if spec is None else pixels_learned(read_manifest(Path(origin)).data_sha256)
     if given is not None:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:
@@ -62,9 +63,9 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             "--dataset DIR"
         )
     else:
-        reference = prepare(pixels_of(spec.data), progress=True)
-    if spec is not None:
-        if reference.meta.sha256 != pixels_learned(read_manifest(Path(origin)).data_sha256):
+        reference = prepare(pixels_of(spec.data), progress=True, learned=learned)
+    if learned is not None:
+        if reference.meta.sha256 != learned:
             raise DataError(
                 f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
             )

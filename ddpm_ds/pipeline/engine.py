@@ -109,6 +109,8 @@ class UnetPipelineEngine(PipelineEngine):
         """Number of consecutive optimizer steps that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
+        self.step_rate = 0.0
+        """Learning rate of the last step, whether it was taken or skipped."""
         self._step_loss_scale = 1.0
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
         self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
@@ -401,6 +403,7 @@ class UnetPipelineEngine(PipelineEngine):
         if self.rate is not None:
             for group in self.basic_optimizer.param_groups:
                 group["lr"] = self.rate(self.images_seen, self.train_batch_size())
+        self.step_rate = self.get_lr()[0]  # DeepSpeed's scheduler sets that of the next step
         self._force_grad_boundary = True
         try:
             with insides.scale_updated_afterwards(self), insides.one_wait(self):

@@ -176,7 +176,7 @@ def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int)
     flops_per_second = 2 * macs_per_image * PASSES_PER_STEP * images_per_second
     values = {
         "train/loss": interval.loss,
-        "train/lr": engine.get_lr()[0],
+        "train/lr": engine.step_rate,
         "train/loss_scale": engine.next_loss_scale(),
         "train/skipped_steps": float(engine.skipped_steps),
         "train/seen_images": float(engine.images_seen),

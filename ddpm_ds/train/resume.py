@@ -150,6 +150,19 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
     return Claim(run_dir, groups, lock)
 
 
+def images_learned(run_dir: Path, resume: str) -> dict[str, str] | None:
+    """Return the checksums of the images of the newest checkpoint on this host that :func:`find_checkpoint` may find;
+    None if there is none.
+    """
+    path = run_dir if resume == "auto" else Path(resume)
+    with contextlib.suppress(OSError, ValueError):  # of a path that is refused later
+        folder = checkpoints_of(path)
+        for checkpoint in () if resume == "never" else (path, *(folder / name for name in reversed(names(folder)))):
+            with contextlib.suppress(CheckpointError):
+                return read_manifest(checkpoint).data_sha256
+    return None
+
+
 def find_checkpoint(
     run_dir: Path, resume: str, groups: Groups, gather: Gather, log: Callable[[str], None]
 ) -> CompleteCheckpoint | None:

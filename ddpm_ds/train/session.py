@@ -54,6 +54,7 @@ from ddpm_ds.train.resume import (
     claim_run,
     find_checkpoint,
     gather_in,
+    images_learned,
     leave_other_course,
     share_record,
 )
@@ -162,17 +163,18 @@ def _prepare(
     hosts_planned = hosts_line(plan)
     plan = on_hosts(plan, rendezvous.hosts)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
+    gather = gather_in(rendezvous)
     store = prepare(
         plan.spec.data,
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
         verify=None if first_on_host else False,
+        learned=next(filter(None, gather(images_learned(run_dir, options.resume))), None),
     )
     check_store(store, plan)
     check_same_images(rendezvous, store.meta.sha256)
     plan = decide(plan, device)
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
-    gather = gather_in(rendezvous)
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
     checkpoint = find_checkpoint(claim.run_dir, options.resume, claim.groups, gather, log)
     changed: list[str] = []

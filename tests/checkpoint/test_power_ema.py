@@ -57,12 +57,15 @@ def average(course: dict[str, Tensor], name: str, length: float, steps: int = ST
 
 @pytest.fixture(scope="module")
 def snapshots(tmp_path_factory: pytest.TempPathFactory, course: dict[str, Tensor]) -> Path:
+    return trained(tmp_path_factory.mktemp("run") / "snapshots", course)
+
+
+def trained(folder: Path, course: dict[str, Tensor]) -> Path:
     """Snapshots of averages that were updated step by step in fp32, as training does, written by two ranks."""
-    folder = tmp_path_factory.mktemp("run") / "snapshots"
     # what a run begins with has no weight
     kept = {(length, name): torch.full(values.shape[1:], 1e9) for length in LENGTHS for name, values in course.items()}
     writers = ranks(folder, 2, pytest.fail, what="snapshot")
-    for step in range(1, STEPS + 1):
+    for step in range(1, len(next(iter(course.values()))) + 1):
         images = step * BATCH
         for (length, name), values in kept.items():
             decay = power_decay(gamma_of(length), images, BATCH)
@@ -90,7 +93,7 @@ def test_powers_are_those_of_the_paper() -> None:
 
 @pytest.mark.parametrize("length", [0.03, 0.05, 0.07, 0.1, 0.15, 0.2])
 def test_coefficients_are_those_of_least_squares(length: float) -> None:
-    """Against the same problem with profiles as vectors of many short intervals, solved as such."""
+    """Against the same problem with profiles as vectors of many short intervals, solved and divided as such."""
     fine = 4096
     times = np.repeat(np.arange(1, 17) / 16, 2)
     lengths = list(LENGTHS) * 16
@@ -101,11 +104,29 @@ def test_coefficients_are_those_of_least_squares(length: float) -> None:
     ]
     matrix, wanted = np.stack(columns, axis=1), shares(length, fine)
     best = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
+    best /= best.sum()
     error = np.linalg.norm(matrix @ found - wanted) / np.linalg.norm(wanted)
     assert error == pytest.approx(np.linalg.norm(matrix @ best - wanted) / np.linalg.norm(wanted), abs=1e-4)
     assert distance == pytest.approx(error, abs=1e-4)
     if length in LENGTHS:
         assert np.allclose(found, np.eye(32)[30 + LENGTHS.index(length)], atol=1e-8) and distance < 1e-6
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 8, 16, 64])
+def test_the_average_of_weights_that_do_not_change_is_these_weights(count: int) -> None:
+    times, lengths = np.repeat(np.arange(1, count + 1), 2).tolist(), list(LENGTHS) * count
+    found = [combination(times, lengths, count, length) for length in np.linspace(0.004, 0.28, 70)]
+    accepted = [coefficients.sum() for coefficients, distance in found if distance <= FARTHEST]
+    assert len(accepted) > 10 and accepted == pytest.approx([1.0] * len(accepted), abs=1e-9)
+
+
+def test_snapshots_of_a_training_that_stands_still_are_averaged_to_its_weights(tmp_path: Path) -> None:
+    still = {name: torch.linspace(-2, 3, math.prod(shape)).expand(4 * EVERY, -1) for name, shape in SHAPES.items()}
+    folder = trained(tmp_path / "snapshots", still)
+    for length in (0.04, 0.07, 0.12, 0.145):
+        made = Reconstruction(folder, length)
+        for name, values in still.items():
+            assert (made.read(name) - values[-1]).norm() <= HALF * values[-1].norm()
 
 
 @pytest.mark.parametrize("steps", [STEPS, STEPS // 2])

@@ -83,6 +83,28 @@ def test_strips_of_a_large_image_give_the_pixels_of_the_whole(
         assert np.abs(fit(smooth, size, 3).astype(int) - found[0]).max() <= 2  # Pillow may take columns first
 
 
+@pytest.mark.parametrize("whole_pixels", [2**22, 0], ids=["whole", "strips"])
+@pytest.mark.parametrize(
+    ("width", "height"), [(500, 333), (333, 501), (257, 257), (129, 1000), (2047, 1025), (65, 67), (64, 64), (40, 30)]
+)
+def test_a_jpeg_that_its_decoder_scales_down_is_not_stretched(
+    width: int, height: int, whole_pixels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "WHOLE_PIXELS", whole_pixels)
+    monkeypatch.setattr(decoding, "STRIP_PIXELS", 10_000)
+    coarse = noise(width // 48 + 2, height // 48 + 2).convert("RGB")  # so smooth that scaling twice costs little
+    image = coarse.resize((width, height), Image.Resampling.BICUBIC)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = file_of(image, "jpeg", quality=95, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+        for size in (8, 16, 31, 32, 64):
+            expected = np.array(ImageOps.fit(upright, (size, size), Image.Resampling.LANCZOS))
+            error = np.square(decode(content, size, 3).astype(float) - expected).mean()
+            assert error <= 255**2 / 10**4.4, (orientation, size)  # 44 dB
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "most"),
     [

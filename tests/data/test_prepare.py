@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
-from ddpm_ds.data import writing
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
 from ddpm_ds.data.sources.folder import FolderSource
@@ -391,3 +392,30 @@ def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_p
         (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
         assert class_names(spec) == expected
     assert not class_names(tiny_spec(unet={"classes": None}, train={"label_drop": 0.0}))
+
+
+@pytest.mark.parametrize("store", ["pixels", "encoded"])
+def test_a_cache_of_an_earlier_decoding_is_read_as_it_was_by_those_who_learned_it_alone(
+    store: str, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jpegs" / "cats").mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((257, 257)).save(tmp_path / "jpegs" / "cats" / "0.jpg")
+    spec = spec_of(source="folder", path=tmp_path / "jpegs", image_size=32, channels=3, store=store)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "decode", partial(decoding.decode, stretched=True))
+        kept = prepare(spec)
+    pixels = decoding.decode((tmp_path / "jpegs" / "cats" / "0.jpg").read_bytes(), 32, 3, stretched=True)
+    earlier = kept.path.rename(cache_path(spec, ""))
+    if store == "encoded":
+        meta = CacheMeta.read(earlier)
+        checksums = {name: value for name, value in meta.sha256.items() if name != "decoding"}
+        (earlier / "meta.json").write_text(meta.model_copy(update={"sha256": checksums}).model_dump_json())
+    learned = CacheMeta.read(earlier).sha256
+    assert prepare(spec, learned=learned).path == earlier and not cache_path(spec).exists()
+    assert (prepare(spec, learned=learned).images[0] == pixels.transpose(2, 0, 1)).all()
+    anew = prepare(spec)
+    assert anew.path == cache_path(spec) != earlier and anew.meta.sha256 != learned
+    assert anew.key != prepare(spec, learned=learned).key and (anew.images[0] != pixels.transpose(2, 0, 1)).any()
+    for also in ({}, anew.meta.sha256):
+        assert prepare(spec, learned=also).path == anew.path

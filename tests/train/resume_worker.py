@@ -99,16 +99,21 @@ def train(
         replica=engine.grid.get_data_parallel_id(),
         start_images=engine.next_index,
     )
+    used: list[float] = []
+    hook = engine.basic_optimizer.register_step_pre_hook(lambda own, *_: used.append(own.param_groups[0]["lr"]))
     for _ in range(STEPS):
+        used.clear()
         expected = [shadow.double() for shadow in ema.shadows]
         loss = engine.train_batch(batches)
         ema.update()
         report["losses"].append(loss_of_all(engine, loss))
+        report["rates"].append((engine.step_rate, [*used]))
         expected = averaged(expected, engine)
         errors = [(shadow - mean).abs().max().item() for shadow, mean in zip(ema.shadows, expected, strict=True)]
         report["ema_errors"].append(max(errors))
         saver.keep_snapshot()
         write_weights(engine, ema, folder / "weights")
+    hook.remove()
 
 
 def run_course(course: Course, folder: Path) -> None:
@@ -123,6 +128,7 @@ def run_course(course: Course, folder: Path) -> None:
         there = folder / course.name / name
         report: dict[str, Any] = {
             "losses": [],
+            "rates": [],
             "ema_errors": [],
             "stage_elements": sum(parameter.numel() for parameter in engine.module.parameters()),
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),

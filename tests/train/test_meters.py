@@ -114,7 +114,7 @@ def test_on_cuda_what_is_reserved_is_told_from_what_tensors_take(monkeypatch: py
 def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, float]) -> None:
     memory: dict[str, Any] = {"stage_peak_memory_bytes": [[5, 7], [6, 4]], "peak_reserved_bytes": reserved}
     interval = Interval(4, 400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4, **memory)
-    numbers = {"get_lr": lambda: [1e-4], "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
+    numbers: dict[str, Any] = {"step_rate": 1e-4, "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
     engine = SimpleNamespace(images_seen=4000, skipped_steps=3, **numbers)
     values = metrics(interval, cast(UnetPipelineEngine, engine), 10**9)
     assert values == {

@@ -116,6 +116,17 @@ def test_a_rank_averages_only_what_it_owns_by_the_formula(layout: str, precision
         assert 0 <= padding < BATCH
 
 
+@in_every_layout
+def test_the_logged_rate_is_that_with_which_the_optimizer_stepped(
+    layout: str, precision: str, courses: Courses
+) -> None:
+    for report in courses.reports(f"{layout}-{precision}"):
+        skipped = [rate for rate, used in report["rates"] if not used]
+        assert all(set(used) <= {rate} for rate, used in report["rates"])
+        assert len({rate for rate, _ in report["rates"]}) > 2, "it warms up"
+        assert len(skipped) == (2 if precision == "fp16" else 0)
+
+
 def power_average(courses: Courses, course: str, length: float) -> Tensor:
     """The average of all weights of a course by its definition, in fp64, parameters end to end."""
     shapes, gamma = courses.end(course).manifest.parameters, gamma_of(length)
