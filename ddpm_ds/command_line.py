@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpm_ds.errors import OutputError, SpecError
-from ddpm_ds.files import MOST_DIGITS, path_fault
+from ddpm_ds.files import MOST_DIGITS, expanded, path_fault
 
 MOST_PROCESSES = 2**16
 """Most processes of a run."""
@@ -94,7 +94,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def file_path(text: str) -> Path:
-    """Parse the path of a file or folder, which need not exist.
+    """Parse the path of a file or folder, which need not exist; ``~`` is the home folder.
 
     Raises:
         argparse.ArgumentTypeError: the path is impossible, passes through a loop of links, or can't be accessed.
@@ -102,7 +102,8 @@ def file_path(text: str) -> Path:
     fault = path_fault(text) if text else "a path can't be empty"
     if fault is None:
         try:
-            if stat.S_ISDIR(os.stat(text).st_mode) and not os.access(text, os.X_OK):
+            path = expanded(text)
+            if stat.S_ISDIR(path.stat().st_mode) and not os.access(path, os.X_OK):
                 fault = os.strerror(errno.EACCES)
         except (FileNotFoundError, NotADirectoryError):
             pass
@@ -110,7 +111,7 @@ def file_path(text: str) -> Path:
             fault = error.strerror
     if fault is not None:
         raise argparse.ArgumentTypeError(f"{text!r} can't be used ({fault})")
-    return Path(text)
+    return expanded(text)
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:

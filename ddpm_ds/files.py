@@ -53,9 +53,34 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
+def expanded(path: Path | str) -> Path:
+    """Return a path that a user gave, with ``~`` or ``~user`` at its beginning as that home folder."""
+    return Path(os.path.expanduser(path))
+
+
+def presets(folder: str) -> Path:
+    """Return a folder of presets, such as ``launch/specs``: that of the clone, or its copy in an installed package."""
+    package = Path(__file__).resolve().parent
+    clone = package.parent / folder
+    return clone if clone.is_dir() else package / "presets" / Path(folder).name
+
+
+def preset(path: Path | str, folder: Path) -> Path:
+    """Return a path that a user gave, or the preset in ``folder`` that it means if there is no such file.
+
+    ``digits``, ``digits.yaml`` and ``launch/specs/digits.yaml`` mean the preset, wherever the program is started.
+    """
+    given = expanded(path)
+    if os.path.exists(given) or given.parent.name not in ("", folder.name):
+        return given
+    return next((found for found in folder.glob("*.*") if given.name in (found.name, found.stem)), given)
+
+
 def path_fault(path: Path | str) -> str | None:
     """Return why no file can ever have this path; None for a possible path."""
     name = os.fsencode(path)
+    if name.startswith(b"~") and os.path.expanduser(name) == name:
+        return f"there is no home folder {os.fsdecode(name).split('/')[0]}; a file of that name is ./~..."
     if b"\0" in name:
         return "a path can't hold a zero byte"
     if len(name) > LONGEST_PATH_BYTES or any(len(part) > LONGEST_NAME_BYTES for part in name.split(b"/")):

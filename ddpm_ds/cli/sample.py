@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prog = "deepspeed [launcher options] launch/sample.py"
     parser = OneLineParser(prog=prog, description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers pass it
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
+    )  # launchers pass it
     try:
         set_environment()
         return _sample(parser.parse_args(arguments))

@@ -19,7 +19,7 @@ from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_sec
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED
-from ddpm_ds.experiments.sweep import TRAIN, Sweep, run_command
+from ddpm_ds.experiments.sweep import Sweep, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.supervisor import heard_signals
@@ -145,8 +145,6 @@ def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
     first, *given = options.train_options or ["--"]
     if first != "--":
         raise ExperimentError(f"{first} is no option of sweep; write options of launch/train.py after --")
-    if not TRAIN.is_file():
-        raise ExperimentError(f"{TRAIN} is missing, which trains the runs; install ddpm_ds from its repository: -e .")
     options.train_options = given
     config = ["--deepspeed_config", str(options.deepspeed_config)]
     default, asked = parse(config), parse([*config, *given])

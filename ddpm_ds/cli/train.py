@@ -22,6 +22,7 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
+from ddpm_ds.files import expanded
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import RunPlan, describe_plan, plan_run
 from ddpm_ds.processes.ranks import (
@@ -81,7 +82,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers pass it
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
+    )  # launchers pass it
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # a convention of DeepSpeed
 
 
@@ -113,6 +116,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume",
+        type=lambda text: str(expanded(text)),
         default="auto",
         metavar="auto|never|CHECKPOINT|RUN_DIR",
         help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run, "

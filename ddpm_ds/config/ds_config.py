@@ -16,7 +16,7 @@ from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, zero_only_key
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, shown
 from ddpm_ds.errors import DsConfigError, LayoutError
-from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, read_json
+from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -267,6 +267,10 @@ class ResolvedDsConfig:
         return replace(self, blocks={name: block for name, block in self.blocks.items() if name not in reports})
 
 
+DS_CONFIGS = presets("ds_configs")
+"""Folder of the DeepSpeed JSONs that come with this package."""
+
+
 def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a DeepSpeed JSON and apply the overrides of the form ``ds.block.key=value``.
 
@@ -305,7 +309,7 @@ def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
 
 def _read(path: Path | str) -> dict[str, Any]:
     try:
-        config = read_json(Path(path), MOST_CONFIG_BYTES)
+        config = read_json(preset(path, DS_CONFIGS), MOST_CONFIG_BYTES)
     except FileNotFoundError:
         raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
     except json.JSONDecodeError as error:

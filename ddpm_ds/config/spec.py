@@ -27,7 +27,7 @@ from ddpm_ds.diffusion.choices import (
     samplers_with,
     visited_sigmas,
 )
-from ddpm_ds.files import path_fault
+from ddpm_ds.files import expanded, path_fault
 
 # Every number has a range. It ends far beyond useful values, but early enough that whatever is computed from the number
 # before training, such as a plan, a schedule or a table of betas, takes seconds and little memory.
@@ -74,7 +74,7 @@ MOST_PICTURE_PIXELS = 2**26
 def _possible(path: Path) -> Path:
     if fault := path_fault(path):
         raise PydanticCustomError("path", "{fault}", {"fault": fault})
-    return path
+    return expanded(path)
 
 
 FilePath = Annotated[Path, AfterValidator(_possible)]

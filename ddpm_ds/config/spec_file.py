@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ddpm_ds.command_line import limit
 from ddpm_ds.config.spec import RunSpec, Section, with_current_names
 from ddpm_ds.errors import SpecError
-from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, read_text
+from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, preset, presets, read_text
 
 JSON_PREFIX = "ds."
 """Prefix of overrides that change the DeepSpeed JSON instead of the spec."""
@@ -117,7 +117,7 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
 
     Raises :class:`SpecError`, one line, if the file can't be read or a key or value is wrong.
     """
-    path = Path(path)
+    path = preset(path, SPECS)
     values = _read(path)
     origins: dict[str, str] = {}
     for item in overrides:
@@ -315,6 +315,7 @@ def _expected(schema: Mapping[str, Any]) -> str:
             return str(kind)
 
 
-SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
+SPECS = presets("launch/specs")
+"""Folder of the run specs that come with this package."""
 DEFAULT_SPEC = SPECS / "digits.yaml"
 """Default run spec."""

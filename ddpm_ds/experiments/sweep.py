@@ -29,7 +29,6 @@ import yaml
 from pydantic import TypeAdapter
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
@@ -41,7 +40,7 @@ from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_la
 from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
-TRAIN = SPECS.with_name("train.py")
+TRAIN = ("--module", "ddpm_ds.cli.train")
 ENDINGS, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
 POLL_SECONDS = 0.5
 LAST_LINES = 8
@@ -133,7 +132,7 @@ class Sweep:
         launcher = [*devices, "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
         what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
         where = ["--run-dir", str(run_dir), "--parent-run", parent]
-        return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]
+        return [*supervisor, *launcher, *TRAIN, *what, *where, *options]
 
     def progress(self, trial: Trial) -> int:
         """Return the number of images that a trial had seen at its last log point."""

@@ -76,20 +76,22 @@ def build_engine(
     programs: Sequence[Program] | None = None,
     rate: Callable[[int, int], float] | None = None,
     verbose: bool = False,
+    doing: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext(),
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
     ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own and
-    ``rate`` to the configuration's learning rate. The process group must exist.
+    ``rate`` to the configuration's learning rate. The process group must exist. ``doing`` shows what is compiled.
 
     Raises:
+        HostError: a build that another process of this host began does not end; raised on one rank.
         DsConfigError: requested fused kernels fail, or have made a GPU unusable; raised on all ranks.
     """
     gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.schedule) else UnetPipelineModule
-        with insides.pipeline_engine(UnetPipelineEngine):
+        with insides.builds_named(doing), insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective, engine.schedule, engine.rate = objective, resolved.schedule, rate

@@ -7,14 +7,17 @@ of them, so that an incompatible upgrade of DeepSpeed fails there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -26,8 +29,13 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils.file_baton import FileBaton
 
+from ddpm_ds.errors import HostError
 from ddpm_ds.pipeline.placement import AcrossHosts
+
+BUILD_SECONDS = 600.0
+"""Time without a new file in the folder of a build after which its lock counts as left behind."""
 
 
 class _NoStageLimit:
@@ -77,6 +85,38 @@ def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[
         changed.enter_context(_replaced(pipe_engine, "ZeroStageEnum", _NoStageLimit))
         for name in ("send", "recv"):
             changed.enter_context(_replaced(pipe_engine.p2p, name, lambda tensor, stage: None))
+        yield
+
+
+@contextlib.contextmanager
+def builds_named(doing: Callable[[str], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Show through ``doing`` which extension DeepSpeed compiles inside this context, and don't wait for ever for one
+    that another process compiles.
+
+    Assumes that ``OpBuilder.jit_load`` compiles, and that whoever finds the lock of a build waits in ``FileBaton.wait``
+    until it is gone, which it never is if the build was killed.
+
+    Raises:
+        HostError: nothing has changed in the folder of a build that another process holds for :data:`BUILD_SECONDS`.
+    """
+    compiled = OpBuilder.jit_load
+
+    def jit_load(builder: OpBuilder, *arguments: Any, **options: Any) -> Any:
+        with doing(f"compiling DeepSpeed's {builder.name}, once on this machine"):
+            return compiled(builder, *arguments, **options)
+
+    def wait(baton: FileBaton) -> None:
+        lock = Path(baton.lock_file_path)
+        while lock.exists():
+            changed = max((path.stat().st_mtime for path in lock.parent.glob("*")), default=time.time())
+            if time.time() - changed > BUILD_SECONDS:
+                raise HostError(
+                    f"{lock} is held by another process, but nothing was built beside it for {BUILD_SECONDS:g} s; if "
+                    "that process was killed, remove the file and start again"
+                )
+            time.sleep(baton.wait_seconds)
+
+    with _replaced(OpBuilder, "jit_load", jit_load), _replaced(FileBaton, "wait", wait):
         yield
 
 

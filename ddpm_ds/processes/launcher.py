@@ -7,11 +7,14 @@ hostfile take part, when they are reached from this one, and which GPUs of this 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pynvml
 
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import SpecError
@@ -87,7 +90,8 @@ def read_launch(command: Sequence[str]) -> Launch:
     options = _parser().parse_args(command)
     path = Path(options.hostfile or DEFAULT_HOSTFILE)
     missing = options.hostfile is not None and not path.exists()
-    hosts = _taking_part(path, options) if path.is_file() or missing else ()  # /dev/null means this host alone
+    pool = read_hostfile(path) if path.is_file() or missing else {}  # /dev/null means this host alone
+    hosts = _taking_part(pool, str(path), options)
     remote = not options.no_ssh and (len(hosts) > 1 or (options.force_multi and bool(hosts)))
     if remote and this_host(hosts) is None:
         raise SpecError(
@@ -122,26 +126,70 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _taking_part(path: Path, options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the hosts of a hostfile that --include, --exclude and --num_nodes select."""
-    slots = read_hostfile(path)
-    included, excluded = _filter(options.include), _filter(options.exclude)
-    for option, named in (("include", included), ("exclude", excluded)):
-        for host in named.keys() - slots.keys():
-            raise SpecError(f"--{option} names {host}, which hostfile {path} does not; use {', '.join(slots)}")
-    hosts = [
-        host
-        for host, count in slots.items()
-        if (not included or host in included) and (host not in excluded or 0 < len(excluded[host]) < count)
-    ]
-    number = options.num_nodes or -1
-    return tuple(hosts[:number] if number > 0 else hosts)
+def _taking_part(pool: Mapping[str, int], path: str, options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the hosts of a hostfile, given with their slots, that --include, --exclude and --num_nodes select.
+
+    Raises:
+        SpecError: DeepSpeed would refuse the selection, with a traceback.
+    """
+    include, exclude, many = options.include or "", options.exclude or "", (options.num_nodes or -1) > 1
+    if include and exclude:
+        raise SpecError("--include and --exclude exclude each other; use one of them")
+    if (include or exclude) and ((options.num_nodes or -1) >= 0 or options.num_gpus is not None):
+        raise SpecError("--num_nodes and --num_gpus exclude --include and --exclude; use either")
+    if many and not pool:
+        raise SpecError(f"--num_nodes {options.num_nodes} needs the other hosts in a hostfile; name it with --hostfile")
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    if not text:
+        return tuple(pool)[: options.num_nodes] if (options.num_nodes or -1) > 0 else tuple(pool)
+    slots = pool or {"localhost": _devices()}
+    where = f"hostfile {path}" if pool else "this host, without a hostfile,"
+    named = _filter(option, text)
+    for host, numbers in named.items():
+        if host not in slots:
+            raise SpecError(f"{option} names {host}, which {where} does not; use {', '.join(slots)}")
+        if beyond := [number for number in numbers if number >= slots[host]]:
+            raise SpecError(
+                f"{option} {text} names slot {min(beyond)} of {host}, and {where} has {slots[host]}, from 0 on; use "
+                f"{host}:{','.join(map(str, range(min(slots[host], 8))))} or fewer"
+            )
+
+    def left(host: str) -> bool:
+        if include:
+            return host in named
+        return host not in named or 0 < len(named[host]) < slots[host]
+
+    taking_part = tuple(host for host in slots if left(host))
+    if not taking_part:
+        raise SpecError(f"{option} {text} leaves no host; use fewer")
+    return taking_part if pool else ()
 
 
-def _filter(text: str | None) -> dict[str, set[str]]:
-    """Parse hosts and their slots from a text such as ``worker-0@worker-1:0,2``; no slots means all."""
-    found: dict[str, set[str]] = {}
-    for part in text.split("@") if text else []:
+def _devices() -> int:
+    """Return the number of devices as DeepSpeed counts them, for a selection without a hostfile: GPUs, or on a CPU its
+    NUMA nodes, which it counts with numactl.
+    """
+    if has_gpu():
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            return int(pynvml.nvmlDeviceGetCount())
+    if count := int(os.environ.get("LOCAL_SIZE", 0)):
+        return count
+    nodes = [file for file in Path("/sys/devices/system/node").glob("node*/cpulist") if file.read_text().strip()]
+    return max(1, len(nodes)) if shutil.which("numactl") else 1
+
+
+def _filter(option: str, text: str) -> dict[str, set[int]]:
+    """Parse hosts and their slots from a text such as ``worker-0@worker-1:0,2``; no slots means all.
+
+    Raises:
+        SpecError: a slot is no number.
+    """
+    found: dict[str, set[int]] = {}
+    for part in text.split("@"):
         host, _, named = part.partition(":")
-        found.setdefault(host, set()).update(named.split(",") if named else ())
+        try:
+            found.setdefault(host, set()).update(map(int, named.split(",")) if named else ())
+        except ValueError:
+            raise SpecError(f"{option} {text}: {named!r} is no list of slots; write HOST:0,1@HOST:0") from None
     return found

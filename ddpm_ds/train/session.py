@@ -123,6 +123,7 @@ def run_training(
                     programs=plan.programs,
                     rate=rate_of(plan.spec),
                     verbose=options.verbose,
+                    doing=doing,
                 )
                 ema = Ema(engine, plan.spec.ema)
             with (

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ddpm_ds.config.spec import RunSpec, Section
 from ddpm_ds.config.spec_file import SPECS, load_spec, spec_markdown, spec_schema
@@ -203,3 +204,35 @@ def test_the_committed_schema_is_current() -> None:
 def test_the_committed_reference_is_current() -> None:
     committed = (REPOSITORY / "docs" / "spec.md").read_text()
     assert committed.endswith(spec_markdown()), "replace the reference by what `ddpm-ds schema --markdown spec` prints"
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.autoencoder", "data.store_root", "train.initial_weights"])
+def test_a_tilde_is_the_home_folder_in_every_path_of_the_spec(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section, name = key.split(".")
+    written = yaml.safe_load(DIGITS.read_text())
+    written.setdefault(section, {})[name] = "~/mine"
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(written))
+    needs = {"data.path": ["data.source=folder"], "data.autoencoder": ["sampler.clip=none"]}.get(key, [])
+    for spec in (load_spec(DIGITS, [f"{key}=~/mine", *needs]), load_spec("~/spec.yaml", needs)):
+        assert getattr(getattr(spec, section), name) == tmp_path / "mine"
+    with pytest.raises(
+        SpecError, match=rf"{key} = \"~nobody-here/a\" can't be a path: there is no home folder ~nobody"
+    ):
+        load_spec(DIGITS, [f"{key}=~nobody-here/a"])
+
+
+@pytest.mark.parametrize("name", ["digits", "digits.yaml", "specs/digits.yaml", "launch/specs/digits.yaml"])
+def test_a_preset_is_found_by_its_name_from_any_folder_unless_there_is_such_a_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_spec(name) == load_spec(DIGITS)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text("name: [")
+    with pytest.raises(SpecError, match=f"{name}: not YAML"):
+        load_spec(name)
+    with pytest.raises(SpecError, match="no such run spec"):
+        load_spec("elsewhere/digits.yaml")

@@ -60,7 +60,7 @@ sys.exit(recorded(main))
 WITH_STAND_INS = """
 import pathlib, sys
 from ddpm_ds.experiments import sweep
-sweep.TRAIN = pathlib.Path(sys.argv.pop(1))
+sweep.TRAIN = (sys.argv.pop(1),)
 from ddpm_ds.cli.main import main
 sys.exit(main())
 """

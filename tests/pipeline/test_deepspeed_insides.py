@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import os
 import textwrap
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +20,7 @@ import pytest
 import torch
 from deepspeed.accelerator import cuda_accelerator
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime import utils as deepspeed_utils
@@ -32,7 +37,9 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.distributed import HashStore, distributed_c10d
+from torch.utils.file_baton import FileBaton
 
+from ddpm_ds.errors import HostError
 from ddpm_ds.pipeline import build
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import Schedule
@@ -327,3 +334,26 @@ def test_zero_asks_for_free_memory_in_numbers_and_ours_in_any_names(monkeypatch:
     monkeypatch.setattr(build, "set_accelerator", used.append)
     build.use_host_accelerator()
     assert used[0].available_memory() == 5
+
+
+def test_a_build_is_named_and_a_lock_that_a_killed_one_left_is_waited_for_within_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def doing(what: str) -> Iterator[None]:
+        said.append(what)
+        yield
+
+    lock = tmp_path / "lock"
+    lock.touch()
+    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder, verbose=True: FileBaton(str(lock), 0.01).wait())
+    with insides.builds_named(doing):
+        threading.Timer(0.2, lock.unlink).start()
+        OpBuilder.jit_load(SimpleNamespace(name="cpu_adam"))
+        lock.touch()
+        os.utime(lock, (0, 0))
+        with pytest.raises(HostError, match=rf"^{lock} is held by another process, .* 600 s; .* remove the file"):
+            OpBuilder.jit_load(SimpleNamespace(name="cpu_adam"))
+    assert said == ["compiling DeepSpeed's cpu_adam, once on this machine"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import socket
 from pathlib import Path
@@ -83,6 +84,39 @@ def test_the_hosts_that_take_part_are_deepspeeds(
     assert launch.command(29511) == command
     assert runner.parse_args(launch.command(29512)).master_port == 29512
     assert launch.command(29512)[-len(SCRIPT.split()) :] == SCRIPT.split()
+
+
+REFUSED = {
+    "-H {file} --include localhost:5,6": "--include names localhost, which hostfile",
+    f"-H {{file}} --include {OWN}:5,6": f"--include {OWN}:5,6 names slot 5 of {OWN}, and hostfile",
+    "-H {file} --include worker-2:2": "has 2, from 0 on; use worker-2:0,1 or fewer",
+    "-H {file} --exclude worker-9": "--exclude names worker-9",
+    "-H {file} --include worker-2:a": "is no list of slots",
+    "-H {file} --include worker-2:0:1": "is no list of slots",
+    "-H {file} --include worker-2 --exclude worker-3": "exclude each other",
+    "-H {file} --include worker-2 --num_nodes 1": "--num_nodes and --num_gpus exclude --include",
+    "-H {file} --exclude worker-2 --num_gpus 1": "--num_nodes and --num_gpus exclude --include",
+    f"-H {{file}} --exclude {OWN}@worker-2@worker-3": "leaves no host",
+    "-H /dev/null --num_nodes 2": "needs the other hosts in a hostfile",
+    "-H /dev/null --include localhost:4": "names slot 4 of localhost, and this host, without a hostfile, has 4",
+    "-H /dev/null --include worker-2": "names worker-2, which this host, without a hostfile, does not; use localhost",
+}
+
+
+@pytest.mark.usefixtures("pdsh")
+@pytest.mark.parametrize("options", REFUSED)
+def test_what_deepspeeds_filters_refuse_is_one_line_before_any_start(
+    options: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
+    monkeypatch.setattr(launcher, "_devices", four.device_count)
+    monkeypatch.setattr(runner, "get_accelerator", lambda: four)
+    monkeypatch.setattr(runner.subprocess, "check_call", lambda *arguments, **options: 0)
+    command = shlex.split(f"{options.format(file=hostfile)} {SCRIPT}")
+    with pytest.raises(SpecError, match=re.escape(REFUSED[options])):
+        read_launch(command)
+    with pytest.raises((ValueError, AssertionError, IndexError, StopIteration)):  # as DeepSpeed does
+        runner.main(command)
 
 
 @pytest.mark.parametrize(
