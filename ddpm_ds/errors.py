@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix, and the exit codes of every program.
 
-A message is one line that names the key, the value and the fix. Exit codes are a contract with launchers and
-schedulers; ``docs/exit_codes.md`` says what to do with each.
+A message is one line for each fault, naming the key, the value and the fix. Exit codes are a contract with launchers
+and schedulers; ``docs/exit_codes.md`` says what to do with each.
 """
 
 EXIT_BAD_INPUT = 2
@@ -13,6 +13,8 @@ EXIT_PEER_LOST = 76
 
 LONGEST_LINE = 2000
 """Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
+MOST_FAULTS = 40
+"""Maximum faults of a file that are named at once; the next start names the others."""
 OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch's allocator on a CPU
     "Cannot allocate memory",
@@ -41,12 +43,12 @@ def _shortened(text: str) -> str:
 
 
 class UserError(Exception):
-    """Wrong input. Shown as one line, without a traceback; exit code 2."""
+    """Wrong input. Each argument is a fault, shown as one line, without a traceback; exit code 2."""
 
     exit_code = EXIT_BAD_INPUT
 
     def __str__(self) -> str:
-        return one_line(super().__str__())
+        return "\n".join(one_line(str(fault)) for fault in self.args)
 
 
 class SpecError(UserError):

@@ -127,7 +127,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, limiting the digits of numbers and the depth of nesting.
 
     Raises:
-        ValueError: it is not JSON, has a duplicate key or exceeds a limit; the message is one line.
+        ValueError: it is not JSON, has a duplicate key or exceeds a limit; the message is one line. The line of a
+            ``JSONDecodeError`` is that of the fault, not the line where the parser noticed it.
     """
     try:
         value = json.loads(
@@ -138,6 +139,13 @@ def parse_json(text: str | bytes) -> Any:
         )
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        before, found = error.doc[: error.pos].rstrip(), error.doc[error.pos : error.pos + 1]
+        if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault is at what stands before
+            comma = found and before.endswith(",")
+            message = f"a comma before {found}; remove it" if comma else error.msg
+            raise json.JSONDecodeError(message, error.doc, max(len(before) - 1, 0)) from None
+        raise
     _check_depth(value)
     return value
 

@@ -24,7 +24,7 @@ from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.ds_keys import KEYS, REFUSED
 from ddpm_ds.config.spec import RunSpec, Section
-from ddpm_ds.errors import LONGEST_LINE, UserError
+from ddpm_ds.errors import LONGEST_LINE, MOST_FAULTS, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -108,7 +108,7 @@ def limited() -> Iterator[None]:
 
 
 def attack(arguments: Sequence[str], folder: Path) -> str:
-    """Run a verb and return its line on stderr; empty where it takes the arguments."""
+    """Run a verb and return its lines on stderr, one for each fault; empty where it takes the arguments."""
     here = sorted(folder.rglob("*"))
     out, err = io.StringIO(), io.StringIO()
     with limited(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(folder):
@@ -116,8 +116,9 @@ def attack(arguments: Sequence[str], folder: Path) -> str:
     said = err.getvalue()
     assert sorted(folder.rglob("*")) == here, "it leaves something behind"
     if code != 0:
-        assert code == 2 and said.count("\n") == 1 and said.startswith("ddpm-ds: error: ")
-        assert said[:-1].isprintable() and len(said) < LONGEST_LINE + 100
+        assert code == 2 and said.endswith("\n") and said.count("\n") <= MOST_FAULTS
+        for line in said[:-1].split("\n"):
+            assert line.startswith("ddpm-ds: error: ") and line.isprintable() and len(line) < LONGEST_LINE + 100
     return said
 
 

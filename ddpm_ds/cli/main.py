@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import ddpm_ds
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = given[1:]
         return options.run(options) or 0
     except UserError as error:
-        print(f"ddpm-ds: error: {error}", file=sys.stderr)
+        print(textwrap.indent(str(error), "ddpm-ds: error: "), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

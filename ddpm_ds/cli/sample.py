@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
     except UserError as error:
-        print_once(f"ddpm_ds: error: {error}")
+        print_once(textwrap.indent(str(error), "ddpm_ds: error: "))
         return error.exit_code
 
 

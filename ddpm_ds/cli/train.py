@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_once(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
-        print_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
+        print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, Preempted) else "ddpm_ds: error: "))
         return error.exit_code
     except Exception:  # an orderly exit of the interpreter would wait for other ranks
         if os.environ.get("WORLD_SIZE", "1") == "1":

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES
-from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, zero_only_keys
+from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, SYNONYMS, children, is_off, nested, zero_only_keys
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, shown
-from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
@@ -26,16 +26,49 @@ SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_ds_config(config: dict[str, Any], path: Path | str) -> None:
-    """Refuse keys that are unknown, misspelt, of a wrong type, ignored or broken under a pipeline (docs/ds_configs.md).
+class _Faults:
+    """Faults of a DeepSpeed JSON and the keys that they are about, raised together by :meth:`check`."""
 
-    Raises :class:`DsConfigError`, one line naming file, key, value and fix.
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+        self._messages: list[str] = []
+        self._keys: set[str] = set()
+
+    def add(self, key: str, fault: str, *others: str) -> None:
+        """Add what is wrong with a key, unless it may follow from a fault of that key, of one inside it or of
+        ``others``.
+        """
+        if any(f"{name}.".startswith(f"{wrong}.") for name in (key, *others) for wrong in self._keys):
+            return
+        if any(wrong.startswith(f"{key}.") for wrong in self._keys):
+            return
+        self._messages.append(f"{self._path}: {key} {fault}")
+        self._keys.add(key)
+        if len(self._messages) == MOST_FAULTS:
+            self.check()
+
+    def also_about(self, key: str) -> None:
+        """Regard a key as wrong that another one may have been meant to be."""
+        self._keys.add(key)
+
+    def check(self) -> None:
+        """Raise a :class:`DsConfigError` if there is a fault."""
+        if self._messages:
+            raise DsConfigError(*self._messages)
+
+
+def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> None:
+    """Refuse keys that are unknown, misspelt, of a wrong type, ignored or broken under a pipeline (docs/ds_configs.md),
+    or that contradict each other or the spec.
+
+    Raises :class:`DsConfigError`, one line for each fault, naming file, key, value and fix.
     """
-    try:
-        _check_block(config, "")
-        _check_together(config)
-    except DsConfigError as error:
-        raise DsConfigError(f"{path}: {error}") from None
+    faults = _Faults(path)
+    readable = _read_block(config, "", config, faults)
+    _check_together(readable, faults)
+    if spec is not None:
+        _check_beside_spec(readable, spec, faults)
+    faults.check()
 
 
 def enabled(config: Mapping[str, Any], block: str) -> bool:
@@ -60,97 +93,190 @@ def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
     return enabled(config, "fp16") and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
 
 
-def _check_block(block: dict[str, Any], prefix: str) -> None:
+def _read_block(block: dict[str, Any], prefix: str, config: dict[str, Any], faults: _Faults) -> dict[str, Any]:
+    """Return a copy of a block of ``config`` without the keys that have a fault."""
+    readable: dict[str, Any] = {}
     for name, value in block.items():
         dotted = f"{prefix}{name}"
+        key, refusal = KEYS.get(dotted), REFUSED.get(dotted)
         if "." in name:  # else mistaken for a key inside a block; DeepSpeed has no dotted keys
-            inside, _, key_name = name.partition(".")
-            raise DsConfigError(f'{dotted} is unknown: a dot is no block; write "{inside}": {{"{key_name}": ...}}')
-        refusal = REFUSED.get(dotted)
-        if refusal:
+            faults.add(dotted, f"is unknown: a dot is no block; write {nested(dotted, value)}")
+        elif refusal:
             if not refusal.lets_through(value):
-                raise DsConfigError(f"{dotted} = {shown(value)} is refused: {refusal.reason}")
-            continue
-        key = KEYS.get(dotted)
-        if key is None:
-            raise DsConfigError(_unknown(name, prefix))
-        if value == "auto":
-            if not key.auto:
-                raise DsConfigError(f'{dotted} = "auto" should be {key.kind.words}; nothing fills it')
-        elif not key.kind.accepts(value):
-            why = f"; {key.why}" if key.why else ""
+                has_new = refusal.instead is not None and _find(config, refusal.instead) is not None
+                advice = "remove it" if has_new else refusal.advice(value)
+                faults.add(dotted, f"= {shown(value)} is refused: {refusal.reason}; {advice}")
+        elif key is None:
+            faults.add(dotted, _unknown(name, prefix, config, faults))
+        elif value == "auto" and not key.auto:
+            faults.add(dotted, f'= "auto" should be {key.kind.words}; nothing fills it')
+        elif value != "auto" and not key.kind.accepts(value):
             auto = ' or "auto"' if key.auto else ""
-            raise DsConfigError(f"{dotted} = {shown(value)} should be {key.kind.words}{auto}{why}")
-        elif key.kind is BLOCK:
-            _check_block(value, f"{dotted}.")
+            advice = key.kind.meant(value) or (key.why and f"; {key.why}")
+            faults.add(dotted, f"= {shown(value)} should be {key.kind.words}{auto}{advice}")
+        else:
+            inside = key.kind is BLOCK
+            readable[name] = _read_block(value, f"{dotted}.", config, faults) if inside else copy.copy(value)
+    return readable
 
 
-def _unknown(name: str, prefix: str) -> str:
-    known = children(prefix.removesuffix("."))
-    near = difflib.get_close_matches(name, known, n=1)
-    elsewhere = [dotted for dotted in (*KEYS, *REFUSED) if dotted.rpartition(".")[2] == name]
-    if near or elsewhere:
-        return f"{prefix}{name} is unknown; did you mean {prefix + near[0] if near else elsewhere[0]}?"
-    return f"{prefix}{name} is unknown to DeepSpeed and to this project; remove it"
+def _find(config: Mapping[str, Any], dotted: str) -> Any:
+    """Return the value of a key inside blocks; None if it is not given."""
+    *blocks, name = dotted.split(".")
+    for block in blocks:
+        inside = config.get(block)
+        config = inside if isinstance(inside, dict) else {}
+    return config.get(name)
 
 
-def _check_together(config: dict[str, Any]) -> None:
-    """Refuse keys that contradict each other."""
+def _unknown(name: str, prefix: str, config: dict[str, Any], faults: _Faults) -> str:
+    near = difflib.get_close_matches(name, children(prefix.removesuffix(".")), n=1)
+    elsewhere = [dotted for dotted in KEYS if dotted.rpartition(".")[2] == name]
+    meant = SYNONYMS.get(name) or (prefix + near[0] if near else elsewhere[0] if len(elsewhere) == 1 else "")
+    if meant in KEYS:
+        if _find(config, meant) is None:
+            faults.also_about(meant)
+        return f"is unknown; did you mean {meant}?"
+    if meant and difflib.get_close_matches(name, near, cutoff=0.8):
+        return f"is unknown, and {meant} is refused: {REFUSED[meant].reason}; remove it"
+    return "is unknown to DeepSpeed and to this project; remove it"
+
+
+def _check_together(config: dict[str, Any], faults: _Faults) -> None:
+    """Find keys that contradict each other, among those that have no fault of their own."""
     if enabled(config, "fp16") and enabled(config, "bf16"):
-        raise DsConfigError("fp16.enabled and bf16.enabled are both true; switch one off")
-    stage = zero_stage(config)
-    if stage == 0:
+        faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
+    stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
+    if zero_stage(config) == 0:
         for block, name in zero_only_keys():
-            if config.get(block, {}).get(name, "auto") != "auto":
-                raise DsConfigError(
-                    f"{block}.{name} = {shown(config[block][name])} has no effect without ZeRO; remove it or set "
-                    "zero_optimization.stage to 1 or 2"
-                )
-        if enabled(config, "fp16") and config["fp16"].get("hysteresis", 1) != 1:
-            raise DsConfigError(
-                f"fp16.hysteresis = {config['fp16']['hysteresis']} is ignored without ZeRO; write 1 or set "
-                f"zero_optimization.stage to 1 or 2"
-            )
+            if (value := config.get(block, {}).get(name, "auto")) != "auto":
+                advice = "remove it" if is_off(value) else f"remove it or {with_zero}"
+                faults.add(f"{block}.{name}", f"= {shown(value)} has no effect without ZeRO; {advice}", stage)
+        if enabled(config, "fp16") and (value := config["fp16"].get("hysteresis", 1)) != 1:
+            fault = f"= {value} is ignored without ZeRO; write 1 or {with_zero}"
+            faults.add("fp16.hysteresis", fault, stage, "fp16.enabled")
         if fp16_needs_zero(config):
-            raise DsConfigError(
-                "optimizer.params.torch_adam = false, the default, needs ZeRO in fp16, since this project can't read "
-                "what DeepSpeed's own Adam then keeps; write true or set zero_optimization.stage to 1 or 2"
+            fault = (
+                "= false, the default, needs ZeRO in fp16, since this project can't read what DeepSpeed's own Adam "
+                f"then keeps; write true or {with_zero}"
             )
+            faults.add("optimizer.params.torch_adam", fault, stage, "fp16.enabled")
     if "grad_accum_dtype" in config.get("data_types", {}) and precision(config) == "fp32":
-        raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")
+        fault = "has no effect in fp32; remove it"
+        faults.add("data_types.grad_accum_dtype", fault, "fp16.enabled", "bf16.enabled")
+    device = "zero_optimization.offload_optimizer.device"
     if "device" not in config.get("zero_optimization", {}).get("offload_optimizer", {"device": "none"}):
-        raise DsConfigError(
-            'zero_optimization.offload_optimizer.device is missing, so that nothing is offloaded; write "device": '
-            '"cpu", or remove offload_optimizer'
-        )
+        faults.add(device, f"is missing, so that nothing is offloaded; remove the block or use --set ds.{device}=cpu")
     if "type" not in config.get("optimizer", {}):
-        raise DsConfigError('optimizer.type is missing; write "optimizer": {"type": "AdamW", "params": {...}}')
-    params = config["optimizer"].get("params", {})
+        faults.add("optimizer.type", "is missing; use --set ds.optimizer.type=AdamW")
+    params = config.get("optimizer", {}).get("params", {})
     for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
         if variant in params and not params.get("torch_adam"):
-            raise DsConfigError(f"optimizer.params.{variant} is PyTorch's; it needs torch_adam = true, or remove it")
+            needs = "it needs torch_adam = true, or remove it" if params[variant] else "remove it"
+            faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
     if params.get("fused") and params.get("foreach"):
-        raise DsConfigError("optimizer.params.fused and foreach are both true; keep one")
+        faults.add("optimizer.params.fused", "and foreach are both true; keep one")
     pipeline = config.get("pipeline", {})
     if _given(pipeline, "stages", None) != 1:  # a planned schedule of one stage is recorded as 1F1B
-        _check_planned(pipeline, _given(pipeline, "schedule", "planned"))
+        _check_planned(pipeline, _given(pipeline, "schedule", "planned"), faults)
     if "scheduler" in config:
         kind = config["scheduler"].get("type")
         if kind is None:
-            raise DsConfigError('scheduler.type is missing; write "type": "WarmupLR" or remove the scheduler')
+            faults.add("scheduler.type", "is missing; remove the scheduler or use --set ds.scheduler.type=WarmupLR")
         for name in config["scheduler"].get("params", {}):
-            if name not in SCHEDULER_PARAMS[kind]:
-                raise DsConfigError(f"scheduler.params.{name} is not a setting of {kind}; remove it")
+            if kind is not None and name not in SCHEDULER_PARAMS[kind]:
+                faults.add(f"scheduler.params.{name}", f"is not a setting of {kind}; remove it")
 
 
-def _check_planned(pipeline: dict[str, Any], schedule: str) -> None:
-    """Refuse keys of a planned schedule in another one."""
+def _check_planned(pipeline: dict[str, Any], schedule: str, faults: _Faults) -> None:
+    """Find keys of a planned schedule in another one."""
     for name in ("in_flight", "replan"):
-        if schedule != "planned" and pipeline.get(name, "auto") not in ("auto", False):
-            raise DsConfigError(
-                f"pipeline.{name} = {shown(pipeline[name])} belongs to a planned schedule, and pipeline.schedule is "
-                f'"{schedule}"; remove one of them'
-            )
+        if schedule != "planned" and (value := pipeline.get(name, "auto")) not in ("auto", False):
+            fault = f'= {shown(value)} belongs to a planned schedule, and pipeline.schedule is "{schedule}"; remove it'
+            faults.add(f"pipeline.{name}", fault, "pipeline.schedule")
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """Value of a JSON's key that follows from the spec."""
+
+    value: Any
+    source: str
+    """What decides it, such as the spec's key."""
+    spec_key: str | None = None
+    """Key of the spec that gives the JSON's key another value; None if none does."""
+    images: int | None = None
+    """Images in one of the JSON's units, where the spec counts images."""
+
+
+def _decided_by_spec(config: Mapping[str, Any], spec: RunSpec) -> dict[str, _Decided]:
+    """Return what the spec decides about a JSON that has no fault of its own, by dotted key.
+
+    Images are turned into steps of the JSON's own batch if it gives one, so that the fixes of several keys fit.
+    """
+    train, optimizer, batch = spec.train, spec.optimizer, _batch(config, spec)
+
+    def decided(value: Any, key: str) -> _Decided:
+        return _Decided(value, key, key)
+
+    def steps(images: int, key: str) -> _Decided:
+        return _Decided(-(-images // batch), f"{key} / batch", key, batch)
+
+    betas = list(optimizer.betas)
+    values = {
+        "train_batch_size": decided(train.batch_images, "train.batch_images"),
+        "optimizer.params.lr": decided(optimizer.learning_rate, "optimizer.learning_rate"),
+        "optimizer.params.betas": decided(betas, "optimizer.betas"),
+        "optimizer.params.eps": decided(optimizer.epsilon, "optimizer.epsilon"),
+        "optimizer.params.weight_decay": decided(optimizer.weight_decay, "optimizer.weight_decay"),
+    }
+    if train.accumulation != "auto":
+        values["gradient_accumulation_steps"] = decided(train.accumulation, "train.accumulation")
+    of_scheduler = {
+        "warmup_min_lr": _Decided(0.0, "the start of every warm-up"),
+        "warmup_max_lr": decided(optimizer.learning_rate, "optimizer.learning_rate"),
+        "warmup_min_ratio": _Decided(0.0, "the start of every warm-up"),
+        "warmup_num_steps": steps(optimizer.warmup_images, "optimizer.warmup_images"),
+        "warmup_type": _Decided("linear", "the form of every warm-up"),
+        "total_num_steps": steps(train.images, "train.images"),
+    }
+    names = SCHEDULER_PARAMS.get(config.get("scheduler", {}).get("type"), ())
+    return values | {f"scheduler.params.{name}": of_scheduler[name] for name in names if name in of_scheduler}
+
+
+def _batch(config: Mapping[str, Any], spec: RunSpec) -> int:
+    """Return the images of a step, by the JSON or else by the spec."""
+    return int(_given(config, "train_batch_size", spec.train.batch_images))
+
+
+def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -> None:
+    """Find keys that contradict the spec, among those that have no fault of their own."""
+    warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
+    kind = config.get("scheduler", {}).get("type")
+    if "scheduler" not in config and warmup and decay is None:
+        fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
+        faults.add("scheduler", f"{fault}optimizer.warmup_images=0")
+    if kind not in (None, "WarmupLR") and decay is not None:
+        faults.add(
+            "scheduler.type",
+            f"= {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; remove the scheduler "
+            "or use --set optimizer.decay=null",
+        )
+        faults.also_about("scheduler.params")
+    elif kind not in (None, "WarmupLR") and not warmup:
+        steps = _given(config["scheduler"].get("params", {}), "warmup_num_steps", 1)
+        images = int(steps) * _batch(config, spec)
+        faults.add("scheduler.type", f"= {kind} needs a warm-up; use --set optimizer.warmup_images={images}")
+        faults.also_about("scheduler.params.warmup_num_steps")
+    for dotted, decided in _decided_by_spec(config, spec).items():
+        given = _find(config, dotted)
+        if given not in (None, "auto", decided.value):
+            fix = f"use --set ds.{dotted}=auto"
+            if decided.spec_key is not None:
+                images = given if decided.images is None else int(given) * decided.images
+                fix += f" or --set {shlex.quote(f'{decided.spec_key}={shown(images)}')}"
+            source = f"{decided.source} is {shown(decided.value)}"
+            faults.add(dotted, f"= {shown(given)} contradicts the spec: {source}; {fix}")
 
 
 BUCKET_ELEMENTS = 2**23
@@ -330,21 +456,18 @@ def resolve(
     `stages` comes from the command line and overrides the JSON. Raises :class:`DsConfigError` if the JSON contradicts
     the spec, :class:`LayoutError` if the processes or the batch can't be divided evenly.
     """
-    check_ds_config(config, path)
+    check_ds_config(config, path, spec)
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     blocks = copy.deepcopy(config)
     _make_counts_ints(blocks)
-    try:
-        layout = _layout(blocks, spec, world_size, stages)
-        if layout.stages > 1:
-            _check_planned(blocks.get("pipeline", {}), _schedule(blocks.get("pipeline", {}), layout.stages))
-        _agreed(blocks, "train_batch_size", layout.batch_images, "train.batch_images")
-        _fill_optimizer(blocks, spec)
-        _fill_scheduler(blocks, spec)
-        _fill_rest(blocks, spec)
-    except DsConfigError as error:
-        raise DsConfigError(f"{path}: {error}") from None
+    _fill_from_spec(blocks, spec)
+    layout = _layout(config, blocks, spec, world_size, stages)
+    if layout.stages > 1:
+        faults = _Faults(path)
+        _check_planned(blocks.get("pipeline", {}), _schedule(blocks.get("pipeline", {}), layout.stages), faults)
+        faults.check()
+    _fill_rest(blocks, spec)
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         blocks.pop(name, None)
     pipeline = blocks.pop("pipeline", {})
@@ -389,32 +512,39 @@ def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
     return world_size > 1 and not given
 
 
-def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
+def _layout(
+    original: dict[str, Any], config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None
+) -> Layout:
+    """Return the layout of a JSON into which the spec's values have been written, from the ``original``."""
     stages = _stages(config, world_size, asked_stages)
     schedule = _schedule(config.get("pipeline", {}), stages)
     replicas, batch = world_size // stages, spec.train.batch_images
     if batch % replicas:
+        also = " --set ds.train_batch_size=auto" if _given(original, "train_batch_size", None) is not None else ""
         raise LayoutError(
             f"train.batch_images = {batch} can't be shared by {replicas} replicas ({world_size} processes in {stages} "
-            f"stages); use --set train.batch_images={_nearest_batch(config, spec, replicas)} or another -p"
+            f"stages); use --set train.batch_images={_nearest_batch(config, spec, replicas)}{also} or another -p"
         )
     share = batch // replicas
-    micro, micro_batches = _micro_batches(config, spec, share, stages)
+    micro, micro_batches = _micro_batches(config, share, stages)
     if micro * micro_batches != share:
+        given = ["train.accumulation"] if spec.train.accumulation != "auto" else []
+        counts = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        given += [f"ds.{name}" for name in counts if _given(original, name, None) is not None]
         raise LayoutError(
             f"train.batch_images = {batch} gives each of {replicas} replicas {share} images, which are not "
-            f'{micro_batches} micro-batches of {micro}; write "auto" for train_micro_batch_size_per_gpu and '
-            f"gradient_accumulation_steps, or change train.batch_images or train.accumulation"
+            f"{micro_batches} micro-batches of {micro}; use {' '.join(f'--set {name}=auto' for name in given)}"
         )
     if schedule != "1f1b" and stages == 1:
         raise LayoutError(
-            f'pipeline.schedule = "{schedule}" has nothing to fold on one stage; use "1f1b", or --processes 2 -p 2'
+            f'pipeline.schedule = "{schedule}" has nothing to fold on one stage; use --set ds.pipeline.schedule=1f1b, '
+            "or --processes 2 -p 2"
         )
     if schedule == "folded" and micro_batches < 2 * stages:
         raise LayoutError(
             f'pipeline.schedule = "folded" with {stages} stages needs {2 * stages} micro-batches or more, but a '
             f"replica's {share} images make {micro_batches}; use a smaller train_micro_batch_size_per_gpu, a larger "
-            f'train.batch_images or "1f1b"'
+            "train.batch_images or --set ds.pipeline.schedule=1f1b"
         )
     return Layout(world_size, stages, replicas, batch, micro, micro_batches)
 
@@ -423,11 +553,10 @@ def _nearest_batch(config: dict[str, Any], spec: RunSpec, replicas: int) -> int:
     """Return the batch of images, at least the spec's if possible, that replicas share in the micro-batches asked
     for.
     """
-    batch, wanted = spec.train.batch_images, spec.train.accumulation
     micro = _given(config, "train_micro_batch_size_per_gpu", None)
-    count = _given(config, "gradient_accumulation_steps", None) if wanted == "auto" else wanted
+    count = _given(config, "gradient_accumulation_steps", None)
     unit = int(replicas * (micro or 1) * (count or 1))
-    times = 1 if micro and count else -(-batch // unit)
+    times = 1 if micro and count else -(-spec.train.batch_images // unit)
     return max(min(times, MOST_BATCH // unit), 1) * unit
 
 
@@ -464,15 +593,10 @@ def divisors(number: int, most: int | None = None) -> list[int]:
     return [count for count in range(1, min(number, most or number) + 1) if number % count == 0]
 
 
-def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: int) -> tuple[int, int]:
+def _micro_batches(config: dict[str, Any], share: int, stages: int) -> tuple[int, int]:
     """Return the images and the number of micro-batches of a replica's share of the batch, at least 1 each."""
     micro = _given(config, "train_micro_batch_size_per_gpu", None)
     count = _given(config, "gradient_accumulation_steps", None)
-    wanted = spec.train.accumulation
-    if wanted != "auto":
-        if count not in (None, wanted):
-            raise _contradiction("gradient_accumulation_steps", count, "train.accumulation", wanted)
-        count = wanted
     if count is None and micro is not None:
         count = max(share // micro, 1)
     if count is None:
@@ -483,45 +607,16 @@ def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: in
     return int(micro), int(count)
 
 
-def _fill_optimizer(config: dict[str, Any], spec: RunSpec) -> None:
-    params = config["optimizer"].setdefault("params", {})
-    values = spec.optimizer.model_dump(mode="json")
-    fields = {"lr": "learning_rate", "betas": "betas", "eps": "epsilon", "weight_decay": "weight_decay"}
-    for name, field in fields.items():
-        params[name] = _agreed(params, name, values[field], f"optimizer.{field}", "optimizer.params.")
-
-
-def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
-    warmup, batch, decay = spec.optimizer.warmup_images, spec.train.batch_images, spec.optimizer.decay
-    if "scheduler" not in config:
-        if warmup and decay is None:
-            raise DsConfigError(
-                f"scheduler is missing, but optimizer.warmup_images = {warmup}; add "
-                f'"scheduler": {{"type": "WarmupLR"}} or --set optimizer.warmup_images=0'
-            )
-        return
-    kind = config["scheduler"]["type"]
-    if decay is not None and kind != "WarmupLR":
-        raise DsConfigError(
-            f"scheduler.type = {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; "
-            "remove the scheduler or --set optimizer.decay=null"
-        )
-    if not warmup and kind != "WarmupLR":
-        raise DsConfigError(f"scheduler.type = {kind} needs a warm-up; use --set optimizer.warmup_images={batch}")
-    values: dict[str, tuple[Any, str]] = {
-        "warmup_min_lr": (0.0, "the start of every warm-up"),
-        "warmup_max_lr": (spec.optimizer.learning_rate, "optimizer.learning_rate"),
-        "warmup_min_ratio": (0.0, "the start of every warm-up"),
-        "warmup_num_steps": (-(-warmup // batch), "optimizer.warmup_images / train.batch_images"),
-        "warmup_type": ("linear", "the form of every warm-up"),
-        "total_num_steps": (-(-spec.train.images // batch), "train.images / train.batch_images"),
-    }
-    params = config["scheduler"].setdefault("params", {})
-    for name in SCHEDULER_PARAMS[kind]:
-        if name in values:
-            params[name] = _agreed(params, name, *values[name], "scheduler.params.")
-    if decay is not None or not warmup:
-        del config["scheduler"]
+def _fill_from_spec(config: dict[str, Any], spec: RunSpec) -> None:
+    """Write what the spec decides into a JSON, and remove a scheduler that has nothing to do."""
+    for dotted, decided in _decided_by_spec(config, spec).items():
+        *blocks, name = dotted.split(".")
+        place = config
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[name] = decided.value
+    if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:
+        config.pop("scheduler", None)
 
 
 def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
@@ -536,22 +631,6 @@ def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
         config["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
 
 
-def _agreed(block: dict[str, Any], name: str, value: Any, spec_key: str, prefix: str = "") -> Any:
-    """Return the spec's value; raises an error if the JSON has a different one."""
-    given = _given(block, name, value)
-    if given != value:
-        raise _contradiction(f"{prefix}{name}", given, spec_key, value)
-    return value
-
-
-def _contradiction(name: str, given: Any, spec_key: str, value: Any) -> DsConfigError:
-    is_key = spec_key.count(".") == 1 and " " not in spec_key
-    fix = f" or --set {shlex.quote(f'{spec_key}={shown(given)}')}" if is_key else ""
-    return DsConfigError(
-        f'{name} = {shown(given)} contradicts the spec: {spec_key} is {shown(value)}; write "auto"{fix}'
-    )
-
-
-def _given(block: dict[str, Any], name: str, otherwise: Any) -> Any:
+def _given(block: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     value = block.get(name, "auto")
     return otherwise if value == "auto" else value

@@ -6,9 +6,10 @@ installed DeepSpeed.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, limit
@@ -24,6 +25,26 @@ class Kind:
     accepts: Callable[[object], bool]
     whole: bool = False
     """Whether it has whole numbers, which JSON may also write as 5e8 or 2.0."""
+    choices: tuple[object, ...] = ()
+    """All values that are allowed, if they are few."""
+
+    def meant(self, value: object) -> str:
+        """Return what to do about a wrong value whose meaning is clear, such as "False" or null for false; else ""."""
+        if is_off(value):
+            if self is BLOCK:
+                return "; remove it"
+            off = [choice for choice in self.choices if is_off(choice)]
+            return f"; write {json.dumps(off[0])}" if off else ""
+        spelt = {json.dumps(choice).strip('"').lower(): choice for choice in self.choices}
+        near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
+        return f"; did you mean {json.dumps(spelt[near[0]])}?" if near else ""
+
+
+def is_off(value: object) -> bool:
+    """Return whether a value switches its key off, in one of the forms that people write."""
+    if isinstance(value, dict):
+        return is_off(value.get("enabled", value.get("device")))
+    return value is None or value in (False, "none")
 
 
 def _number(value: object, least: float, most: float) -> bool:
@@ -48,10 +69,14 @@ def whole(least: int, most: int) -> Kind:
 def one_of(*choices: object) -> Kind:
     """Return the kind that allows only these JSON values; true is not 1."""
     words = " or ".join(json.dumps(choice) for choice in choices)
-    return Kind(words, lambda value: any(type(value) is type(choice) and value == choice for choice in choices))
+
+    def accepts(value: object) -> bool:
+        return any(type(value) is type(choice) and value == choice for choice in choices)
+
+    return Kind(words, accepts, choices=choices)
 
 
-SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
+SWITCH = one_of(True, False)
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 IMAGES = whole(1, MOST_BATCH)
 """Number of images or micro-batches in a step, as in the run spec."""
@@ -95,6 +120,9 @@ CUTS = Kind(
     whole=True,
 )
 BLOCK = Kind("a block {...}", lambda value: isinstance(value, dict))
+OPTIMIZER = replace(
+    one_of("AdamW", "Adam"), accepts=lambda value: isinstance(value, str) and value.lower() in ("adamw", "adam")
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +171,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.stage": Key(
         one_of(0, 1, 2),
         "0 partitions nothing, 1 the optimizer's state, 2 also gradients.",
-        why="ZeRO-3 would gather a stage's weights anew for every micro-batch; use 2",
+        why="ZeRO-3 would gather a stage's weights anew for every micro-batch, so use 2 instead",
     ),
     "zero_optimization.reduce_bucket_size": Key(
         whole(1, MOST_BUCKET),
@@ -161,9 +189,9 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_optimizer.pin_memory": Key(SWITCH, "Page-locked host memory."),
     "optimizer": Key(BLOCK, "Required."),
     "optimizer.type": Key(
-        one_of("AdamW", "Adam"),
-        "Both are AdamW, as in DeepSpeed: weight decay is decoupled.",
-        why="the spec's optimizer section describes AdamW, and DeepSpeed's Muon fails on the weights of convolutions",
+        OPTIMIZER,
+        "In any case of letters. Both are AdamW, as in DeepSpeed: weight decay is decoupled.",
+        why="the spec's optimizer section describes AdamW",
     ),
     "optimizer.params": Key(BLOCK),
     "optimizer.params.lr": Key(LEARNING_RATE, auto="the spec's `optimizer.learning_rate`"),
@@ -175,7 +203,10 @@ KEYS: dict[str, Key] = {
     ),
     "optimizer.params.fused": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
     "optimizer.params.foreach": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
-    "gradient_clipping": Key(amount(1e9), "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),
+    "gradient_clipping": Key(
+        replace(amount(1e9), words="0 (off) or a number up to 10^9"),
+        "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0.",
+    ),
     "scheduler": Key(
         BLOCK,
         "Required with the spec's `optimizer.warmup_images`; if that is 0, or the spec's `optimizer.decay` decides "
@@ -184,7 +215,7 @@ KEYS: dict[str, Key] = {
     "scheduler.type": Key(
         one_of("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
         "Constant, linear decay or cosine decay after the warm-up.",
-        why="OneCycle and LRRangeTest bring learning rates of their own",
+        why="others bring learning rates of their own",
     ),
     "scheduler.params": Key(BLOCK),
     "scheduler.params.warmup_min_lr": Key(FROM_LEARNING_RATE, "Not for WarmupCosineLR.", auto="0"),
@@ -236,7 +267,7 @@ KEYS: dict[str, Key] = {
         auto="the axis with fewer bytes per step for the busiest host (docs/planner.md)",
     ),
     "pipeline.activation_checkpoint_interval": Key(
-        whole(0, MOST_LAYERS),
+        replace(whole(0, MOST_LAYERS), words=f"0 (off) or a whole number up to {MOST_LAYERS}"),
         "Layers between kept activations; 0 keeps all.",
         auto="chosen from memory when the run starts",
     ),
@@ -307,6 +338,7 @@ override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_mo
 cpu_offload_param offload_param=null offload_optimizer.ratio offload_optimizer.super_offload
 offload_optimizer.cpuadam_cores_perc"""
 
+_OLD = "it is an old name"
 _REFUSED: dict[str, str] = {
     "the pipeline's schedule owns the accumulation boundary": "managed_gradient_accumulation=true",
     "batches come from this project's own loader; see the spec's data section": f"""
@@ -316,37 +348,35 @@ _REFUSED: dict[str, str] = {
         fp16.fp16_master_weights_and_grads=false bf16.bf16_master_weights_and_grads=false
         bf16.bf16_optimizer_states=false""",
     "not tested here": "bf16.immediate_grad_update=false",
-    'the old name; write "bf16"': "bfloat16",
-    "the layers choose their own arithmetic; use fp16 or bf16": f"torch_autocast={_OFF}",
+    "the layers choose their own arithmetic, by the fp16 or bf16 block": f"torch_autocast={_OFF}",
     "the fp16 or bf16 block decides it": "data_types.param_dtype=null data_types.buffer_dtype=null",
     "no layer has buffers to keep": 'data_types.keep_in_fp32_modules="auto"|[]',
-    "only ZeRO-3 reads it, which a pipeline can't use; remove the key": " ".join(
+    "only ZeRO-3 reads it, which a pipeline can't use": " ".join(
         f"zero_optimization.{name}" for name in _ZERO3.split()
     ),
-    "only NVMe offload reads it; remove the key": """
+    "only NVMe offload reads it": """
         zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
         zero_optimization.offload_optimizer.fast_init aio""",
-    "DeepSpeed turns it off under a pipeline; write false": "zero_optimization.overlap_comm=false|null",
-    "the ZeRO-2 path is tested with it on; write true": "zero_optimization.contiguous_gradients=true",
+    "DeepSpeed turns it off under a pipeline": "zero_optimization.overlap_comm=false|null",
+    "the ZeRO-2 path is tested with it on": "zero_optimization.contiguous_gradients=true",
     "DeepSpeed reads it and never uses it": """
         zero_optimization.allgather_partitions=true disable_allgather=false checkpoint.checkpoint_serialization=true""",
     "train/total_grad_norm and the finite check need it": "zero_optimization.compute_grad_norm=true",
-    "every parameter has a gradient; remove the key": "zero_optimization.ignore_unused_parameters=true",
-    "it reorders the flat partitions and was not tested under a pipeline; remove the key": """
+    "every parameter has a gradient": "zero_optimization.ignore_unused_parameters=true",
+    "it reorders the flat partitions and was not tested under a pipeline": """
         zero_optimization.round_robin_gradients=false zero_optimization.parameter_alignment=false""",
     "DeepSpeed no longer has it": "zero_optimization.legacy_stage1=false",
-    "not tested under a pipeline; use offload_optimizer": "zero_optimization.zenflow=null",
-    'an old name; write "offload_optimizer": {"device": "cpu"}': """
-        zero_optimization.cpu_offload zero_optimization.cpu_offload_use_pin_memory""",
-    "an old name; write zero_optimization.allgather_bucket_size": "allgather_size",
+    "not tested under a pipeline, unlike offload_optimizer": "zero_optimization.zenflow=null",
+    _OLD: "bfloat16 zero_optimization.cpu_offload allgather_size",
+    "DeepSpeed ignores this old name of offload_optimizer.pin_memory": "zero_optimization.cpu_offload_use_pin_memory",
     "Adam and AdamW are the optimizers here, and tested": "zero_allow_untested_optimizer=false",
     "it is about optimizers passed as objects": "zero_force_ds_cpu_optimizer=true",
     "the spec's weight decay is decoupled": "optimizer.params.adam_w_mode=true",
     "the spec means Adam as published": "optimizer.params.bias_correction=true",
     "its third moment is not in checkpoints": "optimizer.params.amsgrad=false",
     "moments are fp32": "optimizer.params.fp32_optimizer_states=true",
-    'DeepSpeed refuses it here; write "gradient_clipping"': "optimizer.params.max_grad_norm",
+    "DeepSpeed refuses it here": "optimizer.params.max_grad_norm",
     "not tested under a pipeline": "optimizer.legacy_fusion=false",
     "weights follow from the seed and the layer alone": "pipeline.seed_layers=false",
     "it empties tensors in place that a U-Net hands on as skips": """
@@ -357,7 +387,7 @@ _REFUSED: dict[str, str] = {
         activation_checkpointing.synchronize_checkpoint_boundary=false activation_checkpointing.profile=false""",
     "ZeRO-2 refuses it and ZeRO-1 ignores it": "prescale_gradients=false gradient_predivide_factor=1.0|1",
     "gradients would grow with the number of replicas": 'gradient_allreduce_op="mean"',
-    "replicas follow from world size and pipeline.stages, the only parallelism here; remove the key": """
+    "replicas follow from world size and pipeline.stages, the only parallelism here": """
         seq_parallel_communication_data_type sequence_parallel_size data_parallel_size tensor_parallel
         expert_parallel use_data_before_expert_parallelism=false""",
     "recomputation is not counted as work": "flops_profiler.recompute_fwd_factor=0|0.0",
@@ -366,7 +396,7 @@ _REFUSED: dict[str, str] = {
     "this engine does not write to it; runs are tracked in MLflow": " ".join(
         f"{name}={{}}|{_OFF}" for name in ("tensorboard", "wandb", "csv_monitor", "comet")
     ),
-    "checkpoints are written by this project, which sets it itself; remove the key": """
+    "checkpoints are written by this project, which sets it itself": """
         zero_optimization.load_from_fp32_weights=true zero_optimization.elastic_checkpoint=false
         scheduler.params.last_batch_iteration=-1 datastates_ckpt=false checkpoint.tag_validation
         checkpoint.parallel_write checkpoint.writer=null checkpoint.load_universal=false
@@ -375,29 +405,70 @@ _REFUSED: dict[str, str] = {
     "for inference": f"hybrid_engine={_OFF} weight_quantization={_OFF}",
     "nothing would collect the garbage in its place": "disable_python_gc=false",
     "images have no vocabulary": "vocabulary_size",
-    f"DeepSpeed removed it ({ISSUES}/8489); remove the key": """
+    f"DeepSpeed removed it ({ISSUES}/8489)": """
         nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity
         graph_harvesting curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size
         zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param""",
 }
 """Refused keys by reason. The JSON values after "=" have no effect and are accepted."""
+_RENAMED = {
+    "bfloat16": "bf16.enabled",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
+    "allgather_size": "zero_optimization.allgather_bucket_size",
+    "optimizer.params.max_grad_norm": "gradient_clipping",
+}
+"""Refused keys for which there is another with the same meaning."""
+SYNONYMS = {
+    "learning_rate": "optimizer.params.lr",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "chunks": "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "num_stages": "pipeline.stages",
+    "pipeline_parallel_size": "pipeline.stages",
+    "partition_method": "pipeline.partition",
+}
+"""Names that people type, in any block, for a key."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why a key is refused, what to write instead, and the values that are accepted as they have no effect."""
+    """Reason why a key is refused, the values that are accepted as they have no effect, and the key to use instead."""
 
     reason: str
     harmless: tuple[object, ...]
+    instead: str | None = None
 
     def lets_through(self, value: object) -> bool:
         """Return whether a value has no effect; a block that is switched off never has any."""
         off = {"enabled": False} in self.harmless and isinstance(value, dict) and value.get("enabled") is False
         return off or one_of(*self.harmless).accepts(value)
 
+    def advice(self, value: object) -> str:
+        """Return what to do about the key, which depends on its value: what is off must not be switched on."""
+        if self.instead is None:
+            return "remove it"
+        kind = KEYS[self.instead].kind
+        value = value.get("enabled") if isinstance(value, dict) else value
+        if is_off(value):
+            return f"write {nested(self.instead, 0)} instead" if kind.accepts(0) else "remove it"
+        if kind.choices and not kind.accepts(value):
+            value = next(choice for choice in kind.choices if not is_off(choice))
+        return f"write {nested(self.instead, value)} instead"
+
+
+def nested(dotted: str, value: object) -> str:
+    """Return a key and its value as they are written at the top of a JSON."""
+    for name in reversed(dotted.split(".")):
+        value = {name: value}
+    return json.dumps(value)[1:-1]
+
 
 REFUSED = {
-    name: Refusal(reason, tuple(json.loads(value) for value in values.split("|") if value))
+    name: Refusal(reason, tuple(json.loads(value) for value in values.split("|") if value), _RENAMED.get(name))
     for reason, names in _REFUSED.items()
     for name, _, values in (item.partition("=") for item in names.split())
 }

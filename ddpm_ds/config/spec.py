@@ -473,12 +473,18 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        """Check fields against each other; a message names the key, the value and the fix, in one line."""
-        _check_data(self)
-        _check_unet(self)
-        _check_training(self)
-        latents = self.data.autoencoder is not None
-        check_sampler(self.sampler, self.diffusion, classes=self.unet.classes, latents=latents)
+        """Check fields against each other; a message for each fault names the key, the value and the fix, in one line.
+
+        A check ends at its first fault, since its others may follow from that one.
+        """
+        faults: list[str] = []
+        for check in _CHECKS:
+            try:
+                check(self)
+            except ValueError as error:
+                faults += error.args
+        if faults:
+            raise ValueError(*faults)
         return self
 
 
@@ -493,7 +499,7 @@ def with_current_names(values: Any) -> Any:
     return {**values, "bad_numbers": section}
 
 
-def _check_data(spec: RunSpec) -> None:
+def _check_source(spec: RunSpec) -> None:
     data, source = spec.data, SOURCES[spec.data.source]
     for key in ("path", "name", "split", "image_column", "label_column"):
         if (value := getattr(data, key)) is not None and not source.reads(key):
@@ -507,6 +513,10 @@ def _check_data(spec: RunSpec) -> None:
         raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
     if data.path is not None and data.name is not None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
+
+
+def _check_images(spec: RunSpec) -> None:
+    data = spec.data
     if data.crop_from is not None and data.crop_from < data.image_size:
         raise ValueError(
             f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
@@ -516,6 +526,20 @@ def _check_data(spec: RunSpec) -> None:
         raise ValueError(
             f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
             "data.autoencoder, which is null"
+        )
+
+
+def _check_changes_of_images(spec: RunSpec) -> None:
+    data, unet = spec.data, spec.unet
+    if unet.augmentation and data.horizontal_flips:
+        raise ValueError(
+            f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
+            "already, and tells the U-Net; use false"
+        )
+    if unet.augmentation and data.image_size < LEAST_AUGMENTED:
+        raise ValueError(
+            f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
+            f"data.image_size is {data.image_size}; use 0"
         )
     if data.autoencoder is not None:
         pixels_alone = {
@@ -550,19 +574,8 @@ def check_extent(unet: UnetSpec) -> None:
         )
 
 
-def _check_unet(spec: RunSpec) -> None:
-    check_extent(spec.unet)
+def _check_levels(spec: RunSpec) -> None:
     unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
-    if unet.augmentation and spec.data.horizontal_flips:
-        raise ValueError(
-            f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
-            "already, and tells the U-Net; use false"
-        )
-    if unet.augmentation and size < LEAST_AUGMENTED:
-        raise ValueError(
-            f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
-            f"data.image_size is {size}; use 0"
-        )
     if size % 2 ** (levels - 1):
         raise ValueError(
             f"data.image_size = {size} can't be halved {levels - 1} times, as the {levels} levels of unet.multipliers "
@@ -574,6 +587,11 @@ def _check_unet(spec: RunSpec) -> None:
             raise ValueError(
                 f"unet.attention_resolutions has {resolution}, but the levels are {sizes} pixels; use some of those"
             )
+
+
+def _check_widths(spec: RunSpec) -> None:
+    unet = spec.unet
+    check_extent(unet)
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     if widths[0] % 2:
         raise ValueError(
@@ -583,6 +601,7 @@ def _check_unet(spec: RunSpec) -> None:
     for width in widths:
         if width % unet.norm_groups:
             raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")
+    sizes = [spec.data.image_size >> level for level in range(len(widths))]
     attended = [width for width, pixels in zip(widths, sizes, strict=True) if pixels in unet.attention_resolutions]
     for width in attended + widths[-1:] * unet.middle_attention:
         if unet.head_channels and width % unet.head_channels:
@@ -592,13 +611,14 @@ def _check_unet(spec: RunSpec) -> None:
             )
 
 
-def _check_training(spec: RunSpec) -> None:
-    diffusion, train = spec.diffusion, spec.train
-    _check_ema(spec.ema, train.images)
+def _check_trackers(spec: RunSpec) -> None:
     trackers = spec.logging.trackers
     if len(set(trackers)) < len(trackers):
         raise ValueError(f"logging.trackers = [{', '.join(trackers)}] has one tracker twice; leave one out")
-    check_picture(spec.samples, spec.data.image_size)
+
+
+def _check_diffusion(spec: RunSpec) -> None:
+    diffusion = spec.diffusion
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
         if diffusion.objective != schedule.objective:
@@ -637,11 +657,21 @@ def _check_training(spec: RunSpec) -> None:
     if slopes and diffusion.timesteps < 2:
         what = "zero_terminal_snr = true" if diffusion.zero_terminal_snr else "weighting = sigmoid"
         raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
+    latents = spec.data.autoencoder is not None
+    check_sampler(spec.sampler, diffusion, classes=spec.unet.classes, latents=latents)
+
+
+def _check_batch(spec: RunSpec) -> None:
+    train = spec.train
     if isinstance(train.accumulation, int) and train.batch_images % train.accumulation:
         raise ValueError(
             f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
             f"micro-batches; use a divisor or auto"
         )
+
+
+def _check_decay(spec: RunSpec) -> None:
+    train = spec.train
     if spec.optimizer.decay == "inverse_sqrt" and spec.optimizer.reference_images is None:
         raise ValueError(
             "optimizer.reference_images is missing; optimizer.decay = inverse_sqrt needs it, such as --set "
@@ -652,10 +682,18 @@ def _check_training(spec: RunSpec) -> None:
             f"optimizer.warmup_images = {spec.optimizer.warmup_images} leaves none of train.images = {train.images} to "
             "optimizer.decay = cosine; use fewer"
         )
+
+
+def _check_labels(spec: RunSpec) -> None:
+    train = spec.train
     if train.label_drop and spec.unet.classes is None:
         raise ValueError(
             f"train.label_drop = {train.label_drop} needs labels; set unet.classes to their number or label_drop to 0"
         )
+
+
+def _check_picture(spec: RunSpec) -> None:
+    check_picture(spec.samples, spec.data.image_size)
 
 
 def check_picture(samples: SamplesSpec, image_size: int) -> None:
@@ -669,7 +707,8 @@ def check_picture(samples: SamplesSpec, image_size: int) -> None:
         )
 
 
-def _check_ema(ema: EmaSpec, images: int) -> None:
+def _check_ema(spec: RunSpec) -> None:
+    ema, images = spec.ema, spec.train.images
     given = list(ema.profiles)
     if len(set(given)) < len(given):
         raise ValueError(f"ema.profiles = {given} has one length twice; use others, such as EDM2's [0.05, 0.1]")
@@ -754,3 +793,19 @@ def check_sampler(
                 f"sampler.guidance_between = {low:g},{high:g} holds none of the noise levels of the steps, which are "
                 f"from {min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that holds some"
             )
+
+
+_CHECKS = (
+    _check_source,
+    _check_images,
+    _check_changes_of_images,
+    _check_levels,
+    _check_widths,
+    _check_diffusion,
+    _check_batch,
+    _check_decay,
+    _check_labels,
+    _check_ema,
+    _check_trackers,
+    _check_picture,
+)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ddpm_ds.command_line import limit
 from ddpm_ds.config.spec import RunSpec, Section, with_current_names
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import MOST_FAULTS, SpecError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, preset, presets, read_text
 
 JSON_PREFIX = "ds."
@@ -89,6 +89,40 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+SYNONYMS = {
+    "steps": "train.images (steps x train.batch_images)",
+    "max_steps": "train.images (steps x train.batch_images)",
+    "iterations": "train.images (iterations x train.batch_images)",
+    "epochs": "train.images (epochs x images of the data)",
+    "batch_size": "train.batch_images",
+    "gradient_accumulation_steps": "train.accumulation",
+    "lr": "optimizer.learning_rate",
+    "eps": "optimizer.epsilon",
+    "wd": "optimizer.weight_decay",
+    "warmup_steps": "optimizer.warmup_images (steps x train.batch_images)",
+    "ema.decay": "ema.halflife_images (train.batch_images x log(0.5) / log(decay))",
+    "ema_decay": "ema.halflife_images (train.batch_images x log(0.5) / log(decay))",
+    "resolution": "data.image_size",
+    "size": "data.image_size",
+    "in_channels": "data.channels",
+    "num_workers": "data.workers",
+    "dataset": "data.source",
+    "model": "unet",
+    "dim": "unet.channels",
+    "model_channels": "unet.channels",
+    "dim_mults": "unet.multipliers",
+    "channel_mult": "unet.multipliers",
+    "num_res_blocks": "unet.blocks_per_level",
+    "num_classes": "unet.classes",
+    "beta_schedule": "diffusion.schedule",
+    "num_train_timesteps": "diffusion.timesteps",
+    "prediction_type": "diffusion.objective",
+    "num_inference_steps": "sampler.steps",
+    "guidance_scale": "sampler.guidance",
+}
+"""Names that people type, in any section, for a key, which may be followed by its unit."""
+
+
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -115,21 +149,30 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
 def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML.
 
-    Raises :class:`SpecError`, one line, if the file can't be read or a key or value is wrong.
+    Raises :class:`SpecError`, one line for each fault, if the file can't be read or a key or value is wrong. Whether
+    values fit each other is only checked once each of them is right.
     """
     path = preset(path, SPECS)
     values = _read(path)
     origins: dict[str, str] = {}
+    faults: list[str] = []
     for item in overrides:
-        origins[_override(values, item)] = f"--set {item}"
+        try:
+            origins[_override(values, item)] = f"--set {item}"
+        except SpecError as error:
+            faults += error.args
     values = with_current_names(values)
     try:
         # Strict by JSON's rules: a list may be a tuple and text a path, but "64" is no number and true is not 1.
-        return RunSpec.model_validate_json(json.dumps(values, default=str), strict=True)
+        spec = RunSpec.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        key, message = _first_problem(error, values)
-        everything = " ".join([str(path), *origins.values()])
-        raise SpecError(f"{origins.get(key, str(path) if key else everything)}: {message}") from None
+        everything, refused = " ".join([str(path), *origins.values()]), bool(faults)
+        for key, message in _problems(error, values):
+            if key or not refused:
+                faults.append(f"{origins.get(key, str(path) if key else everything)}: {message}")
+    if faults:
+        raise SpecError(*faults[:MOST_FAULTS])
+    return spec
 
 
 def spec_schema() -> dict[str, Any]:
@@ -166,8 +209,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, MOST_CONFIG_BYTES)
     except FileNotFoundError:
-        near = _nearest(path.name, [other.name for other in path.parent.glob("*.yaml")])
-        raise SpecError(f"{path}: no such run spec{near or '; examples are in launch/specs'}") from None
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.yaml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "examples are in launch/specs"
+        raise SpecError(f"{path}: no such run spec; {hint}") from None
     except OSError as error:
         raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
     values = parse_yaml(text, str(path))
@@ -201,7 +245,7 @@ def _override(values: dict[str, Any], item: str) -> str:
     place = values
     for depth, section in enumerate(sections, start=1):
         if not _section_at(sections[:depth]):
-            raise SpecError(f"--set {item}: {_unknown(sections[:depth])}")
+            raise SpecError(f"--set {item}: {_unknown(sections[:depth], _meant(sections[:depth]))}")
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
             raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
@@ -209,22 +253,30 @@ def _override(values: dict[str, Any], item: str) -> str:
     return key
 
 
-def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the dotted key and message of the most informative problem: a misspelt key, else the first."""
-    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    location = _field_location(problem["loc"])
-    key = ".".join(location)
-    if problem["type"] == "value_error":  # from RunSpec's own checks, already one line
-        return key, problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        return key, _unknown(location)
-    if problem["type"] == "json_invalid":  # the one fault that a JSON text of our own can have
-        return key, "a text has half of a surrogate pair, such as \\udcff; write the character itself"
-    if problem["type"] == "path":
-        return key, f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
-    if problem["type"] == "missing" and location == problem["loc"]:
-        return key, f"{key} is missing; it takes {_expected_at(location)}"
-    return key, f"{key} = {shown(_at(values, location))} should be {_expected_at(location)}"
+def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the dotted key and the message of each problem, without missing keys that were only misspelt."""
+    found: dict[str, str] = {}
+    meant: set[str] = set()
+    for problem in sorted(error.errors(), key=lambda problem: problem["type"] == "missing")[:MOST_FAULTS]:
+        location = _field_location(problem["loc"])
+        key = ".".join(location)
+        match problem["type"]:
+            case "value_error":  # from RunSpec's own checks, already one line each
+                return [("", fault) for fault in problem["ctx"]["error"].args]
+            case "extra_forbidden":
+                near = _meant(location)
+                meant.add(near.partition(" ")[0])
+                found[key] = _unknown(location, near)
+            case "json_invalid":  # the one fault that a JSON text of our own can have
+                found[key] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
+            case "path":
+                found[key] = f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
+            case "missing" if location == problem["loc"]:
+                if key not in meant:
+                    found[key] = f"{key} is missing; it takes {_expected_at(location)}"
+            case _:
+                found[key] = f"{key} = {shown(_at(values, location))} should be {_expected_at(location)}"
+    return list(found.items())
 
 
 def _at(values: Any, location: Sequence[str]) -> Any:
@@ -254,20 +306,24 @@ def _fields(location: Sequence[str]) -> list[str]:
     return list(section.model_fields) if section else []
 
 
-def _unknown(location: Sequence[str]) -> str:
+def _meant(location: Sequence[str]) -> str:
+    """Return the key that an unknown one may mean, perhaps with a unit; "" if there is none."""
     *sections, name = location
-    prefix = "".join(f"{section}." for section in sections)
     known = _fields(sections)
-    if name in known:
-        return f"{prefix}{name} is a value, not a section; set it alone"
+    if (synonym := SYNONYMS.get(".".join(location)) or SYNONYMS.get(name)) and name not in known:
+        return synonym
+    if near := difflib.get_close_matches(name, known, n=1):
+        return ".".join([*sections, near[0]])
     elsewhere = [f"{other}.{name}" for other in _fields(()) if name in _fields((other,))]
-    hint = _nearest(name, known, prefix) or (f"; did you mean {elsewhere[0]}?" if elsewhere else "")
-    return f"{prefix}{name} is unknown{hint or '; known here: ' + ', '.join(known)}"
+    return " or ".join(elsewhere) if len(elsewhere) < 3 else ""
 
 
-def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+def _unknown(location: Sequence[str], meant: str) -> str:
+    *sections, name = location
+    key, known = ".".join(location), _fields(sections)
+    if name in known:
+        return f"{key} is a value, not a section; set it alone"
+    return f"{key} is unknown{f'; did you mean {meant}?' if meant else '; known here: ' + ', '.join(known)}"
 
 
 def shown(value: Any) -> str:

@@ -182,7 +182,7 @@ def plan_trials(
                 else:
                     plans.append(_plan(trial, spec, ds_config, stages, device))
             except UserError as error:
-                raise ExperimentError(f"trial {trial.label}: {error}") from None
+                raise ExperimentError(*(f"trial {trial.label}: {fault}" for fault in error.args)) from None
     return plans
 
 
@@ -193,7 +193,8 @@ def _plan(trial: Trial, spec: Path, ds_config: Path, stages: int | None, device:
         try:
             return plan_run(spec, trial.overrides, file, world_size=trial.processes, stages=stages, device=device)
         except UserError as error:
-            raise ExperimentError(str(error).replace(str(file), str(ds_config))) from None
+            said = str(error).replace(str(file), str(ds_config))
+            raise ExperimentError(*said.splitlines()) from None
 
 
 def _plan_as_a_rank(trial: Trial, spec: Path, ds_config: Path, device: str) -> RunPlan:

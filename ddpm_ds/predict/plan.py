@@ -116,7 +116,7 @@ def plan_run(
     """
     spec = load_spec(spec_path, spec_overrides(overrides))
     config, chosen = read_ds_config(ds_path, overrides), None
-    check_ds_config(config, ds_path)
+    check_ds_config(config, ds_path, spec)
     if stages is None and leaves_stages_open(config, world_size):
         from ddpm_ds.device import choose_device
 

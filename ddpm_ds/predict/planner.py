@@ -51,7 +51,7 @@ def plan(
         if number < 1:
             raise LayoutError(f"{name} = {number} leaves nothing to plan; use 1 or more")
     config = read_ds_config(ds_config, overrides)
-    check_ds_config(config, ds_config)
+    check_ds_config(config, ds_config, spec)
     if device_kind is None:
         device_kind, here = this_machine(processes // nodes or 1)
         device_memory = device_memory or here

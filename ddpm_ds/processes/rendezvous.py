@@ -129,7 +129,8 @@ class Rendezvous:
         while not store.check(keys):
             if store.check([REFUSAL]) and (told := store.get(REFUSAL)):
                 refusal = json.loads(told)
-                raise HostError(f"rank {refusal['rank']} (host {refusal['host']}): {refusal['why']}")
+                who, faults = f"rank {refusal['rank']} (host {refusal['host']})", refusal["why"].splitlines()
+                raise HostError(*(f"{who}: {fault}" for fault in faults))
             time.sleep(POLL_SECONDS)
             if (now := time.monotonic()) - looked_at < BEAT_SECONDS:
                 continue

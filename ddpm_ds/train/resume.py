@@ -242,24 +242,29 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_resume(
-    checkpoint: CompleteCheckpoint, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
+    checkpoint: CompleteCheckpoint,
+    spec: RunSpec,
+    ds_config: Mapping[str, Any],
+    data_sha256: Mapping[str, str],
+    run_dir: Path,
 ) -> list[str]:
-    """Return the changes since the checkpoint, all of them allowed.
+    """Return the changes since the checkpoint, which may be of another run than ``run_dir``, all of them allowed.
 
     Raises:
         CheckpointError: the spec trains something else, or the images are others.
     """
     found = changes(_with_defaults(checkpoint.manifest.spec), spec.model_dump(mode="json"))
     refused = [change for change in found if not change.startswith(MAY_CHANGE)]
+    own = checkpoints_of(run_dir).resolve() in checkpoint.path.resolve().parents
+    anew = f"to train a new run, {'use another --run-dir' if own else 'leave --resume out'}"
     if refused:
         raise CheckpointError(
-            f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or train it as a new "
-            "run with another --run-dir"
+            f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or {anew}"
         )
     if checkpoint.manifest.data_sha256 != data_sha256:
         raise CheckpointError(
             f"{checkpoint.path} was trained on other images than those of the data-set cache; give it the same images, "
-            "or train a new run with another --run-dir"
+            f"or {anew}"
         )
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
 

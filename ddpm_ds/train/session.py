@@ -181,7 +181,7 @@ def _prepare(
     changed: list[str] = []
     initial = None
     if checkpoint is not None:
-        changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), store.meta.sha256)
+        changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), store.meta.sha256, claim.run_dir)
         log(f"resuming from {checkpoint.path}")
         for change in changed:
             log(f"  changed since: {change}")

@@ -55,6 +55,15 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         assert word in said.err
 
 
+def test_each_fault_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--spec", str(DIGITS), "--set", "data.sorce=x", "--set", "unet.dropout=2"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[:3] for line in lines] == [
+        ["ddpm-ds", " error", " --set data.sorce=x"],
+        ["ddpm-ds", " error", " --set unet.dropout=2"],
+    ]
+
+
 def test_output_that_nobody_reads_any_more_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -102,8 +102,9 @@ def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: 
         _names.host = "worker-2"
         with _environment:
             monkeypatch.setenv("RANK", "2")
-            refuse_alone(SpecError("no such file"))
-        assert {str(rank.result()) for rank in waiting} == {"rank 2 (host worker-2): no such file"}
+            refuse_alone(SpecError("no such file", "no such key"))
+        told = "rank 2 (host worker-2): no such file\nrank 2 (host worker-2): no such key"
+        assert {str(rank.result()) for rank in waiting} == {told}
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,12 +100,12 @@ def test_a_checkpoint_from_before_the_key_goes_on_without_crops(spec: RunSpec, s
     del older["data"]["crop_from"]
     manifest = SimpleNamespace(spec=older, data_sha256=store.meta.sha256, ds_config={})
     checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
-    assert check_resume(checkpoint, plain, {}, store.meta.sha256) == []
+    assert check_resume(checkpoint, plain, {}, store.meta.sha256, Path()) == []
     with pytest.raises(CheckpointError, match=r"data\.crop_from: null -> 11"):
-        check_resume(checkpoint, spec, {}, store.meta.sha256)
+        check_resume(checkpoint, spec, {}, store.meta.sha256, Path())
     coloured = plain.model_copy(update={"unet": plain.unet.model_copy(update={"colour_augmentation": 0.1})})
     with pytest.raises(CheckpointError, match=r"unet\.colour_augmentation: 0\.3 -> 0\.1"):
-        check_resume(checkpoint, coloured, {}, store.meta.sha256)
+        check_resume(checkpoint, coloured, {}, store.meta.sha256, Path())
     older["data"]["gone"] = 1
     with pytest.raises(CheckpointError, match=r"data\.gone: 1 -> unset"):
-        check_resume(checkpoint, plain, {}, store.meta.sha256)
+        check_resume(checkpoint, plain, {}, store.meta.sha256, Path())

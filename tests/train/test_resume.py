@@ -20,7 +20,7 @@ from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_points
-from ddpm_ds.tracking.run_folder import RunFolder, identity_of, snapshots_of
+from ddpm_ds.tracking.run_folder import RunFolder, checkpoints_of, identity_of, snapshots_of
 from ddpm_ds.train.resume import check_resume, leave_other_course
 from tests.launching import tiny_spec
 from tests.train.courses import BATCH, BOTH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
@@ -171,13 +171,24 @@ def test_a_checkpoint_from_before_profiles_goes_on_without_them_and_snapshots_ma
     def resume(before: dict[str, Any], after: RunSpec) -> list[str]:
         manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
         checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
-        return check_resume(checkpoint, after, {}, {})
+        return check_resume(checkpoint, after, {}, {}, Path())
 
     assert resume(older, plain) == []
     often, seldom = (tiny_spec(ema={"profiles": [0.05, 0.1], "snapshot_images": images}) for images in (16, 32))
     assert resume(often.model_dump(mode="json"), seldom) == ["ema.snapshot_images: 16 -> 32"]
     with pytest.raises(CheckpointError, match=r"ema\.profiles: \[\] -> \[0\.05, 0\.1\]"):
         resume(older, seldom)
+
+
+def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -> None:
+    """In its own folder a run needs another one; with --resume from elsewhere it has that already."""
+    for of, advice in (("own", "use another --run-dir"), ("other", "leave --resume out")):
+        path = checkpoints_of(tmp_path / of) / "step_00000002"
+        manifest = SimpleNamespace(spec=tiny_spec().model_dump(mode="json"), data_sha256={"train": "0"}, ds_config={})
+        checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=path, manifest=manifest))
+        for after, images in ((tiny_spec(train={"seed": 7}), {"train": "0"}), (tiny_spec(), {"train": "1"})):
+            with pytest.raises(CheckpointError, match=f"to train a new run, {advice}$"):
+                check_resume(checkpoint, after, {}, images, tmp_path / "own")
 
 
 def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_removed(tmp_path: Path) -> None:

@@ -1,0 +1,394 @@
+"""Advice in messages about specs and DeepSpeed JSONs: whoever types it gets what was meant, after one start."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_ds.config.ds_config import check_ds_config, resolve, set_key
+from ddpm_ds.config.ds_keys import KEYS, REFUSED
+from ddpm_ds.config.ds_keys import SYNONYMS as JSON_SYNONYMS
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SYNONYMS, load_spec
+from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError, SpecError
+
+PATH = Path("x.json")
+OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "scheduler": {"type": "WarmupLR"}}
+
+
+def faults(config: dict[str, Any], overrides: list[str]) -> list[str]:
+    try:
+        resolve(config, load_spec(DEFAULT_SPEC, overrides), world_size=1, stages=None, path=PATH)
+    except DsConfigError as error:
+        return [line.removeprefix("x.json: ") for line in str(error).splitlines()]
+    return []
+
+
+def block_of(config: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+    *blocks, name = dotted.split(".")
+    for block in blocks:
+        config = config.setdefault(block, {})
+    return config, name
+
+
+def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            merge(into.setdefault(name, {}), value)
+        else:
+            into[name] = value
+
+
+def follow(config: dict[str, Any], overrides: list[str], message: str, last: bool) -> None:
+    """Do what a message says, the first or the last of its alternatives."""
+    dotted = message.split()[0]
+    block, name = block_of(config, dotted)
+    if typed := re.findall(r"--set ('[^']+'|\S+)", message):
+        (item,) = shlex.split(typed[-1 if last else 0])
+        if item.startswith(JSON_PREFIX):
+            key, _, value = item.removeprefix(JSON_PREFIX).partition("=")
+            set_key(config, key, value, item)
+        else:
+            overrides.append(item)
+    elif meant := re.search(r"did you mean (\S+)\?", message):
+        if meant[1] in KEYS:
+            value = block.pop(name)
+            place, name = block_of(config, meant[1])
+            place.setdefault(name, value)
+        else:
+            block[name] = json.loads(meant[1])
+    elif written := re.search(r"write (\".*) instead", message):
+        del block[name]
+        merge(config, json.loads("{" + written[1] + "}"))
+    elif said := re.search(r"(?:write|use) (\w+)( or set| instead|$)", message):
+        block[name] = json.loads(said[1])
+    elif "remove it" in message:
+        del block[name]
+    elif "switch one off" in message:
+        config["bf16"]["enabled"] = False
+    else:
+        choice = re.search(r"should be (?:\w+ \S+ \S+ from )?(\S+)", message)
+        assert choice is not None, f"no advice: {message}"
+        block[name] = json.loads(choice[1].rstrip(",")) if dotted != "bf16.enabled" else False  # only one of two precisions
+
+
+def zero2(**keys: Any) -> dict[str, Any]:
+    usual = {"allgather_partitions": True, "overlap_comm": True, "reduce_bucket_size": 2e8}
+    return {"stage": 2, "contiguous_gradients": True, **usual, **keys}
+
+
+AUTO_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+AUTO_BATCH = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+CPU = {"device": "cpu", "pin_memory": True}
+ADAM = {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
+USUAL: dict[str, dict[str, Any]] = {
+    "a template for ZeRO-2 whose values a trainer fills": {
+        "fp16": {"enabled": "auto", **FP16},
+        "bf16": {"enabled": "auto"},
+        "optimizer": AUTO_OPTIMIZER,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+        "zero_optimization": zero2(offload_optimizer=CPU, reduce_scatter=True),
+        **AUTO_BATCH,
+    },
+    "a template for ZeRO-3": {
+        "bf16": {"enabled": True},
+        "optimizer": AUTO_OPTIMIZER,
+        "zero_optimization": zero2(
+            stage=3,
+            offload_param=CPU,
+            sub_group_size=1e9,
+            reduce_bucket_size=0,
+            stage3_prefetch_bucket_size="auto",
+            stage3_param_persistence_threshold="auto",
+            stage3_max_live_parameters=1e9,
+            stage3_max_reuse_distance=1e9,
+            stage3_gather_16bit_weights_on_model_save=True,
+        ),
+        **AUTO_BATCH,
+    },
+    "numbers of another run": {
+        "train_batch_size": 128,
+        "optimizer": ADAM,
+        "scheduler": WARMUP,
+        "fp16": {"enabled": True, **FP16},
+        "zero_optimization": {"stage": 1},
+    },
+    "a decay of another run": {
+        "train_batch_size": 32,
+        "optimizer": ADAM,
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 5000}},
+        "prescale_gradients": True,
+    },
+    "a start from log, which has an old name for bf16": {
+        "optimizer": {"type": "adamw"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log", "warmup_min_lr": 1e-6}},
+        "bfloat16": {"enabled": True},
+        "amp": {"enabled": False},
+    },
+    "another optimizer, and no ZeRO": {
+        "optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3, "freeze_step": 2}},
+        "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 5, "eta_min": 1e-5}},
+        "zero_optimization": {"stage": 0, "overlap_comm": True, "reduce_bucket_size": 5e8},
+        "max_grad_norm": 0.5,
+    },
+    "another library's pipeline": {
+        "pipeline": {"pipeline_parallel_size": 1, "schedule": "1F1B", "partition_method": "uniform", "chunks": 2},
+        "optimizer": {"type": "AdamW"},
+        "train_batch_size": "auto",
+    },
+    "nothing but precision": {"fp16": {"enabled": True}, "zero_optimisation": {"stage": 2}},
+    "both precisions": {**OPTIMIZER, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("name", USUAL)
+def test_all_faults_of_a_json_are_named_at_once_and_the_advice_leads_to_one_that_resolves(
+    name: str, last: bool
+) -> None:
+    config, overrides = copy.deepcopy(USUAL[name]), list[str]()
+    found = faults(config, overrides)
+    assert found
+    for message in found:
+        follow(config, overrides, message, last)
+    assert faults(config, overrides) == []
+
+
+OFF_OR_ON: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"zero_optimization.cpu_offload": off}, {"zero_optimization.offload_optimizer": None}) for off in (False, None, 0)
+]
+OFF_OR_ON += [
+    (
+        {"zero_optimization.cpu_offload": True, "zero_optimization.stage": 1},
+        {"zero_optimization.offload_optimizer": {"device": "cpu"}},
+    ),
+    ({"zero_optimization.offload_optimizer": None}, {"zero_optimization.offload_optimizer": None}),
+    ({"zero_optimization.offload_optimizer": False}, {"zero_optimization.offload_optimizer": None}),
+    (
+        {"zero_optimization.offload_optimizer.device": None, "zero_optimization.stage": 1},
+        {"zero_optimization.offload_optimizer": {"device": "none"}},
+    ),
+    ({"zero_optimization.stage": False}, {"zero_optimization.stage": 0}),
+    ({"zero_optimization.stage": "1"}, {"zero_optimization.stage": 1}),
+    ({"zero_optimization.stage": 3}, {"zero_optimization.stage": 2}),
+    ({"bfloat16": {"enabled": False}}, {"bf16": None}),
+    ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+    ({"bfloat16": True}, {"bf16": {"enabled": True}}),
+    ({"fp16": False}, {"fp16": None}),
+    ({"fp16": None}, {"fp16": None}),
+    ({"fp16.enabled": 0}, {"fp16.enabled": False}),
+    ({"fp16.enabled": "False"}, {"fp16.enabled": False}),
+    ({"fp16.enabled": "true", "zero_optimization.stage": 1}, {"fp16.enabled": True}),
+    ({"compile": {"enabled": False}}, {"compile": False}),
+    ({"compile": None}, {"compile": False}),
+    ({"optimizer.params.max_grad_norm": 0}, {"gradient_clipping": 0}),
+    ({"optimizer.params.max_grad_norm": None}, {"gradient_clipping": 0}),
+    ({"optimizer.params.max_grad_norm": 2.5}, {"gradient_clipping": 2.5}),
+    ({"optimizer.params.max_grad_norm": 2.5, "gradient_clipping": 1.0}, {"gradient_clipping": 1.0}),
+    ({"gradient_clipping": None}, {"gradient_clipping": 0}),
+    ({"gradient_clipping": False}, {"gradient_clipping": 0}),
+    ({"pipeline.activation_checkpoint_interval": False}, {"pipeline.activation_checkpoint_interval": 0}),
+    ({"allgather_size": 1e6, "zero_optimization.stage": 2}, {"zero_optimization.allgather_bucket_size": 1e6}),
+    ({"tensorboard": {"enabled": True}}, {"tensorboard": None}),
+    ({"optimizer.params.torch_adam": False, "optimizer.params.fused": False}, {"optimizer.params.fused": None}),
+    ({"zero_optimization.stage": 0, "zero_optimization.reduce_scatter": False}, {"zero_optimization.stage": 0}),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), OFF_OR_ON, ids=[json.dumps(given) for given, _ in OFF_OR_ON])
+def test_what_was_off_stays_off_and_what_was_on_stays_on(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    config = copy.deepcopy(OPTIMIZER)
+    for dotted, value in given.items():
+        block, name = block_of(config, dotted)
+        block[name] = value
+    for last in (False, True):
+        changed, overrides = copy.deepcopy(config), list[str]()
+        found = faults(changed, overrides)
+        assert len(found) == 1
+        follow(changed, overrides, found[0], last)
+        assert faults(changed, overrides) == []
+        for dotted, value in meant.items():
+            block, name = block_of(changed, dotted)
+            assert block.get(name) == value, found
+
+
+def test_a_refused_key_that_is_off_is_removed_and_never_replaced() -> None:
+    for dotted, refusal in REFUSED.items():
+        for off in (False, None, {}, {"enabled": False}, {"device": "none"}):
+            if not refusal.lets_through(off):
+                advice = refusal.advice(off)
+                assert advice == "remove it" or "gradient_clipping" in advice, dotted
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimzer": {"type": "AdamW"}}, "optimzer is unknown; did you mean optimizer?"),
+        ({"optimizer": {"type": "SGD"}}, 'optimizer.type = "SGD" should be "AdamW" or "Adam"'),
+        ({**OPTIMIZER, "zero_optimization": {"stage": 3, "reduce_scatter": True}}, "zero_optimization.stage = 3"),
+        ({**OPTIMIZER, "zero_optimisation": {"stage": 1}, "fp16": {"hysteresis": 2}}, "zero_optimisation is unknown"),
+        (
+            {
+                **OPTIMIZER,
+                "fp16": {"enabled": "yes"},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1},
+            },
+            "fp16.enabled",
+        ),
+        ({**OPTIMIZER, "schedular": {"type": "WarmupLR"}}, "schedular is unknown; did you mean scheduler?"),
+    ],
+)
+def test_what_only_follows_from_a_fault_is_not_named(config: dict[str, Any], message: str) -> None:
+    if "schedular" in config:
+        config = {name: value for name, value in config.items() if name != "scheduler"}
+    found = faults(config, ["optimizer.warmup_images=0"] if "schedular" not in config else [])
+    assert len(found) == 1 and found[0].startswith(message)
+
+
+def test_a_misspelt_key_does_not_hide_a_fault_of_the_right_one() -> None:
+    config = {**OPTIMIZER, "train_batchsize": 3, "train_batch_size": "many"}
+    assert [message.split()[0] for message in faults(config, [])] == ["train_batchsize", "train_batch_size"]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Lion", "LAMB", "OneBitAdam", "Muon", 3])
+def test_another_optimizer_is_refused_for_a_reason_of_its_own(kind: object) -> None:
+    (message,) = faults({**OPTIMIZER, "optimizer": {"type": kind}}, [])
+    assert message.endswith("the spec's optimizer section describes AdamW") and message.count("Muon") <= (
+        kind == "Muon"
+    )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "ADAMW", "adam", "AdamW"])
+def test_deepspeed_s_optimizers_have_any_case(kind: str) -> None:
+    assert faults({**OPTIMIZER, "optimizer": {"type": kind}}, []) == []
+
+
+@pytest.mark.parametrize(
+    ("dotted", "meant"),
+    [
+        *((name, key) for name, key in JSON_SYNONYMS.items()),
+        *((f"pipeline.{name}", key) for name, key in JSON_SYNONYMS.items()),
+        ("fp16.enable", "fp16.enabled"),
+        ("lr", "optimizer.params.lr"),
+        ("fp16.type", None),  # optimizer and scheduler have one, which is of no use here
+        ("fp16.params", None),
+        ("pipeline.pipeline_num_layers", None),
+    ],
+)
+def test_an_unknown_key_of_the_json_is_answered_with_a_key_that_it_may_be(dotted: str, meant: str | None) -> None:
+    config = copy.deepcopy(OPTIMIZER)
+    block, name = block_of(config, dotted)
+    block[name] = 1
+    with pytest.raises(DsConfigError) as caught:
+        check_ds_config(config, PATH)
+    assert meant is None or meant in KEYS
+    end = "remove it" if meant is None else f"did you mean {meant}?"
+    assert str(caught.value).startswith(f"x.json: {dotted} is unknown") and str(caught.value).endswith(end)
+
+
+def spec_faults(*overrides: str) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        load_spec(DEFAULT_SPEC, overrides)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("dotted", "meant"),
+    [
+        *((name, key) for name, key in SYNONYMS.items()),
+        *((f"train.{name}", key) for name, key in SYNONYMS.items() if "." not in name),
+        ("data.channel", "data.channels"),
+        ("ema.half_life", "ema.halflife_images"),
+        ("channels", "data.channels or unet.channels"),
+        ("sampler.step", "sampler.steps"),
+        ("train.dropout", "unet.dropout"),
+    ],
+)
+def test_an_unknown_key_of_the_spec_is_answered_with_a_key_that_it_may_be(dotted: str, meant: str) -> None:
+    for key in meant.partition(" (")[0].split(" or "):
+        model: Any = RunSpec
+        for name in key.split("."):
+            model = model.model_fields[name].annotation
+    (message,) = spec_faults(f"{dotted}=1")
+    assert message == f"--set {dotted}=1: {dotted} is unknown; did you mean {meant}?"
+
+
+def test_all_faults_of_a_spec_are_named_at_once(tmp_path: Path) -> None:
+    wrong = ["unet.chanels=8", "unet.dropout=2", "train.seed=x", "model.width=3", "nothing"]
+    lines = spec_faults(*wrong)
+    assert len(lines) == len(wrong) and all(any(f"--set {item}:" in line for line in lines) for item in wrong)
+    unfit = ["data.channels=2", "train.accumulation=3", "unet.norm_groups=5", "sampler.eta=1", "train.label_drop=0.1"]
+    keys = ["data.channels", "train.batch_images", "unet.norm_groups", "sampler.eta", "train.label_drop"]
+    lines = spec_faults(*unfit)
+    assert len(lines) == len(keys) and all(any(f": {key} = " in line for line in lines) for key in keys)
+    path = tmp_path / "short.yaml"
+    path.write_text(DEFAULT_SPEC.read_text().replace("image_size: 8", "image_siez: 8"))
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    assert str(caught.value) == f"{path}: data.image_siez is unknown; did you mean data.image_size?"
+    assert len(spec_faults(*(f"unet.a{number}=1" for number in range(3 * MOST_FAULTS)))) == MOST_FAULTS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (["data.crop_from=4"], ["data.crop_from=null"]),
+        (["unet.augmentation=0.1", "data.horizontal_flips=true"], ["data.horizontal_flips=false"]),
+        (["data.autoencoder=x", "sampler.clip=none", "data.horizontal_flips=true"], ["data.horizontal_flips=false"]),
+        (["diffusion.schedule=edm"], ["diffusion.objective=v"]),
+        (["diffusion.zero_terminal_snr=true"], ["diffusion.objective=v"]),
+        (["sampler.kind=heun", "sampler.churn=3"], ["sampler.churn=0"]),
+        (["sampler.eta=1"], ["sampler.eta=0"]),
+        (["optimizer.decay=inverse_sqrt"], ["optimizer.reference_images=12800"]),
+        (["train.accumulation=3"], ["train.accumulation=auto"]),
+        (["train.label_drop=0.1"], ["train.label_drop=0"]),
+        (["ema.profiles=[0.1]"], ["ema.snapshot_images=2000"]),
+        (["ema.snapshot_images=5"], ["ema.snapshot_images=null"]),
+        (["samples.count=10000", "data.image_size=128", "unet.attention_resolutions=[]"], ["samples.count=4096"]),
+    ],
+)
+def test_advice_about_a_spec_leads_to_one_that_loads(wrong: list[str], advice: list[str]) -> None:
+    (message,) = spec_faults(*wrong)
+    for item in advice:
+        key, _, value = item.partition("=")
+        assert key.rpartition(".")[2] in message and value in message
+    load_spec(DEFAULT_SPEC, [*wrong, *advice])
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "processes"),
+    [
+        ({"train_batch_size": 64}, [], 3),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, [], 1),
+        ({"train_micro_batch_size_per_gpu": 5}, [], 1),
+        ({}, ["train.accumulation=4"], 32),
+        ({"pipeline": {"schedule": "folded", "stages": 1}}, [], 1),
+    ],
+)
+def test_advice_about_a_layout_leads_to_one_that_resolves(
+    config: dict[str, Any], overrides: list[str], processes: int
+) -> None:
+    config = {**copy.deepcopy(OPTIMIZER), **copy.deepcopy(config)}
+    with pytest.raises(LayoutError) as caught:
+        resolve(config, load_spec(DEFAULT_SPEC, overrides), world_size=processes, stages=1, path=PATH)
+    typed = [shlex.split(item)[0].rstrip(",") for item in re.findall(r"--set (\S+)", str(caught.value))]
+    for item in typed:
+        if item.startswith(JSON_PREFIX):
+            key, _, value = item.removeprefix(JSON_PREFIX).partition("=")
+            set_key(config, key, value, item)
+    spec = load_spec(DEFAULT_SPEC, [*overrides, *(item for item in typed if not item.startswith(JSON_PREFIX))])
+    resolve(config, spec, world_size=processes, stages=1, path=PATH)
