@@ -105,7 +105,7 @@ def _train(options: argparse.Namespace) -> int:
         asked += ["-p", str(plan.ds.layout.stages)]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
-    script = ["--module", "ddpm_ds.cli.train", *asked]
+    script = ["--module", "ddpm_ds.cli.rank", *asked]
     print(f"starting     {shlex.join(['deepspeed', *where, *script])}", flush=True)
     code = supervise(
         [*where, *rendezvous, "--log_level", "critical", *script, "--described"],

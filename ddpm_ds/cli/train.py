@@ -1,4 +1,4 @@
-"""Training program that DeepSpeed's launcher starts on every rank, also as ``launch/train.py``."""
+"""Training program of a rank, which ``ddpm_ds.cli.rank`` or ``launch/train.py`` starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from ddpm_ds.processes.ranks import (
     HANG_SECONDS,
     print_once,
     record_exit,
-    recorded,
     set_environment,
 )
 from ddpm_ds.tracking.mirrors import check_trackers
@@ -251,7 +250,3 @@ def _check_steps(option: str, asked: range, steps: int) -> None:
     """Raise SpecError if the run is too short for the steps ``asked`` for."""
     if asked and asked[-1] > steps:
         raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")
-
-
-if __name__ == "__main__":
-    sys.exit(recorded(main, stoppable=True))

@@ -36,6 +36,7 @@ from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.requests import Requests
+from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, recorded
@@ -260,6 +261,7 @@ def _train(
         )
     first = engine.images_seen
     if first >= plan.spec.train.images:
+        ignore(STOP_SIGNALS)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
         return

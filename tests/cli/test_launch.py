@@ -55,7 +55,7 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
 
     def without_launcher(command: Sequence[str], **options: object) -> int:
         """The ranks without DeepSpeed's launcher, which takes longer than they do."""
-        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *command[command.index("ddpm_ds.cli.train") + 1 :])
+        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *command[command.index("ddpm_ds.cli.rank") + 1 :])
         assert f"images-{int(saved[1].replace(',', '')):09}" in done.stderr, "resumed"
         return done.returncode
 
