@@ -23,10 +23,10 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
-from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError
+from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError, fault_said
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observers, PauseClock, read_pauses
+from ddpm_ds.observe.observer import Observers, PauseClock, Pauses, read_pauses
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -310,27 +310,31 @@ def _train(
         finish()
         raise
     finish()
-    pauses = read_pauses(run_dir)
-    recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
-    found = verdict.conclude(run_dir, recorder.log) if dist.get_rank() == 0 else None
-    if found is not None:
-        recorder.artifact(run_dir / verdict.VERDICT)
-        recorder.tags(verdict.tags(found))
+    pauses, found = Pauses(), None
+    with fault_said("time of the pauses", recorder.log):
+        pauses = read_pauses(run_dir)
+        recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
+    with fault_said("verdict", recorder.log):
+        if dist.get_rank() == 0:
+            found = verdict.conclude(run_dir)
+            recorder.artifact(run_dir / verdict.VERDICT)
+            recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")
     if link is None:
         return
-    if found is not None:
-        print(f"\n{verdict.text(found, run_dir)}", flush=True)
-    print(
-        summary(
-            loss=last.loss,
-            images=engine.images_seen - first,
-            images_per_second=recorder.images_per_second(),
-            pauses=pauses,
-            steps=engine.global_steps,
-            skipped_steps=engine.skipped_steps,
-            run_dir=run_dir,
-            link=link,
-        ),
-        flush=True,
-    )
+    with fault_said("summary", recorder.log):
+        if found is not None:
+            print(f"\n{verdict.text(found, run_dir)}", flush=True)
+        print(
+            summary(
+                loss=last.loss,
+                images=engine.images_seen - first,
+                images_per_second=recorder.images_per_second(),
+                pauses=pauses,
+                steps=engine.global_steps,
+                skipped_steps=engine.skipped_steps,
+                run_dir=run_dir,
+                link=link,
+            ),
+            flush=True,
+        )

@@ -20,7 +20,7 @@ import pytest
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port, wait_for, write_json
-from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
+from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 
@@ -158,6 +158,32 @@ def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_is_not_done(tmp_pa
     assert "make " in errors[0] and not any("Traceback" in line for line in lines), lines
     _, recorded = mlflow_run(tmp_path / "run")
     assert recorded.info.status == "FAILED"
+
+
+def test_an_error_in_a_report_is_a_line_and_the_run_is_done(tmp_path: Path) -> None:
+    options, changes = ["--trace-steps", "2-4"], ["train.images=80", "samples.every_images=40"]
+    with Ranks(tmp_path / "run", *changes, options=options, script=FAULTY, FAULT="reports") as ranks:
+        assert ranks.codes() == [0, 0], ranks.said[-4000:]
+    missing = ["timeline", "time of the pauses", "verdict", str(tmp_path / "run" / "progress.gif"), "summary"]
+    said = [line.rpartition("\r")[2] for line in ranks.said.splitlines()]
+    lines = [line for line in said if line.startswith("no ") and "ZeroDivisionError" in line]
+    assert [line.partition(", through an error of the program: ")[0] for line in lines] == [
+        f"no {it}" for it in missing
+    ]
+    assert all(" in faulty_train.py:" in line for line in lines) and "Traceback" not in ranks.said
+    assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED" and checkpoints(tmp_path / "run")
+
+
+def test_signals_from_the_last_save_on_do_not_change_that_the_run_is_done(tmp_path: Path) -> None:
+    exits, done_already = ExitFile(), {"finish", "destroy_process_group", "record_exit", "exit"}
+    moments = done_already | {"check_saved", "read_pauses", "conclude", "summary"}
+    for reached in (moments, done_already):
+        environment: dict[str, Any] = {"FAULT": "signals", EXIT_FILE_VARIABLE: exits.name}
+        with Ranks(tmp_path / "run", "train.images=80", script=FAULTY, **environment) as ranks:
+            assert ranks.codes() == [0, 0], ranks.said[-4000:]
+        assert {moment for moment in moments if f"signals at {moment}\n" in ranks.said} == reached
+        assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED"
+    assert exits.read() == ExitRecord(finished=True)
 
 
 def test_a_gpu_that_a_kernel_has_broken_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
