@@ -195,6 +195,16 @@ def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(numb
         assert rank.wait(PATIENCE_SECONDS) == 75
 
 
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_after_a_rank_has_ended_does_not_change_its_code(number: int) -> None:
+    program = (
+        "import os, sys; from ddpm_ds.processes.ranks import recorded\n"
+        f"code = recorded(lambda: 2, stoppable=True); os.kill(os.getpid(), {number:d}); sys.exit(code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 2
+
+
 def test_a_rank_that_reads_what_a_mapped_file_no_longer_has_says_where_it_was(tmp_path: Path) -> None:
     program = """
 import mmap, os, sys

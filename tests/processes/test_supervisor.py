@@ -261,7 +261,8 @@ def test_when_the_supervisor_is_killed_its_ranks_save_and_leave_and_so_do_its_se
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hush")
-    with start(command(run_dir, "train")) as run:
+    words = [sys.executable, "-c", RUN, "run", "--", *command(run_dir, "train")]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         wait_for(ready(run_dir))
         run.kill()
     wait_for(lambda: not left_running(run_dir))
