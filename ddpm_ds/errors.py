@@ -4,6 +4,11 @@ A message is one line for each fault, naming the key, the value and the fix. Exi
 and schedulers; ``docs/exit_codes.md`` says what to do with each.
 """
 
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator
+
 EXIT_BAD_INPUT = 2
 EXIT_BAD_NUMBERS = 3
 EXIT_PREEMPTED = 75
@@ -117,6 +122,19 @@ class PeerLostError(Exception):
 
 KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
 """Errors that every rank raises at the same step, so that all ranks can shut down together."""
+
+
+@contextlib.contextmanager
+def fault_said(what: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Let any error of this block be one line through ``log``: the lack of a report ends no run."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        log(f"no {what}: {one_line(str(error))}")
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+        log(f"no {what}, through an error of the program: {one_line(repr(error))} in {where}; all else is kept")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

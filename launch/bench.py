@@ -5,7 +5,7 @@ deepspeed --num_gpus 2 launch/bench.py --deepspeed_config ds_configs/zero1_fp32.
 
 import sys
 
-from rivals.command import main
+from ddpm_ds.cli.rank import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("rivals.command"))

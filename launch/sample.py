@@ -5,8 +5,7 @@ deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10
 
 import sys
 
-from ddpm_ds.cli.sample import main
-from ddpm_ds.processes.ranks import recorded
+from ddpm_ds.cli.rank import start
 
 if __name__ == "__main__":
-    sys.exit(recorded(main))
+    sys.exit(start("ddpm_ds.cli.sample"))

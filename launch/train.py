@@ -6,8 +6,7 @@ deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.
 
 import sys
 
-from ddpm_ds.cli.train import main
-from ddpm_ds.processes.ranks import recorded
+from ddpm_ds.cli.rank import start
 
 if __name__ == "__main__":
-    sys.exit(recorded(main, stoppable=True))
+    sys.exit(start("ddpm_ds.cli.train", stoppable=True))

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddpm_ds.processes.ranks import recorded, set_environment
+from ddpm_ds.processes.ranks import Launcher, recorded, set_environment
 
 
 def main() -> int:
@@ -50,7 +50,8 @@ def main() -> int:
         return 0
     if part == "raise":
         raise RuntimeError("a bug")
-    while not stop or part == "deaf":
+    launcher = Launcher()
+    while not (stop or (part == "train" and launcher.is_gone())) or part == "deaf":
         time.sleep(0.05)
     (folder / f"saved-{starts}-rank-{rank}").touch()
     time.sleep(0.5)  # all ranks leave after the last has saved

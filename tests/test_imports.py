@@ -56,6 +56,7 @@ NOT_IN = {
     "processes.hosts": HEAVY,
     "processes.launcher": HEAVY,
     "processes.ranks": HEAVY,
+    "processes.signals": HEAVY,
     "processes.supervisor": HEAVY,
     "data": {"deepspeed", "mlflow"},
     "diffusion": {"deepspeed", "mlflow"},

@@ -21,7 +21,7 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
+from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
 
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
@@ -93,8 +93,10 @@ def _train(options: argparse.Namespace) -> int:
         where = local_options(len(hosts), on_cpu=os.environ.get("DS_ACCELERATOR") == "cpu")
         rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
     plan, run_dir = checked(options, len(hosts), hosts)
-    check_output(run_dir, options.resume)
     check_trackers(plan.spec.logging.trackers)
+    if options.run_dir is None and not options.dry_run:
+        run_dir = make_run_dir(run_dir)
+    check_output(run_dir, options.resume)
     print(describe_plan(plan, run_dir), flush=True)
     if options.dry_run:
         return 0
@@ -105,7 +107,7 @@ def _train(options: argparse.Namespace) -> int:
         asked += ["-p", str(plan.ds.layout.stages)]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
-    script = ["--module", "ddpm_ds.cli.train", *asked]
+    script = ["--module", "ddpm_ds.cli.rank", *asked]
     print(f"starting     {shlex.join(['deepspeed', *where, *script])}", flush=True)
     code = supervise(
         [*where, *rendezvous, "--log_level", "critical", *script, "--described"],
@@ -114,7 +116,10 @@ def _train(options: argparse.Namespace) -> int:
         log=functools.partial(_log, "train"),
         starting=_starting,
     )
-    given = options.arguments if options.run_dir else [*options.arguments, "--run-dir", str(run_dir)]
+    given = options.arguments
+    if options.run_dir is None:
+        remove_if_empty(run_dir)
+        given = [*given, "--run-dir", str(run_dir)]
     _log("train", _outcome(code, run_dir, given))
     return code
 

@@ -1,4 +1,7 @@
-"""Command ``ddpm-ds``: training and everything around it."""
+"""Command ``ddpm-ds``: training and everything around it.
+
+Verbs are imported when signals are handled.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,14 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import ddpm_ds
-from ddpm_ds.cli.bench_data import add_bench_data
-from ddpm_ds.cli.checkpoint import add_checkpoint
-from ddpm_ds.cli.doctor import add_doctor
-from ddpm_ds.cli.ema import add_ema
-from ddpm_ds.cli.evaluate import add_evaluate
-from ddpm_ds.cli.export import add_export, add_import
-from ddpm_ds.cli.fit import add_fit
-from ddpm_ds.cli.launch import add_run, add_train
-from ddpm_ds.cli.plan import add_plan
-from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
-from ddpm_ds.cli.sample import add_sample
-from ddpm_ds.cli.sweep import add_sweep
-from ddpm_ds.command_line import OneLineParser, add_spec_options
-from ddpm_ds.errors import SpecError, UserError
-from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, UserError
+from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
+
+if TYPE_CHECKING:
+    from ddpm_ds.command_line import OneLineParser
 
 EPILOG = """\
 training
@@ -40,6 +34,20 @@ exit codes
 
 def make_parser() -> OneLineParser:
     """Return the parser of all verbs."""
+    from ddpm_ds.cli.bench_data import add_bench_data
+    from ddpm_ds.cli.checkpoint import add_checkpoint
+    from ddpm_ds.cli.doctor import add_doctor
+    from ddpm_ds.cli.ema import add_ema
+    from ddpm_ds.cli.evaluate import add_evaluate
+    from ddpm_ds.cli.export import add_export, add_import
+    from ddpm_ds.cli.fit import add_fit
+    from ddpm_ds.cli.launch import add_run, add_train
+    from ddpm_ds.cli.plan import add_plan
+    from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
+    from ddpm_ds.cli.sample import add_sample
+    from ddpm_ds.cli.sweep import add_sweep
+    from ddpm_ds.command_line import OneLineParser
+
     parser = OneLineParser(
         prog="ddpm-ds",
         description="Train diffusion U-Nets on DeepSpeed pipelines, and everything around it.",
@@ -72,25 +80,36 @@ def make_parser() -> OneLineParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; a user's mistake gives one line on stderr and exit code 2."""
+    """Run one verb and return the exit code; a user's mistake gives one line on stderr and exit code 2.
+
+    Without ``arguments`` this is the whole process, and Ctrl-C ends it with 130 without a word, at any time. Before
+    ``train`` and ``run`` have begun to supervise, signals end it with 75, since there is nothing to save.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    training = given[:1] in (["train"], ["run"])
+    if arguments is None:
+        leave_on(SUPERVISOR_SIGNALS, EXIT_PREEMPTED) if training else leave_on([signal.SIGINT], EXIT_INTERRUPTED)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
-        given = sys.argv[1:] if arguments is None else list(arguments)
         options = make_parser().parse_args(given)
         options.arguments = given[1:]
+        if arguments is None and not training:  # a verb keeps what it has done
+            raise_on_interrupt()
         return options.run(options) or 0
     except UserError as error:
         print(textwrap.indent(str(error), "ddpm-ds: error: "), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # nobody reads the output any more, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 128 + signal.SIGPIPE
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+    from ddpm_ds.command_line import add_spec_options
+
     parser = verbs.add_parser(
         "prepare",
         help="write the images of a spec into the data-set cache",
@@ -106,6 +125,7 @@ def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
 
 def _prepare(options: argparse.Namespace) -> None:
     from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.processes.ranks import set_environment
 
     data = load_spec(options.spec, options.overrides).data
     from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first

@@ -1,4 +1,4 @@
-"""Training program that DeepSpeed's launcher starts on every rank, also as ``launch/train.py``."""
+"""Training program of a rank, which ``ddpm_ds.cli.rank`` or ``launch/train.py`` starts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ from ddpm_ds.processes.ranks import (
     HANG_SECONDS,
     print_once,
     record_exit,
-    recorded,
     set_environment,
 )
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
+from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, make_run_dir, new_run_dir, remove_if_empty
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""
@@ -197,8 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 world_size = int(os.environ["WORLD_SIZE"])
                 plan, run_dir = checked(options, world_size, launched_hosts(world_size))
                 if int(os.environ["RANK"]) == 0:
-                    check_output(run_dir, options.resume)
                     check_trackers(plan.spec.logging.trackers)
+                    if options.run_dir is None and not options.dry_run:
+                        run_dir = make_run_dir(run_dir)
+                        screen.callback(remove_if_empty, run_dir)
+                    check_output(run_dir, options.resume)
                     if not options.described:
                         print(describe_plan(plan, run_dir), flush=True)
                 if options.dry_run:
@@ -256,7 +258,3 @@ def _check_steps(option: str, asked: range, steps: int) -> None:
     """Raise SpecError if the run is too short for the steps ``asked`` for."""
     if asked and asked[-1] > steps:
         raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")
-
-
-if __name__ == "__main__":
-    sys.exit(recorded(main, stoppable=True))

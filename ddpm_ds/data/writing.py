@@ -116,14 +116,16 @@ def write_cache(
     classes: tuple[str, ...],
     progress: bool,
     made_of: Mapping[str, str] | None = None,
+    beginnings: int = 3,
 ) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    ``made_of`` are checksums of the images' origins, also kept in ``meta.json``, by names that no file has.
+    ``made_of`` are checksums of the images' origins, also kept in ``meta.json``, by names that no file has. If the
+    unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
 
     Raises:
         DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
-        OSError: the disk fails; finished files are kept.
+        OSError: the disk fails, and finished files are kept; or the folder was removed each time.
     """
     with locked(lock_of(path)):
         if path.exists():
@@ -146,10 +148,10 @@ def write_cache(
     except OSError as error:
         if path.exists():  # another process has finished
             return
-        if not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
+        if beginnings == 1 or not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
             raise
         # Another process gave up and removed the folder; begin again, to meet what it has met.
-        write_cache(path, plan, chunks, spec, classes, progress, made_of)
+        write_cache(path, plan, chunks, spec, classes, progress, made_of, beginnings - 1)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise

@@ -27,7 +27,6 @@ from ddpm_ds.command_line import counted, gib
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
-from ddpm_ds.errors import UserError
 from ddpm_ds.observe.device_speed import measure_device, write_device
 from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
 from ddpm_ds.predict.memory import activation_bytes
@@ -80,22 +79,21 @@ def verdict(facts: FinishedRun) -> Verdict:
     return Verdict(found, costs[0], evidence, change, change_for=lowered, processes=processes)
 
 
-def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
+def conclude(run_dir: Path) -> Verdict:
     """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return the verdict.
 
-    Takes some tenths of a second. Returns None, with a line through ``log``, if no step was traced or the run's
-    files can't be read or written.
+    Takes some tenths of a second.
+
+    Raises:
+        OutputError: no step was traced, or the run's files can't be read.
+        OSError: a file can't be written.
     """
-    try:
-        facts = facts_of(run_dir)
-        kind = torch.device("cpu" if facts.job.on_cpu else "cuda")
-        device = measure_device(facts.job.layers, kind, facts.job.precision)
-        found = verdict(replace(facts, device=device))
-        write_device(run_dir, device)
-        (run_dir / VERDICT).write_text(text(found, run_dir))
-    except (UserError, OSError) as error:
-        log(f"no verdict: {error}")
-        return None
+    facts = facts_of(run_dir)
+    kind = torch.device("cpu" if facts.job.on_cpu else "cuda")
+    device = measure_device(facts.job.layers, kind, facts.job.precision)
+    found = verdict(replace(facts, device=device))
+    write_device(run_dir, device)
+    (run_dir / VERDICT).write_text(text(found, run_dir))
     return found
 
 

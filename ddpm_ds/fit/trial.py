@@ -29,7 +29,7 @@ from ddpm_ds.errors import UserError, is_out_of_memory
 from ddpm_ds.fit.task import Task, largest_fitting
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
-from ddpm_ds.processes.supervisor import heard_signals
+from ddpm_ds.processes.signals import heard_signals
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0

@@ -26,6 +26,7 @@ from deepspeed.profiling.flops_profiler.profiler import get_module_duration
 from torch import nn
 
 from ddpm_ds.command_line import aligned
+from ddpm_ds.errors import fault_said
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -115,7 +116,9 @@ class FlopsProfile(Observer):
         self._watching.close()
         found, self._found = said_to_rank_0(self._found, list[StageProfile]), None
         if found is not None:
-            self._report_found(sorted((stage for stages in found for stage in stages), key=lambda stage: stage.stage))
+            with fault_said("flops profile", self._report.log):
+                whole = (stage for stages in found for stage in stages)
+                self._report_found(sorted(whole, key=lambda stage: stage.stage))
 
     def _say_if_out_of_reach(self, steps: int) -> None:
         done = self._engine.global_steps

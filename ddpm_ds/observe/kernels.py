@@ -28,6 +28,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.device import wait_for_device
+from ddpm_ds.errors import fault_said
 from ddpm_ds.observe.kernel_groups import GROUPS, INSTRUCTION, SPAN, WAIT, Shares, operations_of, shares
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -132,8 +133,11 @@ class KernelProfile(Observer):
         if not self._recorded:
             return
         ranks = said_to_rank_0(self._read(profiler), RankProfile)
-        if ranks is None:
-            return
+        if ranks is not None:
+            with fault_said("kernel profile", self._report.log):
+                self._report_ranks(ranks)
+
+    def _report_ranks(self, ranks: Sequence[RankProfile]) -> None:
         for number, rank in enumerate(ranks):
             if rank.kept < 1.0:
                 self._report.log(

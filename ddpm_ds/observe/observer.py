@@ -158,8 +158,10 @@ class PauseClock(Observer):
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         begin = self._clock()
-        yield
-        self._since_step[name] += self._clock() - begin  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._since_step[name] += self._clock() - begin  # type: ignore[assignment]
 
     def finish(self) -> None:
         if self._run_dir is None or self._begin is None:

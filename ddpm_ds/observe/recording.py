@@ -138,8 +138,10 @@ class Recording:
     def span(self, name: str) -> Iterator[None]:
         """Record an event between two steps' instructions."""
         begin = self._clock.mark()
-        yield
-        self._events.append(Event(name, 0, -1, begin, self._clock.mark()))
+        try:
+            yield
+        finally:
+            self._events.append(Event(name, 0, -1, begin, self._clock.mark()))
 
     def close(self) -> RankTrace:
         """End the last step and restore the engine. Waits for the device."""

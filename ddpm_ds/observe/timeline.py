@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
+from ddpm_ds.errors import fault_said
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import Observer, Report, keep
 from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace, Recording, aligned
@@ -109,7 +110,8 @@ class Timeline(Observer):
 
     def _follow(self, replan: Callable[[Mapping[str, Any]], tuple[Program, ...]]) -> bool:
         """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are new."""
-        programs = decided_by_rank_0(lambda: replan(self._summary_of_last), tuple[Program, ...])
+        seen = self._summary_of_last  # empty if there was a fault in it
+        programs = decided_by_rank_0(lambda: replan(seen) if seen else self._engine.programs, tuple[Program, ...])
         if programs == self._engine.programs:
             self._report.log("the passes keep their order: the one made from the traced steps is the same")
             return False
@@ -137,8 +139,11 @@ class Timeline(Observer):
         self._recording, self._done = None, True
         peak = shared_peak(self._engine.device, self._precision)
         traces = said_to_rank_0(own, RankTrace)
-        if traces is None:
-            return
+        if traces is not None:
+            with fault_said("timeline", self._report.log):
+                self._report_traces(traces, peak)
+
+    def _report_traces(self, traces: Sequence[RankTrace], peak: float) -> None:
         ranks, error = aligned(traces)
         summary = self._summary_of_last = self._summary(ranks, error, peak)
         first, last = summary["first_step"], summary["last_step"]

@@ -14,19 +14,21 @@ import json
 import os
 import platform
 import re
+import secrets
 import select
 import signal
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_ds.command_line import MOST_PROCESSES, whole
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.hosts import find_environment
+from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Default silence after which a rank counts as dead, and time without a step after which a run counts as hanging."""
@@ -34,19 +36,12 @@ OTHERS_WAIT_SECONDS = 5.0
 """Time for which other ranks delay an error, so that rank 0 prints it."""
 NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
-"""Variable that names the file of exit codes for every process of a run; without it nothing is recorded."""
-PRIVATE_FILE = "private.json"
-"""File beside the file of exit codes with the secret variables of ``ddpm-ds run``, which no command line may show."""
+"""Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
 """Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.store`."""
 GIVEN_DEVICES = "DDPM_DS_CUDA_VISIBLE_DEVICES"
 """Variable with the user's CUDA_VISIBLE_DEVICES, if DeepSpeed's launcher replaces it by other GPUs for the ranks."""
 STARTED = "started"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask a rank to stop."""
-SAME_SIGNAL_SECONDS = 1.0
-"""Time within which repeated signals count as one: a terminal or a scheduler signals a launcher and its ranks, and the
-launcher signals its ranks again."""
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables set by DeepSpeed's and PyTorch's launchers. Without them the parent of a process may be a shell, which may
 exit."""
@@ -127,12 +122,10 @@ def _check_environment() -> None:
 
 def _handed_on() -> dict[str, str]:
     """Return the secret variables of ``ddpm-ds run``, if it runs on this host and as this user."""
-    with (
-        contextlib.suppress(KeyError, OSError, ValueError),
-        Path(os.environ[EXIT_FILE_VARIABLE]).with_name(PRIVATE_FILE).open() as file,
-    ):
-        if os.fstat(file.fileno()).st_uid == os.geteuid():
-            return dict(json.load(file))
+    with contextlib.suppress(OSError):
+        if path := _exit_file():
+            with path.open() as file:
+                return dict(json.loads(file.readline()))
     return {}
 
 
@@ -182,14 +175,16 @@ def free_port() -> int:
 
 
 class Launcher:
-    """Launcher of this process: its parent, if that is a launcher, and the readers of its output pipes.
+    """Launcher of this process: its parent, if that is a launcher, its supervisor, and the readers of its output pipes.
 
-    A killed launcher, or a dropped ssh connection, leaves its ranks running. A rank notices when its parent changes, or
-    when nobody reads its output any more.
+    One that is killed, or a dropped ssh connection, leaves its ranks running. A rank notices when its parent changes,
+    when its supervisor's :class:`ExitFile` has gone, or when nobody reads its output any more.
     """
 
     def __init__(self) -> None:
         self._parent = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
+        # A supervisor on another host has no file here. One on this host may have been killed before this rank began.
+        self._supervised = EXIT_FILE_VARIABLE in os.environ and not (on_several_hosts() and _exit_file() is None)
         self._closed = False
         self._outputs = select.poll()
         for descriptor in (1, 2):
@@ -206,7 +201,8 @@ class Launcher:
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
             self._closed = True
-        return self._closed or (self._parent is not None and os.getppid() != self._parent)
+        lost = self._parent is not None and os.getppid() != self._parent
+        return self._closed or lost or (self._supervised and _exit_file() is None)
 
 
 def print_once(line: str) -> None:
@@ -226,15 +222,17 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
     With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself, since there is
-    nothing to save yet. A crash outside of Python, such as on an image file truncated while it is read, prints a stack
-    trace; to the others the rank is lost, and the next start names the file.
+    nothing to save yet; after ``main`` signals are ignored. A crash outside of Python, such as on an image file
+    truncated while it is read, prints a stack trace; to the others the rank is lost, and the next start names the file.
     """
     faulthandler.enable(2)
     for number in STOP_SIGNALS if stoppable else ():
         signal.signal(number, lambda number, frame: os._exit(record_exit(EXIT_PREEMPTED)))
     _record(STARTED)
     try:
-        return record_exit(main())
+        code = main()
+        ignore(STOP_SIGNALS if stoppable else ())
+        return record_exit(code)
     except SystemExit as leaving:  # raised by argparse after --help
         if leaving.code is None or isinstance(leaving.code, int):
             record_exit(leaving.code or 0)
@@ -242,32 +240,60 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
 
 
 def _record(word: str) -> None:
-    if path := os.environ.get(EXIT_FILE_VARIABLE):
-        with contextlib.suppress(OSError):  # its supervisor has removed the file, or the disk is full
-            file = os.open(
-                path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-            )  # one write, so that lines of several ranks don't mix
-            try:
-                os.write(file, f"{os.environ.get('RANK', '0')} {word}\n".encode())
-            finally:
-                os.close(file)
+    with contextlib.suppress(OSError):  # its supervisor has just ended
+        if path := _exit_file():
+            with path.open("ab", buffering=0) as file:  # one write, so that lines of several ranks don't mix
+                file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())
+
+
+def _exit_file() -> Path | None:
+    """Return the supervisor's :class:`ExitFile`; None without a supervisor on this host, or when it has ended."""
+    path, _, name = os.environ.get(EXIT_FILE_VARIABLE, "").rpartition("@")
+    with contextlib.suppress(OSError):
+        if os.readlink(path) == f"/memfd:{name} (deleted)":  # else that process is another one, or on another host
+            return Path(path)
+    return None
 
 
 class ExitRecord(NamedTuple):
     """Records of all ranks of a start."""
 
-    failure: int | None
+    failure: int | None = None
     """First exit code other than 0."""
-    unfinished: tuple[str, ...]
+    unfinished: tuple[str, ...] = ()
     """Ranks that started but have not recorded their end."""
     finished: bool = False
-    """Whether a rank has exited with 0, which it does only after the run's last barrier."""
+    """Whether a rank has exited with 0, which it does only after the run's last barrier: the run is done."""
+
+    @property
+    def started(self) -> bool:
+        """Whether any rank has recorded anything."""
+        return self != ExitRecord()
 
 
-def read_exits(path: Path) -> ExitRecord:
-    """Read the ranks' records in ``path``."""
-    lines = [line.split() for line in path.read_text().splitlines() if line]
-    ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
-    unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
-    failure = next((code for _, code in ended if code != 0), None)
-    return ExitRecord(failure, tuple(sorted(unfinished, key=int)), any(code == 0 for _, code in ended))
+class ExitFile:
+    """File in memory in which the ranks of this host record their starts and exit codes, held by their supervisor.
+
+    They reach it through the supervisor's process, so it goes with that, however it ends, and no cleaner of temporary
+    files can remove it. Its first line has the variables in ``private``, which no command line may show.
+    """
+
+    def __init__(self, private: Mapping[str, str] | None = None) -> None:
+        name = f"ddpm-ds-{secrets.token_hex(8)}"
+        self._file = os.fdopen(os.memfd_create(name), "w+b", buffering=0)
+        self._file.write(f"{json.dumps(private or {})}\n".encode())
+        self.name = f"/proc/{os.getpid()}/fd/{self._file.fileno()}@{name}"
+        """Value of :data:`EXIT_FILE_VARIABLE`."""
+
+    def read(self) -> ExitRecord:
+        """Return what the ranks have recorded."""
+        self._file.seek(0)
+        lines = [line.split() for line in self._file.read().decode().splitlines()[1:]]
+        ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
+        unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
+        failure = next((code for _, code in ended if code != 0), None)
+        return ExitRecord(failure, tuple(sorted(unfinished, key=int)), any(code == 0 for _, code in ended))
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()

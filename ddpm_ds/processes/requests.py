@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.processes.ranks import SAME_SIGNAL_SECONDS, STOP_SIGNALS, Launcher, record_exit
+from ddpm_ds.processes.ranks import Launcher, record_exit
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 
 FILES = ("save", "save_and_stop")
 

@@ -12,46 +12,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, OutputError, SpecError
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import (
-    EXIT_FILE_VARIABLE,
-    PRIVATE_FILE,
-    RUN_SECRET,
-    SAME_SIGNAL_SECONDS,
-    ExitRecord,
-    read_exits,
-)
-from ddpm_ds.processes.ranks import STOP_SIGNALS as OF_RANKS
-from ddpm_ds.secret import is_secret, write_private
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord
+from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.secret import is_secret
 
-STOP_SIGNALS = (*OF_RANKS, signal.SIGHUP)
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
 """Exit codes after which a restart would be wrong or is up to the scheduler."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
 RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
-NOTHING_YET = "\n"
-"""Initial content of the file of exit codes: it allocates a block, in case the disk fills up later."""
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive the launcher."""
@@ -76,15 +63,14 @@ def supervise(
     A start that wrote a checkpoint resets the count of restarts; the next one resumes from the newest, whatever
     ``--resume`` says. Each start reads the hostfile again; on several hosts each restart uses another port, so that no
     straggler of the last start can join. ``starting`` is entered until the launcher has started a rank of this host.
-    Must run in the main thread.
+    Must run in the main thread, and as the last of a process: from its end on stop signals are ignored.
 
     Raises:
         SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
-        OutputError: the folder for temporary files can't be written.
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
     restarts = ports = 0
-    with heard_signals() as heard:
+    with heard_signals(leaving=True) as heard:
         while True:
             before = _written(latest)
             launch = read_launch(command)
@@ -111,10 +97,9 @@ def supervise(
 
 
 def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
-    """Return the exit code of a start: the ranks' or else the meaning of the launcher's.
+    """Return the exit code of a start that has not finished the run: the ranks' or else the meaning of the launcher's.
 
-    The launcher's 0 alone proves nothing, since it also exits with 0 if its children were killed. A rank of this host
-    must have exited with 0, as ranks do when the run has reached its last image.
+    The launcher's 0 proves nothing, since it also exits with 0 if its children were killed.
 
     Args:
         launcher: its return code, negative for a signal.
@@ -128,8 +113,6 @@ def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bo
         return EXIT_PEER_LOST  # the launcher's own signal to the others is no request to stop the run
     if record.failure in FINAL:
         return record.failure
-    if launcher == 0 and record.finished and record.failure is None and not record.unfinished:
-        return 0
     if 0 < launcher < 128:  # the code of the rank that failed first; others record that they lost it
         return launcher
     return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
@@ -168,27 +151,6 @@ def _restarted(command: Sequence[str], saved: bool) -> list[str]:
     return kept
 
 
-@contextlib.contextmanager
-def heard_signals() -> Iterator[list[signal.Signals]]:
-    """Yield the list of received stop signals; signals ignored by our parent, as under nohup, stay ignored."""
-    heard: list[signal.Signals] = []
-    heard_at = -math.inf
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        nonlocal heard_at
-        if time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
-            heard.append(signal.Signals(number))
-        heard_at = time.monotonic()
-
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in numbers}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @dataclass
 class _Start:
     """Start of the launcher in a separate session, so that a terminal's Ctrl-C does not reach the ranks."""
@@ -203,16 +165,16 @@ class _Start:
 
     def run(self) -> int:
         """Start the launcher, wait for it, and leave no process running."""
-        with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
-            self._exit_file = Path(folder) / "exits"
-            try:
-                self._exit_file.write_text(NOTHING_YET)
-                environment = self._environment(Path(folder))
-            except OSError as error:
-                raise OutputError(f"{folder} can't be written ({error.strerror}); make room, or set TMPDIR") from None
+        found = find_environment()
+        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
+        private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
+        with contextlib.closing(ExitFile(private)) as self._exits, open(os.memfd_create("environment"), "wb") as file:
+            travels = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            open_to_all = {name: value for name, value in found.items() if name not in private}
+            write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})
             self._launcher = subprocess.Popen(
                 [sys.executable, "-m", "deepspeed.launcher.runner", *self.launch.command(self.port)],
-                env=environment,
+                env=self._environment(private, travels),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -221,26 +183,22 @@ class _Start:
             finally:
                 self.starting.close()
                 self._kill()
+            if self._exits.read().finished:
+                return 0
         if len(self.heard) > 1:
             self.log(f"{self.heard[-1].name}: ended everything at once")
             return 128 + self.heard[-1]
         return code
 
-    def _environment(self, folder: Path) -> dict[str, str]:
-        """Return the launcher's environment, and write the file of variables that DeepSpeed sends to every host.
+    def _environment(self, private: Iterable[str], travels: Path) -> dict[str, str]:
+        """Return the launcher's environment; ``travels`` has the variables that DeepSpeed sends to every host.
 
-        The exit file only exists on this host. DeepSpeed sends variables to other hosts on command lines, which every
-        user of a host can read, so secrets are left out: this host's ranks read them from a file.
+        DeepSpeed sends them on command lines, which every user of a host can read, so ``private`` ones are left out:
+        this host's ranks read them from the exit file, which only exists on this host.
         """
-        travels, found = folder / "environment", find_environment()
-        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
-        private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
-        write_private(folder / PRIVATE_FILE, json.dumps(private).encode())
-        open_to_all = {name: value for name, value in found.items() if name not in private}
-        write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: str(self._exit_file)})
         left_out = {*RANK_VARIABLES, *(private if self.launch.remote else ())}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
-        ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}
         if not self.launch.remote:  # other hosts' ranks would not have it
             ours.setdefault(RUN_SECRET, secrets.token_hex())
         return ours | ssh_environment(ours)
@@ -250,16 +208,17 @@ class _Start:
         limits: dict[int, float] = {}  # times at which all processes are ended, by the exit code then
         while (code := self._launcher.poll()) is None and len(self.heard) < 2:
             now = time.monotonic()
-            with contextlib.suppress(OSError):
-                self._exit_file.touch()  # keeps cleaners of /tmp from removing it during a run of weeks
-            if self._exit_file.stat().st_size > len(NOTHING_YET) or self.heard:
-                self.starting.close()
             if self.heard and EXIT_PREEMPTED not in limits:
+                self.starting.close()
                 limits[EXIT_PREEMPTED] = now + self.grace_seconds
-                if not self._ask_to_stop(self.heard[-1].name):
+                # Ranks that have all ended have given their reason; the launcher notices within a second.
+                if not self._ask_to_stop(self.heard[-1].name) and not self._exits.read().started:
                     self._stop_launcher()
                     return EXIT_PREEMPTED
-            if EXIT_PEER_LOST not in limits and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
+            record = self._exits.read()
+            if record.started:
+                self.starting.close()
+            if EXIT_PEER_LOST not in limits and record.failure == EXIT_PEER_LOST:
                 limits[EXIT_PEER_LOST] = now + LOSING_SECONDS
             if now > limits.get(EXIT_PREEMPTED, math.inf):
                 self.log(f"not saved within {self.grace_seconds:g} s: ending everything; what was saved before stays")
@@ -275,8 +234,7 @@ class _Start:
         orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), but its ranks have not")
         if orphaned:
             self._wait_until_gone(self.grace_seconds)
-        record = read_exits(self._exit_file)
-        return exit_code(code, record, stopping=bool(self.heard), orphaned=orphaned)
+        return exit_code(code, self._exits.read(), stopping=bool(self.heard), orphaned=orphaned)
 
     def _stop_launcher(self) -> None:
         """End a launcher that has no ranks yet, and its children."""
@@ -306,7 +264,7 @@ class _Start:
             with contextlib.suppress(psutil.Error, OSError):
                 return process.status() != psutil.STATUS_ZOMBIE and (
                     os.getsid(process.pid) == self._launcher.pid
-                    or process.environ().get(EXIT_FILE_VARIABLE) == str(self._exit_file)
+                    or process.environ().get(EXIT_FILE_VARIABLE) == self._exits.name
                 )
             return False
 

@@ -22,7 +22,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.data.residence import Residence
-from ddpm_ds.errors import Preempted
+from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.finished_run import RESIDENCE
@@ -162,14 +162,10 @@ class Recorder:
         if self.tracker is None or self.folder is None:
             return
         path = self.folder.path / ANIMATION
-        try:
-            if len(files := self.folder.all_samples()) < 2:
-                return
-            write_animation(files, path)
-        except OSError as error:
-            self.log(f"{path} can't be written ({error.strerror or error})")
-        else:
-            self.tracker.artifact(path)
+        with fault_said(str(path), self.log):
+            if len(files := self.folder.all_samples()) >= 2:
+                write_animation(files, path)
+                self.tracker.artifact(path)
 
     def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
         if self.tracker is None or self.folder is None or step <= self._logged[name]:

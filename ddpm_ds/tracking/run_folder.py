@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -56,8 +57,32 @@ NOTE_TAG = "mlflow.note.content"
 
 
 def new_run_dir(name: str) -> Path:
-    """Return a folder for a run that is given none: the time, to the second, and the spec's name."""
+    """Return a name for the folder of a run that is given none: the time, to the second, and the spec's name."""
     return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+
+
+def make_run_dir(run_dir: Path) -> Path:
+    """Make the folder of a run that is given none and return it; another run's name gets a number added.
+
+    Raises:
+        OutputError: it can't be made.
+    """
+    path = run_dir
+    with disk_errors_said(run_dir):
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:
+                path = run_dir.with_name(f"{run_dir.name}-{number}")
+    return path
+
+
+def remove_if_empty(run_dir: Path) -> None:
+    """Remove the folder that was made for a run that has not begun."""
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
 
 
 def checkpoints_of(run_dir: Path) -> Path:

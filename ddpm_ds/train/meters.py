@@ -92,8 +92,10 @@ class Meter:
         if self._sums is not None:
             self._sums.tolist()
         begin = self._clock()
-        yield
-        self._begin += self._clock() - begin
+        try:
+            yield
+        finally:
+            self._begin += self._clock() - begin
 
     def read(self) -> Interval:
         """Return the interval that ends now, and start the next. Synchronises host and device, once."""

@@ -24,10 +24,10 @@ from ddpm_ds.data.residence import Residence
 from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
-from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError
+from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError, fault_said
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observers, PauseClock, read_pauses
+from ddpm_ds.observe.observer import Observers, PauseClock, Pauses, read_pauses
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -37,6 +37,7 @@ from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.requests import Requests
+from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, recorded
@@ -269,6 +270,7 @@ def _train(
         )
     first = engine.images_seen
     if first >= plan.spec.train.images:
+        ignore(STOP_SIGNALS)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
         return
@@ -317,27 +319,31 @@ def _train(
         finish()
         raise
     finish()
-    pauses = read_pauses(run_dir)
-    recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
-    found = verdict.conclude(run_dir, recorder.log) if dist.get_rank() == 0 else None
-    if found is not None:
-        recorder.artifact(run_dir / verdict.VERDICT)
-        recorder.tags(verdict.tags(found))
+    pauses, found = Pauses(), None
+    with fault_said("time of the pauses", recorder.log):
+        pauses = read_pauses(run_dir)
+        recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
+    with fault_said("verdict", recorder.log):
+        if dist.get_rank() == 0:
+            found = verdict.conclude(run_dir)
+            recorder.artifact(run_dir / verdict.VERDICT)
+            recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")
     if link is None:
         return
-    if found is not None:
-        print(f"\n{verdict.text(found, run_dir)}", flush=True)
-    print(
-        summary(
-            loss=last.loss,
-            images=engine.images_seen - first,
-            images_per_second=recorder.images_per_second(),
-            pauses=pauses,
-            steps=engine.global_steps,
-            skipped_steps=engine.skipped_steps,
-            run_dir=run_dir,
-            link=link,
-        ),
-        flush=True,
-    )
+    with fault_said("summary", recorder.log):
+        if found is not None:
+            print(f"\n{verdict.text(found, run_dir)}", flush=True)
+        print(
+            summary(
+                loss=last.loss,
+                images=engine.images_seen - first,
+                images_per_second=recorder.images_per_second(),
+                pauses=pauses,
+                steps=engine.global_steps,
+                skipped_steps=engine.skipped_steps,
+                run_dir=run_dir,
+                link=link,
+            ),
+            flush=True,
+        )

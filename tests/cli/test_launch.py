@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from ddpm_ds.cli import launch
+from ddpm_ds.cli import launch, train
 from ddpm_ds.cli.launch import _devices, _outcome
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from tests.forking import REPOSITORY
 from tests.launching import place_empty_store, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
@@ -55,7 +55,7 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
 
     def without_launcher(command: Sequence[str], **options: object) -> int:
         """The ranks without DeepSpeed's launcher, which takes longer than they do."""
-        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *command[command.index("ddpm_ds.cli.train") + 1 :])
+        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *command[command.index("ddpm_ds.cli.rank") + 1 :])
         assert f"images-{int(saved[1].replace(',', '')):09}" in done.stderr, "resumed"
         return done.returncode
 
@@ -102,6 +102,46 @@ def test_without_a_number_there_is_a_process_for_each_gpu_that_is_used(monkeypat
     assert [_devices(asked) for asked in ("auto", "cuda", "cpu")] == [4, 4, 1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert [_devices(asked) for asked in ("auto", "cuda", "cpu")] == [1, 4, 1]
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started by ``ddpm-ds train`` or by a launcher; the folder of one that does not begin is removed."""
+    begun: list[Path] = []
+
+    def supervised(command: Sequence[str], **options: object) -> int:
+        begun.append(tmp_path / command[command.index("--run-dir") + 1])
+        assert list(begun[-1].iterdir()) == []
+        if len(begun) > 1:
+            return EXIT_BAD_INPUT
+        (begun[-1] / "checkpoints").mkdir()
+        (begun[-1] / "checkpoints" / "latest").write_text("images-000064000\n")
+        return EXIT_PREEMPTED
+
+    def trained(plan: object, run_dir: Path, *arguments: object) -> None:
+        begun.append(tmp_path / run_dir)
+        assert list(begun[-1].iterdir()) == []
+        if len(begun) > 3:
+            raise SpecError("refused")
+        (begun[-1] / "spec.yaml").touch()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "new_run_dir", lambda name: Path("runs", f"20261101-120000-{name}"))
+    monkeypatch.setattr(launch, "supervise", supervised)
+    monkeypatch.setattr("ddpm_ds.train.session.run_training", trained)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--device", "cpu"]
+    assert main(["train", *words, "--dry-run"]) == train.main([*words, "--dry-run"]) == 0 and not Path("runs").exists()
+    assert [main(["train", *words]), main(["train", *words])] == [EXIT_PREEMPTED, EXIT_BAD_INPUT]
+    assert "nothing was saved; start again with: " in capsys.readouterr().err.splitlines()[-1]
+    assert [train.main(words), train.main(words)] == [0, EXIT_BAD_INPUT]
+    names = [path.name.removeprefix("20261101-120000-tiny") for path in begun]
+    assert names == ["", "-2", "-2", "-3"] and sorted(Path("runs").iterdir()) == [
+        Path("runs", "20261101-120000-tiny"),
+        Path("runs", "20261101-120000-tiny-2"),
+    ]
 
 
 def test_the_last_line_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_keys import ds_config_markdown
 from ddpm_ds.config.spec_file import spec_markdown, spec_schema
+from tests.launching import PATIENCE_SECONDS, wait_for
 
 DIGITS = Path(__file__).resolve().parents[2] / "launch" / "specs" / "digits.yaml"
 
@@ -62,6 +63,49 @@ def test_each_fault_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) ->
         ["ddpm-ds", " error", " --set data.sorce=x"],
         ["ddpm-ds", " error", " --set unet.dropout=2"],
     ]
+
+
+IMPORTED = """
+import os, sys, time
+open(os.environ["IMPORTED"], "w").close()
+time.sleep(600)
+"""
+CONSOLE_SCRIPT = ["-c", "import sys; from ddpm_ds.cli.main import main; sys.exit(main())"]
+TRAINING = [[*CONSOLE_SCRIPT, "train"], [*CONSOLE_SCRIPT, "run"], ["-m", "ddpm_ds.cli.rank"], ["launch/train.py"]]
+OTHERS = [[*CONSOLE_SCRIPT, "plan"], CONSOLE_SCRIPT, ["launch/sample.py"], ["launch/bench.py"]]
+PREPARE = [*CONSOLE_SCRIPT, "prepare", "--spec", str(DIGITS)]
+TRAIN = [*CONSOLE_SCRIPT, "train", "--deepspeed_config", "ds_configs/zero1_fp32.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "number", "code"),
+    [
+        *((words, "psutil", number, 75) for words in TRAINING for number in (signal.SIGINT, signal.SIGTERM)),
+        *((words, "psutil", signal.SIGINT, 130) for words in OTHERS),
+        (TRAIN, "yaml", signal.SIGHUP, 75),  # imported when the options are parsed
+        (PREPARE, "numpy", signal.SIGINT, 130),
+    ],
+    ids=str,
+)
+def test_a_signal_during_imports_ends_every_program_without_a_word(
+    words: list[str], module: str, number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """The import of a module lasts until the signal comes."""
+    imported = tmp_path / "imported"
+    (tmp_path / f"{module}.py").write_text(IMPORTED)
+    path = os.pathsep.join(map(str, (tmp_path, DIGITS.parents[2])))
+    program = subprocess.Popen(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": path, "IMPORTED": str(imported)},
+        cwd=DIGITS.parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell may have had us ignore
+    )
+    wait_for(imported.exists, running=lambda: program.poll() is None)
+    program.send_signal(number)
+    said, _ = program.communicate(timeout=PATIENCE_SECONDS)
+    assert (program.returncode, said) == (code, b"")
 
 
 def test_output_that_nobody_reads_any_more_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,6 +336,20 @@ def test_a_process_whose_work_another_has_given_up_meets_the_same_fault(
         prepare(spec_of(source="folder", path=folder))
 
 
+def test_a_store_whose_folder_vanishes_again_and_again_is_one_line(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = writing._Shards._write_shard
+
+    def without_folder(shards: writing._Shards, *arguments: Any) -> writing.Record:
+        shutil.rmtree(shards.folder)
+        return write(shards, *arguments)
+
+    monkeypatch.setattr(writing._Shards, "_write_shard", without_folder)
+    with pytest.raises(DataError, match=r"data.store_root = .* can't be written \(No such file or directory\)"):
+        prepare(spec_of(source="folder", path=folder))
+
+
 def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(
     folder: Path, spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

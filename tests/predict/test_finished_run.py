@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +72,6 @@ def test_a_folder_without_a_run_or_a_trace_is_one_line(tmp_path: Path) -> None:
     (run_dir / "trace" / "summary.json").unlink()
     with pytest.raises(OutputError, match="no step was traced; train with --trace-steps"):
         facts_of(run_dir)
-    said: list[str] = []
-    assert conclude(run_dir, said.append) is None
-    assert "no step was traced; train with --trace-steps" in said[0]
 
 
 def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:
@@ -99,8 +97,7 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     # A step of hours, beside which the start-up that is measured here is nothing, however busy the machine is.
     run_dir = write_run(tmp_path / "run", Bench(cuts=(3,), macs_per_second=1e4).traced())
     (run_dir / "trace" / "device.json").unlink()
-    found = conclude(run_dir, print)
-    assert found is not None
+    found = conclude(run_dir)
     assert found.top == "imbalance"
     assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
     device = facts_of(run_dir).device
@@ -125,8 +122,9 @@ def test_pauses_are_those_between_steps_and_neither_before_nor_after(tmp_path: P
     for step, pause in ((1, "EMA"), (2, "checkpoint"), (3, "inspection"), (4, "checkpoint")):
         clock.begin_step(step)
         now += 10
-        with clock.span(pause):
+        with contextlib.suppress(RuntimeError), clock.span(pause):
             now += step
+            raise RuntimeError("a pause may end so")
     PauseClock(None).finish()  # other ranks write nothing
     assert read_pauses(tmp_path) == Pauses()
     clock.finish()

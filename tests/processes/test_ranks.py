@@ -16,7 +16,8 @@ import pytest
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import find_environment
-from ddpm_ds.processes.ranks import STOP_SIGNALS, set_environment
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, Launcher, set_environment
+from ddpm_ds.processes.signals import STOP_SIGNALS
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -125,6 +126,22 @@ while not launcher.is_gone() and time.monotonic() < until:
 print("this goes to nowhere", flush=True)
 said.write_text("gone" if launcher.is_gone() else "still there")
 """
+
+
+@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
+def test_a_supervisor_that_was_killed_before_its_rank_began_is_missed_unless_it_may_be_on_another_host(
+    hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = ExitFile()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if hosts == "one host" else "1")
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, supervisor.name)
+    before = Launcher()
+    assert not before.is_gone()
+    supervisor.close()
+    assert before.is_gone() and Launcher().is_gone() == (hosts == "one host")
+
+
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
@@ -176,6 +193,16 @@ def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(numb
         for _ in range(5):
             rank.send_signal(number)
         assert rank.wait(PATIENCE_SECONDS) == 75
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_after_a_rank_has_ended_does_not_change_its_code(number: int) -> None:
+    program = (
+        "import os, sys; from ddpm_ds.processes.ranks import recorded\n"
+        f"code = recorded(lambda: 2, stoppable=True); os.kill(os.getpid(), {number:d}); sys.exit(code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 2
 
 
 def test_a_rank_that_reads_what_a_mapped_file_no_longer_has_says_where_it_was(tmp_path: Path) -> None:

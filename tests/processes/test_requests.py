@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from ddpm_ds.processes.ranks import SAME_SIGNAL_SECONDS
 from ddpm_ds.processes.requests import Asked, Requests
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS
 

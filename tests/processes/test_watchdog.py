@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError
 from ddpm_ds.processes import heartbeat, watchdog
 from ddpm_ds.processes.heartbeat import DeviceWork, Judgement, Peer, make_store, waits_for_a_rank
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.processes.watchdog import Watchdog
 from tests.forking import Forked
@@ -190,15 +190,15 @@ def test_whoever_waits_for_a_message_waits_for_a_rank_and_whoever_waits_for_a_th
 def test_what_ranks_find_ends_all_with_one_line_and_code(
     watch: Watched, events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "exits"))
-    (tmp_path / "exits").touch()
+    exits = ExitFile()
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, exits.name)
     _, *both = (watch(rank, 3) for rank in range(3))
     line = "ddpm_ds: error: a file is damaged"
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda each: each.fail(line, 2), both))
     said = take(events, 4)
     assert events.empty() and {(0, 2), (1, 2), (2, 2)} < said and [word for _, word in said].count(line) == 1
-    assert read_exits(tmp_path / "exits").failure == 2
+    assert exits.read().failure == 2
 
 
 def test_who_left_as_intended_is_not_missed(watch: Watched, events: Events) -> None:
@@ -280,8 +280,8 @@ time.sleep(60)
 def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
     tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "exits"))
-    (tmp_path / "exits").touch()
+    exits = ExitFile()
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, exits.name)
     script, said = tmp_path / "rank_0.py", tmp_path / "said"
     script.write_text(RANK_0)
     server = Forked.script([str(script)], env=os.environ, stdout=said, stderr=tmp_path / "warnings")
@@ -306,7 +306,7 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
         server.kill()
         line = f"{NAMES[0]} has gone: ending {NAMES[2]}; the run can be resumed"
         assert take(events, 2) == {(2, line), (2, EXIT_PEER_LOST)}
-        assert read_exits(tmp_path / "exits") == ExitRecord(EXIT_PEER_LOST, ())
+        assert exits.read() == ExitRecord(EXIT_PEER_LOST, ())
     finally:
         server.kill()
         server.wait()
@@ -314,10 +314,9 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
 
 @pytest.mark.launch
 def test_real_ranks_end_naming_the_one_that_hangs(tmp_path: Path) -> None:
-    (tmp_path / "exits").touch()
-    environment = {EXIT_FILE_VARIABLE: str(tmp_path / "exits")}
-    done = run_ranks(4, Path(__file__).with_name("watched_rank.py"), **environment)
+    exits = ExitFile()
+    done = run_ranks(4, Path(__file__).with_name("watched_rank.py"), **{EXIT_FILE_VARIABLE: exits.name})
     words = "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:"
     assert done.returncode != 0
     assert words in done.stderr and done.stderr.count(" hangs in ") == done.stderr.count(words), done.stderr
-    assert read_exits(tmp_path / "exits").failure == EXIT_PEER_LOST
+    assert exits.read().failure == EXIT_PEER_LOST

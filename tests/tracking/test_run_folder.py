@@ -231,7 +231,7 @@ def test_a_run_ends_with_all_its_pictures_as_an_animation_however_often_it_was_r
     assert frames == [0, 80, 160]
     RunFolder(tmp_path).samples(240).write_bytes(b"cut off")
     made.finish("FINISHED")
-    assert len(said) == 1 and said[0].startswith(f"{path} can't be written")
+    assert len(said) == 1 and said[0].startswith(f"no {path}: ")
 
 
 def test_a_held_out_loss_is_logged_although_the_point_of_its_step_was(tmp_path: Path) -> None:

@@ -5,17 +5,20 @@ FAULT=gpu: as if on GPUs whose fused kernels break that of the last rank: no col
 FAULT=checkpoint: a file of the checkpoint that the last rank reads is shorter than when it was verified
 FAULT=loader: its images can't be read any more
 FAULT=disk: from its first micro-batch on no file may grow beyond a few bytes, as on a full disk
+FAULT=reports: each report of the run has an error of the program
+FAULT=signals: every stop signal comes at each of ENDINGS, on all ranks
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
 import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -24,13 +27,35 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.diagnose import verdict
+from ddpm_ds.observe import timeline
 from ddpm_ds.pipeline import build
 from ddpm_ds.processes import ranks
-from ddpm_ds.train import objective, saving
+from ddpm_ds.processes.signals import STOP_SIGNALS
+from ddpm_ds.tracking import recorder
+from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.train import objective, saving, session
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.unet import kernel_choice
 from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
 
+REPORTS = [
+    (timeline, "timeline_metrics"),
+    (session, "read_pauses"),
+    (verdict, "conclude"),
+    (recorder, "write_animation"),
+    (session, "summary"),
+]
+ENDINGS: list[tuple[Any, str]] = [
+    (saving.Saver, "check_saved"),
+    (session, "read_pauses"),
+    (verdict, "conclude"),
+    (Tracker, "finish"),
+    (session, "summary"),
+    (dist, "destroy_process_group"),
+    (ranks, "record_exit"),
+]
+"""What a rank does from the last save on; then Python ends."""
 MICRO_BATCHES = 5
 """Read before the images are gone."""
 MOST_BYTES = 2**14  # more than the ranks print, less than they save
@@ -74,6 +99,29 @@ def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any) 
     return choose_kernels("auto", layers, torch.device("cuda"), *others)
 
 
+def failing(name: str) -> Callable[..., NoReturn]:
+    def fail(*arguments: Any, **options: Any) -> NoReturn:
+        raise ZeroDivisionError(f"of {name}")
+
+    return fail
+
+
+def send_signals(where: str) -> None:
+    print(f"signals at {where}", flush=True)
+    for number in STOP_SIGNALS:
+        os.kill(os.getpid(), number)
+
+
+def signalled(owner: Any, name: str) -> Callable[..., Any]:
+    original = getattr(owner, name)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        send_signals(name)
+        return original(*arguments, **options)
+
+    return signalled
+
+
 if __name__ == "__main__":
     fault, *numbers = os.environ["FAULT"].split()
     if fault == "noise":
@@ -88,10 +136,17 @@ if __name__ == "__main__":
     elif fault == "gpu":
         kernel_choice.try_kernels = tried  # type: ignore[assignment]
         build.choose_kernels = chosen_on_cuda  # type: ignore[assignment]
+    elif fault == "reports":
+        for owner, name in REPORTS:
+            setattr(owner, name, failing(name))
+    elif fault == "signals":
+        for owner, name in ENDINGS:
+            setattr(owner, name, signalled(owner, name))
+        atexit.register(send_signals, "exit")
     elif IS_LAST and fault == "checkpoint":
         saving.deliver = deliver_truncated
     elif IS_LAST:
         objective.micro_batches = {"loader": micro_batches_until_lost, "disk": micro_batches_on_a_full_disk}[fault]
     if fault in ("noise", "disk"):  # all ranks end with one line, which a launcher shows once
         ranks.OTHERS_WAIT_SECONDS = 0.0
-    sys.exit(ranks.recorded(command.main))
+    sys.exit(ranks.recorded(command.main, stoppable=True))

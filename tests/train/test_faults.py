@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port, wait_for, write_json
-from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
+from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 
@@ -114,20 +114,19 @@ def test_a_rank_killed_at_the_start_and_one_killed_while_a_checkpoint_is_written
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 
-def faulty(run_dir: Path, fault: str, *changes: str, exits: Path) -> tuple[list[int], list[str]]:
+def faulty(run_dir: Path, fault: str, *changes: str, exits: ExitFile) -> tuple[list[int], list[str]]:
     """Exit codes of two stages of a line, of which the last, which reads images, meets a fault, and what they print."""
-    exits.touch()
     line = json.loads((REPOSITORY / "ds_configs/zero2_fp16.json").read_text())
     line["pipeline"]["schedule"] = "1f1b"
     config = write_json(run_dir.with_name("line.json"), line)
     options = ["--hang-seconds", "600"]  # so that nothing but the fault ends them in time
-    environment: dict[str, Any] = {"FAULT": fault, EXIT_FILE_VARIABLE: str(exits)}
+    environment: dict[str, Any] = {"FAULT": fault, EXIT_FILE_VARIABLE: exits.name}
     with Ranks(run_dir, *changes, options=options, config=str(config), script=FAULTY, **environment) as ranks:
         return ranks.codes(), ranks.said.splitlines()
 
 
 def test_a_checkpoint_that_goes_bad_for_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
-    run_dir, exits = tmp_path / "run", tmp_path / "exits"
+    run_dir, exits = tmp_path / "run", ExitFile()
     with Ranks(run_dir, "train.images=80") as ranks:
         assert ranks.codes() == [0, 0], ranks.said[-4000:]
     codes, lines = faulty(run_dir, "checkpoint", "train.images=160", exits=exits)
@@ -135,21 +134,21 @@ def test_a_checkpoint_that_goes_bad_for_one_rank_ends_all_with_one_line(tmp_path
     errors = [line for line in lines if "error" in line]
     assert len(errors) == 1 and errors[0].startswith("ddpm_ds: error: checkpoint ") and "were written" in errors[0]
     assert lines[-1] == errors[0] and not any("Traceback" in line or "ending rank" in line for line in lines)
-    assert read_exits(exits) == ExitRecord(2, ())
+    assert exits.read() == ExitRecord(2, ())
 
 
 def test_images_that_one_rank_can_not_read_any_more_end_all(tmp_path: Path) -> None:
-    exits = tmp_path / "exits"
+    exits = ExitFile()
     codes, lines = faulty(tmp_path / "run", "loader", "train.images=800", exits=exits)
     assert codes == [EXIT_PEER_LOST, 1], lines
     assert "OSError: the images are gone" in lines
     named = [line for line in lines if line.endswith("; the run can be resumed")]
     assert len(named) == 1 and "rank 1 (stage 1) " in named[0], lines
-    assert read_exits(exits) == ExitRecord(EXIT_PEER_LOST, ("1",))
+    assert exits.read() == ExitRecord(EXIT_PEER_LOST, ("1",))
 
 
 def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_is_not_done(tmp_path: Path) -> None:
-    exits = tmp_path / "exits"
+    exits = ExitFile()
     codes, lines = faulty(tmp_path / "run", "disk", "train.images=80", "checkpoint.every_images=40", exits=exits)
     assert codes == [2, 2], lines
     error = "ddpm_ds: error: checkpoint images-000000080 was not saved: "
@@ -159,6 +158,32 @@ def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_is_not_done(tmp_pa
     assert "make " in errors[0] and not any("Traceback" in line for line in lines), lines
     _, recorded = mlflow_run(tmp_path / "run")
     assert recorded.info.status == "FAILED"
+
+
+def test_an_error_in_a_report_is_a_line_and_the_run_is_done(tmp_path: Path) -> None:
+    options, changes = ["--trace-steps", "2-4"], ["train.images=80", "samples.every_images=40"]
+    with Ranks(tmp_path / "run", *changes, options=options, script=FAULTY, FAULT="reports") as ranks:
+        assert ranks.codes() == [0, 0], ranks.said[-4000:]
+    missing = ["timeline", "time of the pauses", "verdict", str(tmp_path / "run" / "progress.gif"), "summary"]
+    said = [line.rpartition("\r")[2] for line in ranks.said.splitlines()]
+    lines = [line for line in said if line.startswith("no ") and "ZeroDivisionError" in line]
+    assert [line.partition(", through an error of the program: ")[0] for line in lines] == [
+        f"no {it}" for it in missing
+    ]
+    assert all(" in faulty_train.py:" in line for line in lines) and "Traceback" not in ranks.said
+    assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED" and checkpoints(tmp_path / "run")
+
+
+def test_signals_from_the_last_save_on_do_not_change_that_the_run_is_done(tmp_path: Path) -> None:
+    exits, done_already = ExitFile(), {"finish", "destroy_process_group", "record_exit", "exit"}
+    moments = done_already | {"check_saved", "read_pauses", "conclude", "summary"}
+    for reached in (moments, done_already):
+        environment: dict[str, Any] = {"FAULT": "signals", EXIT_FILE_VARIABLE: exits.name}
+        with Ranks(tmp_path / "run", "train.images=80", script=FAULTY, **environment) as ranks:
+            assert ranks.codes() == [0, 0], ranks.said[-4000:]
+        assert {moment for moment in moments if f"signals at {moment}\n" in ranks.said} == reached
+        assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED"
+    assert exits.read() == ExitRecord(finished=True)
 
 
 def test_a_gpu_that_a_kernel_has_broken_ends_all_ranks_with_one_line(tmp_path: Path) -> None:

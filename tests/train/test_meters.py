@@ -42,8 +42,8 @@ def test_an_interval_has_the_mean_loss_per_image_and_all_of_the_time_and_the_nex
 def test_pauses_are_left_out_of_an_interval_and_steps_that_the_device_still_computes_are_not() -> None:
     meter = Meter(clock=ticks(0.0, 6.0, 16.0, 20.0, 21.0))
     meter.step(torch.tensor(1.0), images=40)
-    with meter.paused():
-        pass
+    with pytest.raises(RuntimeError), meter.paused():
+        raise RuntimeError("a pause may end so")
     assert meter.read().seconds == 10.0
     assert meter.so_far().seconds == 1.0, "the next interval begins where this one ends"
     meter = Meter()
