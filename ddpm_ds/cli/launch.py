@@ -22,6 +22,7 @@ from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
+from ddpm_ds.tracking.tracker import check_experiment
 
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
@@ -95,6 +96,7 @@ def _train(options: argparse.Namespace) -> int:
     plan, run_dir = checked(options, len(hosts), hosts)
     check_output(run_dir, options.resume)
     check_trackers(plan.spec.logging.trackers)
+    check_experiment(plan.spec.logging.experiment, run_dir.parent)
     print(describe_plan(plan, run_dir), flush=True)
     if options.dry_run:
         return 0

@@ -30,7 +30,13 @@ from types import FrameType
 import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, OutputError, SpecError
-from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
+from ddpm_ds.processes.hosts import (
+    ENVIRONMENT_FILE_VARIABLE,
+    OF_DEEPSPEED,
+    PRINTED,
+    find_environment,
+    write_environment,
+)
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
 from ddpm_ds.processes.ranks import (
     EXIT_FILE_VARIABLE,
@@ -230,15 +236,16 @@ class _Start:
         """Return the launcher's environment, and write the file of variables that DeepSpeed sends to every host.
 
         The exit file only exists on this host. DeepSpeed sends variables to other hosts on command lines, which every
-        user of a host can read, so secrets are left out: this host's ranks read them from a file.
+        user of a host can read, and prints those with NCCL in their name on this one too, so secrets are left out:
+        this host's ranks read them from a file.
         """
         travels, found = folder / "environment", find_environment()
-        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
+        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
         write_private(folder / PRIVATE_FILE, json.dumps(private).encode())
         open_to_all = {name: value for name, value in found.items() if name not in private}
         write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: str(self._exit_file)})
-        left_out = {*RANK_VARIABLES, *(private if self.launch.remote else ())}  # see _rank
+        left_out = {name for name in private if self.launch.remote or PRINTED in name} | {*RANK_VARIABLES}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
         if not self.launch.remote:  # other hosts' ranks would not have it
