@@ -38,13 +38,13 @@ def one_line(text: str) -> str:
     Newlines, control characters and other unprintable characters are written as escapes, such as ``\\n`` and
     ``\\x1b``. A text longer than ``LONGEST_LINE`` characters loses its middle.
     """
-    text = _shortened(text)
-    return _shortened("".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text))
+    text = shortened(text)
+    return shortened("".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text))
 
 
-def _shortened(text: str) -> str:
-    half = LONGEST_LINE // 2
-    return text if len(text) <= LONGEST_LINE else f"{text[:half]} ... {text[-half:]}"
+def shortened(text: str, most: int = LONGEST_LINE) -> str:
+    """Return a text without its middle if it has more than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 class UserError(Exception):

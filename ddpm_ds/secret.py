@@ -1,40 +1,124 @@
-"""Detection and removal of secrets in environment variables and addresses. Does not import torch.
+"""Detection and removal of secrets in environment variables, addresses and other programs' messages. Imports no torch.
 
-Secrets never appear in messages or on command lines, and only its owner can read a file that holds any. How users pass
-secrets: docs/security.md.
+Of an address only scheme, host, port and path are shown. From the messages of MLflow, database drivers and HTTP clients
+everything is removed that the environment has in a secret variable or in the other parts of an address. Secrets never
+appear on command lines, and only its owner can read a file that holds any. How users pass secrets: docs/security.md.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote, unquote, unquote_plus
 
-_NAME = r"TOKEN|KEY|SECRET|PASS(?:WORD|WD|PHRASE)|AUTH(?!OR)|CREDENTIAL"
-_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
-# A password may contain an @, and a database's also a slash, so everything up to the last @ is removed.
-_USER = re.compile(r"(?<=://)(?:[^/\s'\"]*|[^/:\s'\"]*:[^\s'\"]*)@")
-_PARAMETER = re.compile(rf"([?&;][^=&;\s]*(?:{_NAME})[^=&;\s]*=)[^&;#\s'\"]+", re.IGNORECASE)
+SHORTEST = 4
+"""Fewest characters of a secret that is looked for in messages: shorter ones are parts of ordinary words."""
+SPACES = (r"\+", r"\s*")
+"""Patterns of what white space may become in an address, and in a message that is broken into lines or joined."""
+
+_SECRET_NAME = re.compile(
+    r"TOKEN|KEY|SECRET|PASS(?:WORD|WD|PHRASE|(?![A-Z]))|_PWD|JWT|AUTH(?!OR)|CREDENTIAL", re.IGNORECASE
+)
+_NAME_OF_ADDRESS = re.compile(r"_UR[IL]$", re.IGNORECASE)
+_ADDRESS_IN_TEXT = re.compile(r"[A-Za-z][\w+.-]*://(?:[^\s/]*:\S*@)?[^\s'\"<>()]*")
+_ORDINARY = re.compile(r"true|false|none|[\d.]{,5}", re.IGNORECASE)
+
+# An address is scheme, user, host, port, path, and a rest that is not shown.
+_SCHEME = re.compile(r"(?:[A-Za-z][\w+.-]*://|file:(?=/))?")
+_USER = re.compile(r"(?:[^/:?#]*:.*@|[^/?#]*@)?", re.DOTALL)  # a password may have any character, a database's also /
+_HTTP_PORT = re.compile(r"[\w.-]+:\d+(?:[/?#]|$)")  # of an address without a user, whose path may have an @
+_HOST = r"(?:\[[\da-fA-F:.]*\]|[\w.~-]*)(?::\d+(?![^/?#]))?"
+_PLACE = re.compile(rf"{_HOST}(?:/[^?#;&]*)?")
+_FILE = re.compile(rf"{_HOST}(?:/(?:[^?#;&]|[#;&](?![^/=]*=))*)?")
+
+
+def public_address(address: str) -> str:
+    """Return scheme, host, port and path of an address, such as a tracking URI, or of one whose scheme was forgotten.
+
+    ``https://me:pw@host:5000/x?api_key=1`` becomes ``https://host:5000/x``.
+    """
+    return _parts(address)[0]
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with users, passwords and the values of secret parameters removed from every address.
-
-    ``https://me:pw@host/x?api_key=1`` becomes ``https://host/x?api_key=***``.
-    """
-    return _PARAMETER.sub(r"\1***", _USER.sub("", text))
+    """Return another program's message without the secrets of this process's environment, and with public addresses."""
+    secrets: set[str] = set()
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name):
+            secrets.add(value)
+            continue
+        for address in _addresses(name, value):
+            public, user, rest = _parts(address)
+            text = text.replace(address, public)
+            secrets |= {user.partition(":")[2] if ":" in user else user, rest, *_values(rest)}
+    secrets |= {decode(secret) for secret in secrets for decode in (unquote, unquote_plus)}
+    known = [bare for secret in secrets if len(bare := secret.strip()) >= SHORTEST and not _ORDINARY.fullmatch(bare)]
+    if known:
+        patterns = ("".join(map(_character, secret)) for secret in sorted(known, key=len, reverse=True))
+        text = re.sub("|".join(patterns), "***", text, flags=re.IGNORECASE)
+    return _ADDRESS_IN_TEXT.sub(lambda found: public_address(found[0]), text)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether an environment variable is secret: by its name, or by an address in its value with a user, a
-    password or a secret parameter.
+    """Return whether an environment variable is secret: by its name, or by an address in its value of which more than
+    scheme, host, port and path is given.
     """
-    return _SECRET_NAME.search(name) is not None or without_secrets(value) != value
+    return _SECRET_NAME.search(name) is not None or any(
+        public_address(address) != address for address in _addresses(name, value)
+    )
 
 
 def shown(name: str, value: str) -> str:
     """Return a variable's value, or ``***`` if it is secret."""
     return "***" if is_secret(name, value) else value
+
+
+def _addresses(name: str, value: str) -> list[str]:
+    """Return the addresses in a variable's value, which may be one, without a scheme if the name says so."""
+    if _NAME_OF_ADDRESS.search(name) or "://" in _matched(_SCHEME, value):
+        return [value]
+    return _ADDRESS_IN_TEXT.findall(value)
+
+
+def _parts(address: str) -> tuple[str, str, str]:
+    """Return the public part of an address, its user with the password, and all that follows its path."""
+    scheme = _matched(_SCHEME, address)
+    after = address.removeprefix(scheme)
+    web = scheme.lower() in ("http://", "https://")
+    user = "" if web and _HTTP_PORT.match(after) else _matched(_USER, after)
+    after = after.removeprefix(user)
+    place = _matched(_FILE if not scheme or scheme.startswith(("file:", "sqlite")) else _PLACE, after)
+    return scheme + place, user.removesuffix("@"), after.removeprefix(place)
+
+
+def _matched(pattern: re.Pattern[str], text: str) -> str:
+    """Return the beginning of a text that a pattern, which may be empty, matches."""
+    found = pattern.match(text)
+    return found[0] if found else ""
+
+
+def _values(rest: str) -> Iterator[str]:
+    """Yield what may be a secret in the end of an address, such as ``?token=1#x``; also within ``odbc_connect``."""
+    for separators in ("&", "&;", "?#&;"):
+        for part in re.split(f"[{separators}]", rest):
+            value = part.partition("=")[2] if "=" in part else part.lstrip(":")
+            yield value
+            if value != rest and (decoded := unquote_plus(value)) != value:
+                yield from _values(decoded)
+
+
+@functools.cache
+def _character(one: str) -> str:
+    """Return the pattern of one character of a secret: as it is, as in an address, or escaped between quotes."""
+    if one.isascii() and one.isalnum():
+        return one
+    escaped = (json.dumps(one)[1:-1], repr(f"{one}'")[1:-2], f"\\{one}")
+    written = [re.escape(way) for way in (quote(one, safe="", errors="surrogateescape"), *escaped, one)]
+    return f"(?:{'|'.join([*written, *(SPACES if one.isspace() else ())])})"
 
 
 def write_private(path: Path, content: bytes) -> None:

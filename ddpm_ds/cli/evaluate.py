@@ -126,7 +126,7 @@ def _different(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...
 
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
-    from ddpm_ds.evaluate.mlflow_child import record_child
+    from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
     from ddpm_ds.evaluate.outputs import writing
     from ddpm_ds.evaluate.scores import Scorer, open_reference
     from ddpm_ds.evaluate.sweeps import SweepPoint, sweep_metrics, sweep_table, write_sweep
@@ -137,6 +137,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     scorer, found = None, []
     for length in options.ema_lengths or (None,):
         trained, samplers, guide = load(options, options.guidances, ema_length=length)
+        check_recordable(trained)
         if scorer is None:
             reference = open_reference(trained, options.dataset)
             scorer = Scorer(options.metrics, reference, options.inception_weights)

@@ -101,7 +101,7 @@ def _export(options: argparse.Namespace) -> None:
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.export import check_in_diffusers, new_folder, rounded, without_labels, write_pipeline
-    from ddpm_ds.evaluate.mlflow_child import record_child
+    from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
     from ddpm_ds.evaluate.model_card import model_card
     from ddpm_ds.evaluate.outputs import titled_grid
     from ddpm_ds.evaluate.sampling import sample
@@ -110,6 +110,7 @@ def _export(options: argparse.Namespace) -> None:
     device = choose_device(options.device)
     with new_folder(options.out) as folder:
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
+        check_recordable(trained)
         if options.register and trained.run_dir is None:
             raise SpecError(
                 f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run "

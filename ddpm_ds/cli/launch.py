@@ -22,6 +22,7 @@ from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
+from ddpm_ds.tracking.tracker import check_experiment
 
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
@@ -94,6 +95,7 @@ def _train(options: argparse.Namespace) -> int:
         rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
     plan, run_dir = checked(options, len(hosts), hosts)
     check_trackers(plan.spec.logging.trackers)
+    check_experiment(plan.spec.logging.experiment, run_dir.parent)
     if options.run_dir is None and not options.dry_run:
         run_dir = make_run_dir(run_dir)
     check_output(run_dir, options.resume)

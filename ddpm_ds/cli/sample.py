@@ -283,7 +283,7 @@ def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path
 def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
-    from ddpm_ds.evaluate.mlflow_child import record_child
+    from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
     from ddpm_ds.evaluate.outputs import BatchFolder, PngFolder, Request, check_file, titled_grid, write_grid, write_npz
     from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
@@ -295,6 +295,8 @@ def _sample(options: argparse.Namespace) -> int:
     out, kind = _out_and_format(options, trained)
     if options.mlflow and kind != "grid":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
+    if options.mlflow:
+        check_recordable(trained)
     partial = out.parent / f".{out.name}.partial"  # with_name() would refuse `.`
     folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
     log: Callable[[str], None] = print if rank == 0 else lambda line: None

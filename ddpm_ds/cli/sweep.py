@@ -25,6 +25,7 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.tracking.run_folder import claim_folder, disk_errors_said
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
+from ddpm_ds.tracking.tracker import check_experiment
 
 PARENT_SECONDS = 30.0
 """Maximum seconds that the first trial waits until its parent run is in MLflow."""
@@ -128,6 +129,7 @@ def _sweep(options: argparse.Namespace) -> int:
                 raise ExperimentError(
                     f"{option} after --: trial {trial.label} has {plan.steps} steps; use some of those"
                 )
+    check_experiment(spec.logging.experiment, options.runs)
     asked_for = [options.vary, options.full, options.processes, options.train_options]
     content = json.dumps([spec.model_dump(mode="json"), config, *asked_for], sort_keys=True).encode()
     sweep = Sweep(options.runs / f"vary-{spec.name}-{hashlib.sha256(content).hexdigest()[:8]}", trials)

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.command_line import (
     OneLineParser,
     add_spec_options,
@@ -22,7 +23,15 @@ from ddpm_ds.command_line import (
     valid_text,
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
-from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
+from ddpm_ds.errors import (
+    BadNumbersError,
+    CheckpointError,
+    DeviceLostError,
+    PeerLostError,
+    Preempted,
+    SpecError,
+    UserError,
+)
 from ddpm_ds.files import expanded
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import RunPlan, describe_plan, plan_run
@@ -35,7 +44,15 @@ from ddpm_ds.processes.ranks import (
 )
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, make_run_dir, new_run_dir, remove_if_empty
+from ddpm_ds.tracking.run_folder import (
+    OUTPUT_ROOT,
+    check_output,
+    checkpoints_of,
+    make_run_dir,
+    new_run_dir,
+    remove_if_empty,
+)
+from ddpm_ds.tracking.tracker import check_experiment
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""
@@ -183,7 +200,22 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
     )
     options.trace_steps = _traced(options.trace_steps, plan.steps)
     _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
-    return plan, options.run_dir or new_run_dir(plan.spec.name)
+    run_dir = options.run_dir or new_run_dir(plan.spec.name)
+    if len(set(plan.hosts)) == 1:  # on several, another one may have the checkpoint
+        _check_resume(options.resume, run_dir)
+    return plan, run_dir
+
+
+def _check_resume(resume: str, run_dir: Path) -> None:
+    """Raise CheckpointError if ``resume`` is neither a word nor a checkpoint nor the folder of a run that has any."""
+    path = Path(resume)
+    if resume in ("auto", "never") or os.path.isdir(checkpoints_of(path)) or os.path.isfile(path / MANIFEST):
+        return
+    if path.absolute().parent == checkpoints_of(run_dir.absolute()):  # a kill during a save may have moved it away
+        return
+    beside = [folder for folder in (run_dir.parent / path, OUTPUT_ROOT / path) if os.path.isdir(checkpoints_of(folder))]
+    hint = f"did you mean {beside[0]}?" if beside else f"write a path, such as {OUTPUT_ROOT / 'NAME'}"
+    raise CheckpointError(f"--resume {resume} is no checkpoint, and no run's folder that has one; {hint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 plan, run_dir = checked(options, world_size, launched_hosts(world_size))
                 if int(os.environ["RANK"]) == 0:
                     check_trackers(plan.spec.logging.trackers)
+                    check_experiment(plan.spec.logging.experiment, run_dir.parent)
                     if options.run_dir is None and not options.dry_run:
                         run_dir = make_run_dir(run_dir)
                         screen.callback(remove_if_empty, run_dir)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import DECODING, CacheMeta, DatasetCache, Kind, damaged
+from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, damaged
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source

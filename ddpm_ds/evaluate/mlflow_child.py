@@ -9,7 +9,13 @@ from typing import Literal
 import ddpm_ds
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
+from ddpm_ds.tracking.tracker import Tracker, check_tracking_uri, print_to_stderr
+
+
+def check_recordable(trained: Trained) -> None:
+    """Raise SpecError, before any work is done, if MLflow can't keep it as a child of the run of ``trained``."""
+    if trained.run_dir is not None:
+        check_tracking_uri(trained.run_dir.parent)
 
 
 def record_child(

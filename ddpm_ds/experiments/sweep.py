@@ -40,7 +40,7 @@ from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_la
 from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
-TRAIN = ("--module", "ddpm_ds.cli.train")
+TRAIN = ("--module", "ddpm_ds.cli.rank")
 ENDINGS, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
 POLL_SECONDS = 0.5
 LAST_LINES = 8

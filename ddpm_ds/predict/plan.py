@@ -23,7 +23,7 @@ from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.pipeline.cuts import Stage, describe, folds, partition
 from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts, run_exchange, traffic
-from ddpm_ds.secret import without_secrets
+from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     steps = spec.sampler.steps_of(spec.diffusion)
     levels, held_out = len(HELD_OUT_QUANTILES), spec.data.held_out_images
     drawn = spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
-    tracker = without_secrets(os.environ.get("MLFLOW_TRACKING_URI") or str(run_dir.parent))
+    tracker = public_address(os.environ.get("MLFLOW_TRACKING_URI", "")) or run_dir.parent
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {data.source}, {data.image_size}x{data.image_size}x{data.channels}"

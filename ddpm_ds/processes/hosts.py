@@ -40,6 +40,8 @@ is loopback on many systems, and fails after minutes."""
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Prefixes of the variables that DeepSpeed's launcher sends by itself, on its command lines; NCCL only with its CUDA
 accelerator."""
+PRINTED = "NCCL"
+"""Part of the names of the variables that DeepSpeed's launcher prints on every host, with their values."""
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)

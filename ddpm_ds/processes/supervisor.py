@@ -27,7 +27,13 @@ from pathlib import Path
 import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
+from ddpm_ds.processes.hosts import (
+    ENVIRONMENT_FILE_VARIABLE,
+    OF_DEEPSPEED,
+    PRINTED,
+    find_environment,
+    write_environment,
+)
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord
 from ddpm_ds.processes.signals import heard_signals
@@ -166,7 +172,7 @@ class _Start:
     def run(self) -> int:
         """Start the launcher, wait for it, and leave no process running."""
         found = find_environment()
-        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
+        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
         with contextlib.closing(ExitFile(private)) as self._exits, open(os.memfd_create("environment"), "wb") as file:
             travels = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
@@ -193,10 +199,11 @@ class _Start:
     def _environment(self, private: Iterable[str], travels: Path) -> dict[str, str]:
         """Return the launcher's environment; ``travels`` has the variables that DeepSpeed sends to every host.
 
-        DeepSpeed sends them on command lines, which every user of a host can read, so ``private`` ones are left out:
-        this host's ranks read them from the exit file, which only exists on this host.
+        DeepSpeed sends them on command lines, which every user of a host can read, and prints those with NCCL in their
+        name on this one too, so ``private`` ones are left out: this host's ranks read them from the exit file, which
+        only exists on this host.
         """
-        left_out = {*RANK_VARIABLES, *(private if self.launch.remote else ())}  # see _rank
+        left_out = {name for name in private if self.launch.remote or PRINTED in name} | {*RANK_VARIABLES}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}
         if not self.launch.remote:  # other hosts' ranks would not have it

@@ -27,9 +27,9 @@ from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.errors import OutputError, SpecError, UserError
 from ddpm_ds.files import EVALUATIONS, METRICS, parse_json, read_json, read_points
-from ddpm_ds.secret import without_secrets
+from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
-from ddpm_ds.tracking.tracker import MLFLOW, flatten, numbers_of, reason, resolve_uri, sqlite_file
+from ddpm_ds.tracking.tracker import MLFLOW, flatten, numbers_of, reason, resolve_uri, sqlite_file, uri_fault
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
@@ -289,14 +289,14 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
         return found
     if len(found) == 1:
         among = _runs(uri, f"tags.`{PARENT_TAG}` = '{found[0].id}'")
-        problem = f"run {found[0].name} in {without_secrets(uri)} has no trials yet; start it"
+        problem = f"run {found[0].name} in {public_address(uri)} has no trials yet; start it"
     else:
         with _speaking_to(uri) as client:
             experiment = client.get_experiment_by_name(text)
         if experiment is None:
             raise _unclear("run and no experiment", text, found, uri)
         among = _runs(uri, "", [experiment.experiment_id])
-        problem = f"experiment {text} in {without_secrets(uri)} has no training runs; name another"
+        problem = f"experiment {text} in {public_address(uri)} has no training runs; name another"
     runs = [run for run in among if KIND_TAG not in run.tags]
     if not runs:
         raise ExperimentError(problem)
@@ -313,7 +313,7 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
         found = _runs(uri, f"tags.`{START_TAG}` = '{identity}'")
         if not found:
             raise ExperimentError(
-                f"run {text} is not in {without_secrets(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
+                f"run {text} is not in {public_address(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
             )
         return found, uri
     if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_ID},32}}", text) and (found := _runs(uri, f"run_id LIKE '{text}%'")):
@@ -325,14 +325,14 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
 def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> ExperimentError:
     if found:
         ids = ", ".join(run.id for run in found[:NEAR_NAMES])
-        return ExperimentError(f"{len(found)} runs are called {text} in {without_secrets(uri)}: {ids}; name one by id")
+        return ExperimentError(f"{len(found)} runs are called {text} in {public_address(uri)}: {ids}; name one by id")
     with _speaking_to(uri) as client:
         experiments = [experiment.name for experiment in client.search_experiments(max_results=MOST_FOUND)]
     runs = [run.name for run in _runs(uri, "")]
     near = difflib.get_close_matches(text, list(dict.fromkeys([*runs, *experiments])), n=NEAR_NAMES, cutoff=0.5)
     latest = list(dict.fromkeys(reversed(runs)))[:NEAR_NAMES]
     hint = f"did you mean {' or '.join(near)}?" if near else f"the latest are {', '.join(latest) or 'none'}"
-    return ExperimentError(f"{text} is no {what} of {without_secrets(uri)}; {hint}")
+    return ExperimentError(f"{text} is no {what} of {public_address(uri)}; {hint}")
 
 
 def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
@@ -380,17 +380,22 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
     Raises:
         ExperimentError: there is no such store, or it does not answer.
     """
+    if fault := uri_fault(uri):
+        raise ExperimentError(fault)
     if (database := sqlite_file(uri)) is not None and not database.is_file():
-        raise ExperimentError(f"there is no MLflow store {uri}; name its folder by --runs or set MLFLOW_TRACKING_URI")
+        raise ExperimentError(
+            f"there is no MLflow store {public_address(uri)}; name its folder by --runs or set MLFLOW_TRACKING_URI"
+        )
     for name, value in MLFLOW.items():
         os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield _client(uri)
-    except (MlflowException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError, ImportError, ValueError) as error:
         raise ExperimentError(
-            f"MLflow at {without_secrets(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
+            f"MLflow at {public_address(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
         ) from None
 
 

@@ -33,20 +33,24 @@ import json
 import mmap
 import os
 import shlex
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO, Any, Literal
+from urllib.parse import urlsplit
 
 import psutil
 
-from ddpm_ds.secret import without_secrets
+from ddpm_ds.errors import SpecError, shortened
+from ddpm_ds.secret import public_address, without_secrets
 
 Record = dict[str, Any]
 
@@ -60,6 +64,14 @@ LOCAL_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens
 TRAINING_MODE = "workflowType=machine_learning"  # of MLflow's UI, which otherwise opens in the one for language models
 USER_TAG = "mlflow.user"
 PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
+REASON_CHARACTERS = 400  # of an error of MLflow's; its fix may stand at its end
+SERVERS = ("http", "https", "databricks")  # schemes of tracking URIs
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+PLUGINS = "mlflow.tracking_store"  # entry points of packages that add schemes
+EXAMPLES = ("http://HOST:5000", "sqlite:////FOLDER/mlflow.db", "mysql+pymysql://USER:PASSWORD@HOST:3306/DATABASE")
+EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
+DRIVERS = {"MySQLdb": "mysqlclient", "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary"}
+"""Packages that have another name than their module, by the module's name."""
 PUNCH_HOLE = 0x03  # fallocate's FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE: offsets stay, memory is freed
 _LIBC = ctypes.CDLL(None)
 MLFLOW = {
@@ -126,7 +138,7 @@ def reason(error: BaseException) -> str:
     """Return the first cause of an error, in one line."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return without_secrets(" ".join(str(error).split()))[:200] or type(error).__name__
+    return shortened(" ".join(without_secrets(str(error)).split()), REASON_CHARACTERS) or type(error).__name__
 
 
 def resolve_uri(output_root: Path | str) -> str:
@@ -140,10 +152,86 @@ def sqlite_file(uri: str) -> Path | None:
     return Path(path) if uri.startswith(SQLITE) and not path.startswith((":", "file:")) else None
 
 
+def uri_fault(uri: str) -> str | None:
+    """Return why MLflow can keep nothing at a tracking URI, with the fix, or None; MLflow is not imported."""
+    address = public_address(uri)
+    named = f"MLFLOW_TRACKING_URI={address}"
+    try:
+        scheme = urlsplit(uri).scheme
+    except ValueError:  # brackets that do not close
+        scheme = "unreadable"
+    if uri == "databricks" or scheme in SERVERS:
+        return None
+    if len(scheme) < 2 or scheme == "file":
+        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1"):
+            return None
+        path = os.path.abspath(address.removeprefix("file:"))
+        file = path if path.endswith(".db") else f"{path}/mlflow.db"
+        return f"{named} is a path, and MLflow 3 keeps no runs in folders; write {SQLITE}{file}"
+    if (store := sqlite_file(uri)) is not None and store.is_dir():
+        return f"{named} is a folder; write {SQLITE}{store}/mlflow.db"
+    if scheme == "sqlite":
+        return None
+    if scheme.partition("+")[0] not in DATABASES:
+        if entry_points(group=PLUGINS, name=scheme):
+            return None
+        return f"{named} is no store of MLflow's; write {' or '.join(EXAMPLES)}"
+    from sqlalchemy import exc, make_url
+
+    try:
+        make_url(uri).get_dialect().import_dbapi()
+    except ImportError as error:
+        package = DRIVERS.get(error.name or "", error.name)
+        return f"{named} needs the driver {error.name}, which is not installed; pip install '{package}'"
+    except (exc.SQLAlchemyError, ValueError):  # their messages may have parts of a password
+        return f"{named} can't be read; write it as {EXAMPLES[-1]}, with %40 for an @ in the password"
+    return None
+
+
+def check_tracking_uri(output_root: Path) -> str:
+    """Return the tracking URI of the runs in an output root; raises SpecError if MLflow can keep nothing there."""
+    uri = resolve_uri(output_root.resolve())
+    if fault := uri_fault(uri):
+        raise SpecError(fault)
+    return uri
+
+
+def check_experiment(name: str, output_root: Path) -> None:
+    """Check that the runs of an output root can be logged to an experiment, as far as no server has to be asked.
+
+    Raises:
+        SpecError: MLflow takes no such tracking URI, the environment names another experiment, or it is deleted.
+    """
+    uri = check_tracking_uri(output_root)
+    if (other := os.environ.get(EXPERIMENT, name)) != name:
+        raise SpecError(
+            f"{EXPERIMENT}={other}, but logging.experiment = {name} says where runs go; give --set "
+            f"{shlex.quote(f'logging.experiment={other}')}, or unset {EXPERIMENT}"
+        )
+    file = sqlite_file(uri)
+    if file is None or not file.is_file():
+        return
+    found = None
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as store:
+        question = "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
+        found = store.execute(question, [name]).fetchone()
+    if found is not None:
+        raise SpecError(deleted_experiment(name, str(found[0]), uri))
+
+
+def deleted_experiment(name: str, experiment_id: str, uri: str) -> str:
+    """Return a line on an experiment that takes no runs since it is deleted, with the fix."""
+    where = f"env {shlex.quote(f'MLFLOW_TRACKING_URI={uri}')} " if public_address(uri) == uri else ""
+    return (
+        f"logging.experiment = {name} is deleted in MLflow; name another, or restore it: "
+        f"{where}mlflow experiments restore --experiment-id {experiment_id}"
+    )
+
+
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
     """Append unsent records to a file in the run folder; return a line with the file and how to send it."""
     lines = [json.dumps(record) for record in records]
-    path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_secrets(resolve_uri(start["output_root"]))
+    path, uri = Path(start["run_dir"]) / UNSENT_FILE, public_address(resolve_uri(start["output_root"]))
     what = f"{len(lines)} {'record' if len(lines) == 1 else 'records'} could not be sent to MLflow at {uri}"
     try:
         with path.open("a") as file:
@@ -345,11 +433,15 @@ class Tracker:
                 self._freed = end
 
     def _make_link(self) -> RunLink:
-        uri, run_id = without_secrets(resolve_uri(self._start["output_root"])), self.run_id
+        given, run_id = resolve_uri(self._start["output_root"]), self.run_id
+        uri = public_address(given)
         served = uri.startswith(("http://", "https://"))
         page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
         url = f"{uri.rstrip('/') if served else LOCAL_UI}{page}"
-        command = None if served else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
+        serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
+        if uri != given:  # what is left out is on no command line
+            serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
+        command = None if served else serve
         return RunLink(run_id, uri, url, command)
 
 

@@ -27,12 +27,16 @@ from typing import IO, TYPE_CHECKING
 
 from PIL import Image  # at the top, since two threads that import it at once may see it half-imported
 
-from ddpm_ds.secret import without_secrets
+from ddpm_ds.errors import SpecError
+from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
 from ddpm_ds.tracking.tracker import (
+    DATABASES,
     SQLITE,
     UNSENT_FILE,
     Record,
+    check_tracking_uri,
+    deleted_experiment,
     keep_unsent,
     now_ms,
     print_to_stderr,
@@ -56,7 +60,6 @@ PARENT_TAG = "mlflow.parentRunId"  # by which MLflow shows a run under another o
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
-DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 class Journal:
@@ -239,6 +242,8 @@ class Worker:
             self._client = client = mlflow.MlflowClient(uri)
             if experiment := client.get_experiment_by_name(start["experiment"]):
                 experiment_id = experiment.experiment_id
+                if experiment.lifecycle_stage == "deleted":
+                    raise SpecError(deleted_experiment(experiment.name, experiment_id, uri))
             else:
                 # A server knows where artifacts go; a bare database would have them in the working folder.
                 bare = uri.split(":")[0].split("+")[0] in DATABASES
@@ -287,7 +292,7 @@ class Worker:
 
     @property
     def _uri(self) -> str:
-        return without_secrets(resolve_uri(self._start["output_root"]))
+        return public_address(resolve_uri(self._start["output_root"]))
 
     def _reply(self, reply: Record) -> None:
         if self._replies is not None:
@@ -348,7 +353,11 @@ def main() -> None:
         Worker(journal, sent, trainer, replies).work()
     else:
         try:
+            check_tracking_uri(Path())
             Worker(0).work()
+        except SpecError as error:
+            print_to_stderr(str(error))
+            os._exit(error.exit_code)
         except (OSError, ValueError) as error:  # a pipe, or a damaged file
             print_to_stderr(f"standard input can't be read ({error}); redirect it from RUN_DIR/{UNSENT_FILE}")
             os._exit(2)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from mlflow import MlflowClient
 from PIL import Image
 
 from ddpm_ds.cli import train as command
@@ -141,6 +143,59 @@ def test_a_run_folder_that_is_taken_is_refused(
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / file).write_text("")
     assert said in refused(capsys, tmp_path, "--run-dir", "old", "--resume", resume)
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("mlruns", "MLFLOW_TRACKING_URI=mlruns is a path, and MLflow 3 keeps no runs in folders; write sqlite:////"),
+        ("file:///data/mlruns", "write sqlite:////data/mlruns/mlflow.db"),
+        ("/data/runs.db", "write sqlite:////data/runs.db"),
+        ("sqlite:////usr", "sqlite:////usr is a folder; write sqlite:////usr/mlflow.db"),
+        ("host:5000", "host:5000 is no store of MLflow's; write http://HOST:5000 or"),
+        ("postgres://me:hush@db/ml", "postgres://db/ml is no store of MLflow's"),
+        ("http://[host", "is no store of MLflow's"),
+        ("mysql+none://me:hush@db/ml", "mysql+none://db/ml can't be read; write it as mysql+pymysql://"),
+        ("mysql://me:hu/sh@db:hush/ml", "mysql://db can't be read"),
+        ("oracle+absent://me:hush@db/ml", "oracle+absent://db/ml is no store"),
+    ],
+)
+def test_a_tracking_uri_that_mlflow_does_not_take_is_refused(
+    uri: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    error = refused(capsys, tmp_path)
+    assert said in error and "hush" not in error
+
+
+def test_another_experiment_and_a_deleted_one_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client.delete_experiment(client.create_experiment("gone"))
+    elsewhere = ("--run-dir", tmp_path / "run", "--set", "logging.experiment=gone")
+    said = refused(capsys, tmp_path, *elsewhere)
+    assert "logging.experiment = gone is deleted" in said and not (tmp_path / "run").exists()
+    assert (
+        f"env MLFLOW_TRACKING_URI=sqlite:///{tmp_path}/mlflow.db mlflow experiments restore --experiment-id 1" in said
+    )
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another one")
+    said = refused(capsys, tmp_path, *elsewhere)
+    assert "MLFLOW_EXPERIMENT_NAME=another one, but logging.experiment = gone" in said
+    assert "--set 'logging.experiment=another one', or unset" in said
+
+
+@pytest.mark.parametrize("resume", ["digits-1", "nowhere/digits-1", "a\0b", "x" * 5000, "file", "empty"])
+def test_what_is_no_checkpoint_is_no_place_to_resume_from(
+    resume: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine" / "digits-1" / "checkpoints").mkdir(parents=True)
+    said = refused(capsys, tmp_path, "--run-dir", tmp_path / "mine" / "digits-2", "--resume", resume)
+    assert "is no checkpoint, and no run's folder that has one; " in said
+    assert said.endswith(f"did you mean {tmp_path}/mine/digits-1?" if resume == "digits-1" else "such as runs/NAME")
 
 
 def test_cuda_asked_for_by_the_environment_and_absent_is_refused(

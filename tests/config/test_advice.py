@@ -75,7 +75,9 @@ def follow(config: dict[str, Any], overrides: list[str], message: str, last: boo
     else:
         choice = re.search(r"should be (?:\w+ \S+ \S+ from )?(\S+)", message)
         assert choice is not None, f"no advice: {message}"
-        block[name] = json.loads(choice[1].rstrip(",")) if dotted != "bf16.enabled" else False  # only one of two precisions
+        block[name] = (
+            json.loads(choice[1].rstrip(",")) if dotted != "bf16.enabled" else False
+        )  # only one of two precisions
 
 
 def zero2(**keys: Any) -> dict[str, Any]:

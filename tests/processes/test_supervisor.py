@@ -413,6 +413,19 @@ def test_secrets_reach_the_ranks_of_this_host_and_no_command_line(
         assert "hush" in of_rank[name]
 
 
+def test_deepspeeds_launcher_prints_no_secret_and_ranks_have_all(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It prints each variable with NCCL in its name."""
+    given = {"NCCL_TOKEN": "hush", "MY_NCCL_URL": "http://me:hush@proxy", "NCCL_DEBUG": "WARN"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert supervised(command(run_dir, "environment", ranks=1))[0] == 0
+    said = "".join(capfd.readouterr())
+    assert "NCCL_DEBUG=WARN" in said and "hush" not in said
+    assert given.items() <= json.loads((run_dir / "environment").read_text()).items()
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
