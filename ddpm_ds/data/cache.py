@@ -55,6 +55,19 @@ def shard_name(kind: Kind, number: int) -> str:
     return f"images{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' else 'npy'}"
 
 
+class Origin(BaseModel):
+    """Source of a cache as it was, so that a later start can tell whether it has changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    seen: str
+    """Hash of the sizes and times of the file, or of the first files and folders in the folder."""
+    listed: str
+    """Hash of the names and labels of all images."""
+    sampled: str
+    """Hash of the content of some images."""
+
+
 class CacheMeta(BaseModel):
     """Content of ``meta.json``."""
 
@@ -71,6 +84,8 @@ class CacheMeta(BaseModel):
     kind: Kind = "pixels"
     shards: tuple[NonNegativeInt, ...] = ()
     """Number of images in each file; empty if one file holds all."""
+    origin: Origin | None = None
+    """None for a source that is not at a path, for latents, and in caches of earlier versions."""
 
     @classmethod
     def read(cls, cache: Path) -> CacheMeta:
