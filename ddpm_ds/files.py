@@ -44,13 +44,30 @@ def open_regular(path: Path) -> BinaryIO:
     """
     if fault := path_fault(path):
         raise OSError(errno.EINVAL, fault, str(path))
+    check_regular(path)
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a regular file for appending and reading, such as a lock or a log, and make it if it is missing.
+
+    Raises:
+        OSError: as :func:`open_regular`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        check_regular(path)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "ab+")
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError, with the reason as ``strerror``, unless ``path`` is a regular file."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
         raise OSError(errno.EINVAL, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def expanded(path: Path | str) -> Path:

@@ -62,6 +62,19 @@ Extent = Annotated[int, Field(ge=1, le=2**16)]
 """Channels, height or width of the images, of which a forged number is refused before memory is allocated for it."""
 
 
+class Origin(BaseModel):
+    """Source of a cache as it was, so that a later start can tell whether it has changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    seen: str
+    """Hash of the sizes and times of the file, or of the first files and folders in the folder."""
+    listed: str
+    """Hash of the names and labels of all images."""
+    sampled: str
+    """Hash of the content of some images."""
+
+
 class CacheMeta(BaseModel):
     """Content of ``meta.json``."""
 
@@ -78,6 +91,8 @@ class CacheMeta(BaseModel):
     kind: Kind = "pixels"
     shards: tuple[NonNegativeInt, ...] = ()
     """Number of images in each file; empty if one file holds all."""
+    origin: Origin | None = None
+    """None for a source that is not at a path, for latents, and in caches of earlier versions."""
 
     @classmethod
     def read(cls, cache: Path) -> CacheMeta:

@@ -237,6 +237,9 @@ class Coder:
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
         if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
+        for name, weight in model.state_dict().items():
+            if not weight.isfinite().all():
+                raise _unusable(self.autoencoder.name, f"{name} in {WEIGHTS} has values that are not finite")
         return model.eval().requires_grad_(False)
 
     def encode(self, images: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ Worker processes decode images in chunks, while this process writes them (:mod:`
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
 import os
+import pickle
 import sys
 import threading
 from collections import deque
@@ -24,11 +26,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, damaged
+from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, Origin, damaged
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
-from ddpm_ds.data.writing import Chunk, Chunks, Plan, lock_of, locked, write_cache
+from ddpm_ds.data.writing import Chunk, Chunks, Plan, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,7 +47,10 @@ CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
 FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES = 64
-"""Number of images from which the mean encoded size is estimated."""
+"""Number of images from which the mean encoded size is estimated, and which are compared to tell whether a source has
+changed."""
+MOST_SEEN = 4096
+"""Maximum number of files and folders in a folder whose sizes and times are looked at."""
 DECODING_VERSION = "2"
 """Version of what is made of a source's files; a new one makes new caches. Version 1, without a number, stretched JPEGs
 that are scaled down while they are decoded, and did not read ``dataset.json`` in a folder."""
@@ -97,15 +102,16 @@ def prepare(
 ) -> DatasetCache:
     """Return the data-set cache of ``spec``, making it if it is missing; ``progress`` shows bars.
 
-    An existing cache is used unchanged: delete it after changing a folder's images. Several processes and hosts may
+    An existing cache is used as it is, also if its source has gone. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
     and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
     Latents are made on the device ``encode_on`` only. ``learned`` are the checksums of the images that a checkpoint was
     trained on: if those of an earlier version's cache are the same, that cache is returned.
 
     Raises:
-        DataError: the source fails, too many images are unreadable, ``store_root`` is not writable or full, the cache
-            is damaged, the autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
+        DataError: the source fails, has changed since it was prepared (unless ``learned`` is given or ``verify`` is
+            False), too many images are unreadable, ``store_root`` is not writable or full, the cache is damaged, the
+            autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
     """
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
@@ -117,6 +123,12 @@ def prepare(
         found = DatasetCache.open(path, verify, progress)
         if found.meta.shape != (shape := (spec.channels, spec.stored_size, spec.stored_size)):
             raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {shape}")
+        with suppress(OSError):  # somebody else's folder
+            tidy(path)
+        if learned is None and verify is not False and (changed := _changed(spec, found.meta)):
+            raise DataError(
+                f"{changed} since {path} was prepared from it; delete that folder, and the images are prepared anew"
+            )
         if encode_on is not None and cache_path(pixels := pixels_of(spec)).exists():
             now = prepare(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
@@ -160,7 +172,9 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
     several = processes > 1 and decoding.shareable
     with by_processes(decoding, processes) if several else nullcontext(decoding.chunks) as chunks:
         made_of = {DECODING: DECODING_VERSION} if plan.kind == "encoded" else None
-        write_cache(path, plan, chunks, spec, decoding.source.classes, progress, made_of)
+        write_cache(
+            path, plan, chunks, spec, decoding.source.classes, progress, made_of, _origin_of(spec, decoding.source)
+        )
     return path
 
 
@@ -218,13 +232,62 @@ def _encoded_bytes(source: Source) -> float | None:
 
 def _origin(spec: DataSpec, source: Source) -> str:
     """Return a hash of the source's names and labels, and of the size and modification time if it is a file."""
+    status = f"{_seen(spec.path)}" if spec.path is not None and spec.path.is_file() else ""
+    return sha256(f"{_listed(source)}{status}".encode()).hexdigest()
+
+
+def _listed(source: Source) -> str:
+    """Return a hash of the names and labels of a source's images."""
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
-    if spec.path is not None and spec.path.is_file():
-        status = spec.path.stat()
-        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
+
+
+def _seen(path: Path) -> str:
+    """Return a hash of what a look at a file or folder tells: sizes and times, and those of what a folder holds."""
+    looked = [os.stat(path)]
+    if path.is_dir():
+        names = itertools.islice(os.scandir(path), MOST_SEEN)
+        looked += [entry.stat() for entry in sorted(names, key=lambda entry: entry.name)]
+    return sha256(repr([(status.st_size, status.st_mtime_ns) for status in looked]).encode()).hexdigest()
+
+
+def _sampled(source: Source) -> str:
+    """Return a hash of the content of some of a source's images."""
+    digest, count = sha256(), len(source.labels)
+    for i in np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int).tolist():
+        try:
+            content = source.read(i)
+        except (OSError, ValueError, MemoryError):  # an unreadable one
+            content = b""
+        digest.update(content if isinstance(content, bytes) else content.tobytes())
+    return digest.hexdigest()
+
+
+def _origin_of(spec: DataSpec, source: Source) -> Origin | None:
+    if spec.path is None:
+        return None
+    return Origin(seen=_seen(spec.path), listed=_listed(source), sampled=_sampled(source))
+
+
+def _changed(spec: DataSpec, meta: CacheMeta) -> str | None:
+    """Return how the source of a cache has changed; None if it has not, has gone, or can't be compared.
+
+    Files and folders with the sizes and times that they had are taken for unchanged; of others, such as a copy, the
+    names, labels and the content of some images are compared.
+    """
+    if meta.origin is None or spec.path is None or not os.path.exists(spec.path):
+        return None
+    with suppress(OSError):
+        if _seen(spec.path) == meta.origin.seen:
+            return None
+    source = open_source(spec, False)
+    if _listed(source) != meta.origin.listed:
+        before, now = meta.count + meta.skipped, len(source.labels)
+        how = f"{now:,} images instead of {before:,}" if now != before else "images of other names or classes"
+        return f"data.path = {spec.path} has {how}"
+    return None if _sampled(source) == meta.origin.sampled else f"images at data.path = {spec.path} have changed"
 
 
 class Decoding:
@@ -267,10 +330,12 @@ _decoding: Decoding
 """Decoding of this worker process."""
 
 
-def _begin(decoding: Decoding, large: Lock) -> None:
-    """Initialise a worker process that decodes; it ends with its parent process."""
+def _begin(file: str, large: Lock) -> None:
+    """Initialise a worker process that decodes; it ends with its parent process. ``file`` holds the decoding."""
     global _decoding
-    _decoding, decoding.large = decoding, large
+    with open(file, "rb") as pickled:
+        _decoding = pickle.load(pickled)
+    _decoding.large = large
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -289,7 +354,15 @@ def _decode(numbers: range) -> Chunk:
 def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
     """Yield a function that decodes images in ``count`` processes, a bounded number of chunks ahead."""
     context = multiprocessing.get_context("spawn")  # this process may have threads
-    with ProcessPoolExecutor(count, context, _begin, (decoding, context.Lock())) as pool:
+    # A file in memory, since more than a pipe holds would be waited for even if the process has died at its start.
+    with (
+        os.fdopen(os.memfd_create("ddpm-ds-decoding"), "wb") as memory,
+        ProcessPoolExecutor(
+            count, context, _begin, (f"/proc/{os.getpid()}/fd/{memory.fileno()}", context.Lock())
+        ) as pool,
+    ):
+        memory.write(pickle.dumps(decoding))
+        memory.flush()
 
         def chunks(numbers: range) -> Iterator[Chunk]:
             ahead: deque[Future[Chunk]] = deque()

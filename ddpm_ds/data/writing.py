@@ -10,28 +10,34 @@ from __future__ import annotations
 import fcntl
 import glob
 import math
+import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import numpy as np
+import psutil
 from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, shard_name
+from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, Origin, shard_name
 from ddpm_ds.errors import DataError, one_line
-from ddpm_ds.files import read_bytes, sha256_of, sync
+from ddpm_ds.files import open_to_append, read_bytes, sha256_of, sync
 
 CLAIMS = "claims"
 """Name of the file in which processes lock one byte for each file of images that they write."""
 MOST_RECORD_BYTES = 2**27
+CLAIM_SECONDS, CLAIM_POLL_SECONDS = 3600.0, 0.5
+"""Age at which the claim of a process of another host counts as left behind, and time between two looks at one."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,9 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 def locked(file: Path, number: int | None = None, wait: bool = True) -> Iterator[bool]:
     """Lock byte ``number`` of a file, or all of it; without ``wait``, yield False if another process holds the lock.
 
-    On file systems without locks (some Lustre mounts), every process gets the lock at once.
+    On file systems without locks (some Lustre mounts), who makes a file beside it holds the lock.
     """
-    with file.open("ab") as opened:
+    with open_to_append(file) as opened:
         mine = True
         try:
             how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
@@ -99,8 +105,36 @@ def locked(file: Path, number: int | None = None, wait: bool = True) -> Iterator
         except (BlockingIOError, PermissionError):
             mine = False
         except OSError:
-            pass
+            with _claimed(file.with_name(f"{file.name}.{'all' if number is None else number}"), wait) as mine:
+                yield mine
+            return
         yield mine
+
+
+@contextmanager
+def _claimed(claim: Path, wait: bool) -> Iterator[bool]:
+    """Hold a lock by a file that one process alone can make; one that a killed process has left is taken over."""
+    own = f"{socket.gethostname()} {os.getpid()}"
+    while True:
+        try:
+            with claim.open("x") as file:
+                file.write(own)
+            break
+        except FileExistsError:
+            with suppress(OSError, ValueError):  # just removed, or not written yet
+                host, process = claim.read_text().split()
+                gone = host == socket.gethostname() and not psutil.pid_exists(int(process))
+                if gone or time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
+                    claim.unlink(missing_ok=True)
+                    continue
+            if not wait:
+                yield False
+                return
+            time.sleep(CLAIM_POLL_SECONDS)
+    try:
+        yield True
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def lock_of(path: Path) -> Path:
@@ -116,12 +150,13 @@ def write_cache(
     classes: tuple[str, ...],
     progress: bool,
     made_of: Mapping[str, str] | None = None,
+    origin: Origin | None = None,
     beginnings: int = 3,
 ) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    ``made_of`` are checksums of the images' origins, also kept in ``meta.json``, by names that no file has. If the
-    unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
+    ``made_of`` are checksums of the images' origins, also kept in ``meta.json``, by names that no file has, as is
+    ``origin``. If the unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
 
     Raises:
         DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
@@ -133,28 +168,51 @@ def write_cache(
         folder = _begun(path, plan)
     try:
         with tqdm(total=plan.images, desc=f"preparing {path.name}", disable=not progress) as bar:
-            records = _Shards(folder, plan, chunks, spec.max_bad_fraction, bar).write()
-        with locked(lock_of(path)):
-            if not path.exists():
-                _describe(folder, plan, records, spec, classes, made_of or {})
-                folder.rename(path)
-                sync(path.parent)
-                for name in (CLAIMS, *map(_record_name, range(plan.shards))):
-                    (path / name).unlink()
-                for begun in path.glob(".????????"):  # by processes that were killed
-                    begun.unlink()
-            else:  # written by another process, perhaps by another plan
-                shutil.rmtree(folder, ignore_errors=True)
+            shards = _Shards(folder, plan, chunks, spec.max_bad_fraction, bar)
+            while not _finished(path, shards, spec, classes, made_of or {}, origin):
+                pass  # files that changed after they were written are written again
     except OSError as error:
         if path.exists():  # another process has finished
             return
         if beginnings == 1 or not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
             raise
         # Another process gave up and removed the folder; begin again, to meet what it has met.
-        write_cache(path, plan, chunks, spec, classes, progress, made_of, beginnings - 1)
+        write_cache(path, plan, chunks, spec, classes, progress, made_of, origin, beginnings - 1)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
+
+
+def _finished(
+    path: Path,
+    shards: _Shards,
+    spec: DataSpec,
+    classes: tuple[str, ...],
+    made_of: Mapping[str, str],
+    origin: Origin | None,
+) -> bool:
+    """Write the files that are missing and put the cache in place; return False if a file of another process, or of a
+    start that was killed, is not what its record says, and has to be written again.
+    """
+    records = shards.write()
+    with locked(lock_of(path)):
+        if path.exists():  # written by another process, perhaps by another plan
+            shutil.rmtree(shards.folder, ignore_errors=True)
+        elif shards.forget_damaged(records):
+            return False
+        else:
+            _describe(shards.folder, shards.plan, records, spec, classes, made_of, origin)
+            shards.folder.rename(path)
+            sync(path.parent)
+            tidy(path)
+    return True
+
+
+def tidy(path: Path) -> None:
+    """Remove from a finished cache what its preparation needed, perhaps one that was killed at its very end."""
+    for name in (f"{CLAIMS}*", _record_name("*"), ".????????"):
+        for left in path.glob(name):
+            left.unlink(missing_ok=True)
 
 
 def _begun(path: Path, plan: Plan) -> Path:
@@ -186,7 +244,7 @@ def _folders(path: Path) -> list[Path]:
     return list(path.parent.glob(f".{glob.escape(path.name)}.*preparing"))
 
 
-def _record_name(number: int) -> str:
+def _record_name(number: int | str) -> str:
     return f"shard.{number}.json"
 
 
@@ -199,6 +257,8 @@ class _Shards:
     chunks: Chunks
     max_bad_fraction: float
     bar: tqdm[Any]
+    own: set[int] = field(default_factory=set)
+    """Numbers of the files that this process has written."""
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for the others, and return all records."""
@@ -232,9 +292,25 @@ class _Shards:
             )
 
     def _read_record(self, number: int) -> Record | None:
-        with suppress(FileNotFoundError):
-            return Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
+        """Return the record of a file; None if there is none, or a damaged one: then the file is written again."""
+        with suppress(OSError, ValueError):
+            record = Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
+            if len(record.labels) + len(record.skipped) == len(self.plan.images_of(number)):
+                return record
         return None
+
+    def forget_damaged(self, records: Sequence[Record]) -> bool:
+        """Remove the records of files of others that are not what was written; return whether there were any."""
+        damaged = False
+        for number, record in enumerate(records):
+            if number in self.own:
+                continue
+            with suppress(OSError):
+                if sha256_of(self.folder / shard_name(self.plan.kind, number)) == record.sha256:
+                    continue
+            (self.folder / _record_name(number)).unlink(missing_ok=True)
+            damaged = True
+        return damaged
 
     def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
         """Write one file of images and its record; ``skipped_before`` are the unreadable images of earlier files."""
@@ -264,6 +340,7 @@ class _Shards:
             temporary.write_text(record.model_dump_json())
             sync(temporary)
             temporary.replace(self.folder / _record_name(number))
+            self.own.add(number)
         finally:
             temporary.unlink(missing_ok=True)
         return record
@@ -283,6 +360,7 @@ def _describe(
     spec: DataSpec,
     classes: tuple[str, ...],
     made_of: Mapping[str, str],
+    origin: Origin | None,
 ) -> None:
     """Write the files of a cache other than its images."""
     labels = [label for record in records for label in record.labels]
@@ -307,6 +385,7 @@ def _describe(
         sha256=checksums | {name: sha256_of(folder / name) for name in files} | dict(made_of),
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
+        origin=origin,
     )
     # Defaults are left out so that older versions can read a cache of one file of pixels.
     (folder / META).write_text(meta.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from pydantic import TypeAdapter
 
@@ -25,6 +25,7 @@ from ddpm_ds.files import (
     EVALUATIONS,
     METRICS,
     OBSERVATIONS,
+    open_to_append,
     read_json,
     read_points,
     read_text,
@@ -145,7 +146,7 @@ def disk_errors_said(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def claim_folder(run_dir: Path) -> IO[str]:
+def claim_folder(run_dir: Path) -> BinaryIO:
     """Make the run's folder and lock it for as long as the returned file is open.
 
     Raises:
@@ -153,7 +154,7 @@ def claim_folder(run_dir: Path) -> IO[str]:
     """
     with disk_errors_said(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / LOCK).open("w")
+        lock = open_to_append(run_dir / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -234,8 +235,10 @@ class RunFolder:
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
-        with (self.path / name).open("ab+") as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":  # the last point was cut off
+        with open_to_append(self.path / name) as file:
+            if (
+                file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+            ):  # the last point was cut off
                 file.write(b"\n")
             file.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
@@ -275,6 +278,6 @@ class RunFolder:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
         file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
-        with file.open("a") as stream:
-            stream.write(json.dumps(record) + "\n")
-        return len(file.read_text().splitlines())
+        with open_to_append(file) as stream:
+            stream.write(json.dumps(record).encode() + b"\n")
+        return len(read_text(file).splitlines())

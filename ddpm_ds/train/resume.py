@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -113,7 +113,7 @@ class Claim(NamedTuple):
     """Run folder of rank 0."""
     groups: Groups
     """Ranks grouped by the folder of checkpoints that they see."""
-    lock: IO[str] | None
+    lock: BinaryIO | None
     """Lock file, held by the leader of each group."""
 
 
