@@ -16,20 +16,23 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ddpm_ds.data.sources.base import (
-    MOST_CLASSES,
+    LABELS,
     Labels,
     Names,
     check_size,
     is_image,
     labelled,
+    listed_labels,
     numbered,
     one_line,
+    outside,
     printable,
     read_path,
+    slashed,
 )
 from ddpm_ds.data.sources.folder import class_of
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, parse_json
+from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,12 +40,12 @@ if TYPE_CHECKING:
 
     from ddpm_ds.config.spec import DataSpec
 
-LABELS = "dataset.json"
-"""File of labels in archives written by the tools of EDM and StyleGAN."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
 WINDOWS = 0
 """A zip archive's number of a system where no name holds a backslash."""
+ABSENT = [-1, 0, 0, 0, 0, 0]
+"""Place of an image that has a label but is not in the archive."""
 ENCRYPTED = 1
 """Flag of an encrypted member."""
 
@@ -56,7 +59,7 @@ class ZipSource:
     path: Path
     files: Names = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
-    """Each image's header offset, compressed and full size in bytes, checksum, method and flags: (N, 6)."""
+    """Each image's header offset, compressed and full size in bytes, checksum, method and flags, or ABSENT: (N, 6)."""
 
     def name(self, i: int, /) -> str:
         """Return the path in the archive."""
@@ -84,8 +87,8 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again") from error
     if len(places) < len(members):
         raise DataError(f"data.path = {path} has a name twice; write it again")
-    if outside := [name for name in places if name.startswith("/") or ".." in name.split("/")]:
-        raise DataError(f"data.path = {path} points outside itself ({printable(outside[0])}); write it again")
+    if found := next(filter(outside, places), None):
+        raise DataError(f"data.path = {path} points outside itself ({printable(found)}); write it again")
     names = [name for name in places if is_image(os.path.basename(name)) and "/." not in f"/{name}"]
     if not names:
         raise DataError(
@@ -93,43 +96,18 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
             "--set data.path=FILE"
         )
     names.sort(key=lambda name: name.replace("/", "\0"))  # a folder precedes names that only share its beginning
-    files, table = Names(names), np.array([places[name] for name in names])
     labels = None
     if LABELS in places:
-        try:
-            with open_regular(path) as file:
-                labels = _labels(_content(file, places[LABELS].tolist()), files)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{LABELS} of data.path = {path}: {one_line(error)}; write it again") from error
-    classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
-    return ZipSource(*classed, path, files, table)
+        with open_regular(path) as file:
+            labels = listed_labels(path, lambda: _content(file, places[LABELS].tolist()), names)
+    classed = numbered(map(class_of, names)) if labels is None else labelled(labels)
+    table = np.array([places.get(name, ABSENT) for name in names])
+    return ZipSource(*classed, path, Names(names), table)
 
 
 def _path(member: zipfile.ZipInfo) -> str:
     """Return a member's path with slashes; some tools of Windows write backslashes, and others begin with ``./``."""
-    return _slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
-
-
-def _slashed(path: str) -> str:
-    return path.replace("\\", "/").removeprefix("./")
-
-
-def _labels(content: bytes, files: Names) -> Labels | None:
-    """Return the labels in ``dataset.json``, or None if it has none; raises ValueError if an image lacks a label."""
-    import numpy as np
-
-    labels = parse_json(content)["labels"]
-    if labels is None:
-        return None
-    numbers = dict(labels)
-    numbers |= {path: number for name, number in numbers.items() if (path := _slashed(name)) not in numbers}
-    missing = next((file for file in files if file not in numbers), None)
-    if missing is not None:
-        raise ValueError(f"{printable(missing)} has no label")
-    found = [numbers[file] for file in files]
-    if not all(type(number) is int and 0 <= number < MOST_CLASSES for number in found):
-        raise ValueError("a label is no whole number from 0")
-    return np.array(found, np.int64)
+    return slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
 
 
 def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
@@ -143,6 +121,8 @@ def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
 def _content(file: IO[bytes], place: Sequence[int]) -> bytes:
     """Read a member, whose checksum is compared; raises OSError and ValueError."""
     header, stored, size, checksum, method, flags = place
+    if place == ABSENT:
+        raise ValueError(f"{LABELS} has a label for it, but the archive has no such image")
     if flags & ENCRYPTED:
         raise ValueError("it is encrypted; write it without a password")
     if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
