@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, limit
+from ddpm_ds.command_line import MOST_BATCH, MOST_IMAGES, MOST_PROCESSES, limit
 from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE
 from ddpm_ds.files import path_fault
 
@@ -55,7 +55,7 @@ SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 IMAGES = whole(1, MOST_BATCH)
 """Number of images or micro-batches in a step, as in the run spec."""
-STEPS = whole(1, 10**15)
+STEPS = whole(1, MOST_IMAGES)
 RANKS = whole(1, MOST_PROCESSES)
 MOST_LOSS_SCALE = 2.0**32
 MOST_BUCKET = 2**31
