@@ -25,6 +25,8 @@ MOST_PROCESSES = 2**16
 """Most processes of a run."""
 MOST_BATCH = 2**20
 """Most images of a step."""
+MOST_IMAGES = 10**15
+"""Most images that a run sees, and most optimizer steps."""
 SHORTEST_EMA, LONGEST_EMA = 0.001, 0.28
 """Relative lengths of power-function averages, sigma_rel of EDM2; above 0.288 no power rises."""
 
@@ -131,6 +133,8 @@ processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole numb
 """Option type: number of processes, stages or hosts."""
 batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
 """Option type: number of images or micro-batches that are processed together."""
+images_seen = partial(whole, lowest=1, highest=MOST_IMAGES, what="a number of images from 1 to 10^15")
+"""Option type: number of images that a run has seen."""
 image_number = partial(whole, lowest=0, highest=2**48, what="a whole number from 0 to 2^48")
 """Option type: number of an image among all those drawn from one seed."""
 port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
@@ -175,7 +179,7 @@ def step_range(text: str) -> range:
     if text == "none":
         return range(0)
     first, _, last = text.partition("-")
-    begin, end = (whole(step, 1, 10**15, "a number of a step, from 1 on") for step in (first, last or first))
+    begin, end = (whole(step, 1, MOST_IMAGES, "a number of a step, from 1 on") for step in (first, last or first))
     if end < begin:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
     return range(begin, end + 1)

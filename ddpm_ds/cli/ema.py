@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA, ema_length, file_path, positive
+from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA, ema_length, file_path, images_seen
 from ddpm_ds.tracking.run_folder import averages_of, snapshots_of
 
 DESCRIPTION = f"""\
@@ -32,7 +32,7 @@ def add_ema(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run that keeps snapshots")
     parser.add_argument("--length", type=ema_length, required=True, metavar="L", help="relative length, such as 0.1")
     parser.add_argument(
-        "--at", type=positive, metavar="IMAGES", help="time of the snapshot that it ends at (default: the newest)"
+        "--at", type=images_seen, metavar="IMAGES", help="time of the snapshot that it ends at (default: the newest)"
     )
     parser.add_argument(
         "--output",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, limit
+from ddpm_ds.command_line import MOST_BATCH, MOST_IMAGES, MOST_PROCESSES, limit
 from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE
 from ddpm_ds.files import path_fault
 
@@ -80,7 +80,7 @@ SWITCH = one_of(True, False)
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 IMAGES = whole(1, MOST_BATCH)
 """Number of images or micro-batches in a step, as in the run spec."""
-STEPS = whole(1, 10**15)
+STEPS = whole(1, MOST_IMAGES)
 RANKS = whole(1, MOST_PROCESSES)
 MOST_LOSS_SCALE = 2.0**32
 MOST_BUCKET = 2**31

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, SHORTEST_EMA
+from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, MOST_IMAGES, SHORTEST_EMA
 from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.diffusion.choices import (
     MOST_SIGMA,
@@ -37,7 +37,7 @@ Small = Annotated[float, Field(gt=0.0, le=1.0)]
 MOST_LEARNING_RATE = 1e6
 """Largest learning rate in the spec and in the DeepSpeed JSON."""
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
-Images = Annotated[int, Field(ge=1, le=10**15)]
+Images = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 """Number of images seen, within the integers that floats represent exactly."""
 Batch = Annotated[int, Field(ge=1, le=MOST_BATCH)]
 """Number of images or micro-batches in one optimizer step."""
@@ -269,7 +269,7 @@ class OptimizerSpec(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
     """Decoupled weight decay."""
-    warmup_images: Annotated[int, Field(ge=0, le=10**15)] = 0
+    warmup_images: Annotated[int, Field(ge=0, le=MOST_IMAGES)] = 0
     """Images over which the learning rate rises linearly from 0."""
     decay: Literal["cosine", "inverse_sqrt"] | None = None
     """Decay of the learning rate with the images seen: half a cosine from warm-up to `train.images`, or the inverse

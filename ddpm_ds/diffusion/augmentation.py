@@ -2,7 +2,8 @@
 
 Source: Karras et al. 2022, appendix F.2, and for colours Karras et al. 2020 (StyleGAN2-ADA), appendix B. Each
 transformation has one or two parameters, 0 if it is not applied; together they are the U-Net's condition in training.
-In sampling the condition is all zeros.
+In sampling the condition is all zeros. EDM's code stretches half of the stretched images horizontally; here, as in the
+paper's table, all are stretched along a random axis.
 """
 
 from __future__ import annotations

@@ -418,6 +418,25 @@ def test_the_page_that_adds_a_source_adds_one_that_is_prepared(
     assert "empty.csv has no rows" in line_of(spec_of(source="csv", path=folder / "empty.csv"))
 
 
+def unpacked(path: Path) -> Path:
+    """The folder of the members of an archive."""
+    with zipfile.ZipFile(path) as file:
+        file.extractall(path.with_suffix(".unpacked"))
+    return path.with_suffix(".unpacked")
+
+
+@pytest.mark.parametrize("kind", ["zip", "folder"])
+def test_what_edms_tools_write_has_the_labels_of_its_list(kind: str, tmp_path: Path, spec_of: SpecOf) -> None:
+    names = ("00000/img0.png", "00001/img1.png")
+    path = archive(tmp_path / "a.zip", [["00001/img1.png", 2], ["./00000\\img0.png", 0]], names)
+    source = open_source(spec_of(source=kind, path=path if kind == "zip" else unpacked(path)))
+    assert source.classes == ("0", "1", "2")
+    assert [(source.name(i), at(source, i)[1]) for i in range(2)] == [(names[0], 0), (names[1], 2)]
+    path = archive(path, None, names)
+    source = open_source(spec_of(source=kind, path=path if kind == "zip" else unpacked(path)))
+    assert source.classes == ("00000", "00001"), "without labels its folders"
+
+
 def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: SpecOf) -> None:
     path = archive(tmp_path / "a.zip", [["00000/img1.png", 2], ["00000/img0.png", 0]])
     source = open_source(spec_of(source="zip", path=path))
@@ -448,40 +467,46 @@ def test_folders_in_archives_of_all_tools_are_classes_but_hidden_ones(tmp_path: 
     assert classes(("cats/0.png", *hidden)) == ("cats",)
 
 
+@pytest.mark.parametrize("kind", ["zip", "folder"])
 @pytest.mark.parametrize(
-    ("labels", "names", "said"),
+    ("labels", "said"),
     [
-        ([["00000/img1.png", 2]], None, "00000/img0.png has no label"),
-        ([["00000/img0.png", -1], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
-        ([["00000/img0.png", True], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
-        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["00000/img0.png", 2]], None, "00000/img0.png has two labels"),
-        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["00000\\img1.png", 1]], None, "00000/img1.png has two labels"),
-        ([1, 2], None, "dataset.json of data.path"),
-        ([[1, 2]], None, "dataset.json of data.path"),
-        ("[" * 10000, None, "levels deep"),
-        ("{", None, "dataset.json of data.path"),
-        (None, ("a.png", "a.png"), "has a name twice"),
-        (None, ("../a.png",), "points outside itself (../a.png)"),
-        (None, ("a.txt",), "holds no image files"),
+        ([["00000/img1.png", 2]], "00000/img0.png has no label"),
+        ([["00000/img0.png", -1], ["00000/img1.png", 1]], "a label is no whole number from 0"),
+        ([["00000/img0.png", True], ["00000/img1.png", 1]], "a label is no whole number from 0"),
+        ([["00000/img0.png", 0], ["00000\\img0.png", 0]], "00000/img0.png has two labels"),
+        ([["00000/img0.png", 0], ["00000/img1.png", 1], ["..\\a.png", 0]], "points outside itself (../a.png)"),
+        ([1, 2], "dataset.json of data.path"),
+        ([[1, 2]], "dataset.json of data.path"),
+        ("[" * 10000, "levels deep"),
+        ("{", "dataset.json of data.path"),
     ],
 )
-def test_archives_that_are_wrong_are_one_line(
-    labels: Any, names: Sequence[str] | None, said: str, tmp_path: Path, spec_of: SpecOf
+def test_lists_of_labels_that_are_wrong_are_one_line(
+    labels: Any, said: str, kind: str, tmp_path: Path, spec_of: SpecOf
 ) -> None:
-    path = archive(tmp_path / "a.zip", labels, names or ("00000/img0.png", "00000/img1.png"))
-    assert said in line_of(spec_of(source="zip", path=path))
+    path = archive(tmp_path / "a.zip", labels)
+    assert said in line_of(spec_of(source=kind, path=path if kind == "zip" else unpacked(path)))
 
 
-def test_what_an_archive_labels_but_lacks_is_left_out_and_named(tmp_path: Path, spec_of: SpecOf) -> None:
-    labels = [["00000/img0.png", 0], ["00000/img1.png", 1], ["00000/img2.png", 5], ["notes.npy", 2]]
-    spec = spec_of(source="zip", path=archive(tmp_path / "a.zip", labels))
-    with pytest.raises(
-        DataError, match=r"max_bad_fraction = 0.01 is passed: 2 of 4 .*00000/img2.png: dataset.json has a"
-    ):
-        prepare(spec)
-    store = prepare(spec.model_copy(update={"max_bad_fraction": 0.5}))
-    assert (store.labels.tolist(), store.meta.skipped) == ([0, 1], 2)
-    assert "notes.npy\tdataset.json has a label for it" in (store.path / "skipped.txt").read_text()
+@pytest.mark.parametrize("kind", ["zip", "folder"])
+def test_what_has_a_label_and_is_absent_is_left_out_and_named(kind: str, tmp_path: Path, spec_of: SpecOf) -> None:
+    path = archive(tmp_path / "a.zip", [["00000/img0.png", 0], ["00000/img1.png", 1], ["00000/img2.png", 1]])
+    source = kind, path if kind == "zip" else unpacked(path)
+    store = prepare(spec_of(source=source[0], path=source[1], max_bad_fraction=0.5))
+    assert store.labels.tolist() == [0, 1] and "00000/img2.png\t" in (store.path / "skipped.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("a.png", "a.png"), "has a name twice"),
+        (("../a.png",), "points outside itself (../a.png)"),
+        (("a.txt",), "holds no image files"),
+    ],
+)
+def test_archives_that_are_wrong_are_one_line(names: Sequence[str], said: str, tmp_path: Path, spec_of: SpecOf) -> None:
+    assert said in line_of(spec_of(source="zip", path=archive(tmp_path / "a.zip", None, names)))
 
 
 @pytest.mark.parametrize("source", ["folder", "zip", "webdataset"])

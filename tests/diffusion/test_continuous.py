@@ -122,10 +122,11 @@ def heun_of_the_paper(
 
 @pytest.mark.parametrize("steps", [1, 2, 18])
 @pytest.mark.parametrize("churn", [0.0, 5.0, 100.0])
-def test_heun_is_the_algorithm_of_the_paper(churn: float, steps: int) -> None:
-    spec = SamplerSpec(
-        kind="heun", steps=steps, churn=churn, churn_between=(0.05, 50.0), churn_noise=1.003, sigma_max=60, clip="none"
-    )
+@pytest.mark.parametrize("highest", [50.0, 60.0], ids=["from the second step", "from the first step"])
+@pytest.mark.parametrize("churn_noise", [1.003, 1.5, 0.5])
+def test_heun_is_the_algorithm_of_the_paper(churn_noise: float, highest: float, churn: float, steps: int) -> None:
+    options = {"churn": churn, "churn_between": (0.05, highest), "churn_noise": churn_noise, "sigma_max": 60.0}
+    spec = SamplerSpec.model_validate({"kind": "heun", "steps": steps, "clip": "none", **options})
     sampler, roots = Sampler(spec, EDM), [60.0 ** (1 / 7), 0.002 ** (1 / 7)]
     sigmas = [(roots[0] + i / max(steps - 1, 1) * (roots[1] - roots[0])) ** 7 for i in range(steps)]
     assert len(sampler.visits) == 2 * steps - 1 == spec.evaluations_of(EDM)
@@ -133,9 +134,14 @@ def test_heun_is_the_algorithm_of_the_paper(churn: float, steps: int) -> None:
     # our noise is added on leaving the correction that ends a step, so before the next one
     streams = {Stream.SAMPLE + 2 * number: noises[number] for number in range(1, steps)}
     by_time = {visit.t: streams[visit.stream] for visit in sampler.visits if visit.stream in streams}
-    scale = 60.0 / math.sqrt(60.0**2 + 0.6**2)
-    drawn = sample(sampler, network, scale * normal(0), lambda t: by_time[t])
-    torch.testing.assert_close(drawn, heun_of_the_paper(edm_denoiser(network), normal(0), sigmas, spec, noises))
+    # where the paper adds noise to noise, we draw both at once: split it so that their sum is ours
+    raised = 60.0 * (1 + (min(churn / steps, math.sqrt(2) - 1) if highest == 60 else 0.0))
+    added = churn_noise * math.sqrt(raised**2 - 60.0**2)
+    both = math.hypot(60.0, added)
+    noises[0] = normal(0) * added / both
+    expected = heun_of_the_paper(edm_denoiser(network), normal(0) * 60.0 / both, sigmas, spec, noises)
+    drawn = sample(sampler, network, sampler.first_noise * normal(0), lambda t: by_time[t])
+    torch.testing.assert_close(drawn, expected)
     asked = [sampler.needs_noise(number) for number in range(len(sampler.visits))]
     assert any(asked) == bool(churn and steps > 2)
 

@@ -92,6 +92,8 @@ def test_an_average_of_the_past_goes_where_it_is_told_to(
         (["--length", "-0.1"], "argument --length: '-0.1' is not a relative length from 0.001 to 0.28, such as 0.1"),
         (["--length", "0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
         (["--length", "0.07", "--at", "100"], "--at 100 is the time of no snapshot in"),
+        (["--length", "0.07", "--at", str(10**15)], "--at 1000000000000000 is the time of no snapshot in"),
+        (["--length", "0.07", "--at", str(10**15 + 1)], "'1000000000000001' is not a number of images from 1 to 10^15"),
         (["--length", "0.07", "--at", "160"], "holds one snapshot of up to 160 images"),
     ],
 )

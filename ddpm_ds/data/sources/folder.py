@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.data.sources.base import Labels, Names, is_image, numbered, printable, read_file, read_path
+from ddpm_ds.data.sources.base import (
+    LABELS,
+    Labels,
+    Names,
+    is_image,
+    labelled,
+    listed_labels,
+    numbered,
+    printable,
+    read_file,
+    read_path,
+)
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class FolderSource:
-    """Image files sorted by their path relative to ``root``; the first folder of a path is the class.
+    """Image files sorted by their path relative to ``root``; the first folder of a path is the class, unless a
+    ``dataset.json``, as the tools of EDM and StyleGAN write it, lists labels.
 
     Images directly in ``root`` have class ``.``. Names that begin with a dot are skipped.
     """
@@ -39,13 +51,17 @@ class FolderSource:
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     """List the image files under the folder ``data.path``."""
     root = read_path(spec, "a folder of images", folder=True)
-    files = Names(_image_files(str(root)))
-    if not len(files):
+    files = [*_image_files(str(root))]
+    if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
             "of images with --set data.path=FOLDER"
         )
-    return FolderSource(*numbered(map(class_of, files)), root, files)
+    labels = None
+    if os.path.exists(root / LABELS):
+        labels = listed_labels(root, lambda: read_file(root / LABELS), files)
+    classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
+    return FolderSource(*classed, root, Names(files))
 
 
 def class_of(path: str) -> str:

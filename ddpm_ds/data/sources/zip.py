@@ -16,21 +16,23 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ddpm_ds.data.sources.base import (
-    BROKEN,
-    MOST_CLASSES,
+    LABELS,
     Labels,
     Names,
     check_size,
     is_image,
     labelled,
+    listed_labels,
     numbered,
     one_line,
+    outside,
     printable,
     read_path,
+    slashed,
 )
 from ddpm_ds.data.sources.folder import class_of
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, parse_json
+from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
 
     from ddpm_ds.config.spec import DataSpec
 
-LABELS = "dataset.json"
-"""File of labels in archives written by the tools of EDM and StyleGAN."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
 WINDOWS = 0
@@ -83,12 +83,12 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
         with zipfile.ZipFile(path) as archive:
             members = [member for member in archive.infolist() if not member.is_dir()]
         places = {_path(member): _place(member) for member in members}
-    except BROKEN as error:
+    except (OSError, ValueError, OverflowError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again") from error
     if len(places) < len(members):
         raise DataError(f"data.path = {path} has a name twice; write it again")
-    if outside := [name for name in places if name.startswith("/") or ".." in name.split("/")]:
-        raise DataError(f"data.path = {path} points outside itself ({printable(outside[0])}); write it again")
+    if found := next(filter(outside, places), None):
+        raise DataError(f"data.path = {path} points outside itself ({printable(found)}); write it again")
     names = [name for name in places if is_image(os.path.basename(name)) and "/." not in f"/{name}"]
     if not names:
         raise DataError(
@@ -98,11 +98,8 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
     names.sort(key=lambda name: name.replace("/", "\0"))  # a folder precedes names that only share its beginning
     labels = None
     if LABELS in places:
-        try:
-            with open_regular(path) as file:
-                labels = _labels(_content(file, places[LABELS].tolist()), names)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{LABELS} of data.path = {path}: {one_line(error)}; write it again") from error
+        with open_regular(path) as file:
+            labels = listed_labels(path, lambda: _content(file, places[LABELS].tolist()), names)
     classed = numbered(map(class_of, names)) if labels is None else labelled(labels)
     table = np.array([places.get(name, ABSENT) for name in names])
     return ZipSource(*classed, path, Names(names), table)
@@ -110,39 +107,7 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
 
 def _path(member: zipfile.ZipInfo) -> str:
     """Return a member's path with slashes; some tools of Windows write backslashes, and others begin with ``./``."""
-    return _slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
-
-
-def _slashed(path: str) -> str:
-    return path.replace("\\", "/").removeprefix("./")
-
-
-def _labels(content: bytes, names: list[str]) -> Labels | None:
-    """Return the labels in ``dataset.json``, or None if it has none.
-
-    Images that it lists, but that are not in ``names``, are added there: reading them fails, so they are reported.
-
-    Raises:
-        ValueError: an image has no label, or two.
-    """
-    import numpy as np
-
-    labels = parse_json(content)["labels"]
-    if labels is None:
-        return None
-    known, numbers = set(names), {}
-    for name, number in labels:
-        path = name if name in known else _slashed(name)
-        if path in numbers:
-            raise ValueError(f"{printable(path)} has two labels")
-        if type(number) is not int or not 0 <= number < MOST_CLASSES:
-            raise ValueError("a label is no whole number from 0")
-        numbers[path] = number
-    missing = next((name for name in names if name not in numbers), None)
-    if missing is not None:
-        raise ValueError(f"{printable(missing)} has no label")
-    names += sorted(numbers.keys() - known)
-    return np.array([numbers[name] for name in names], np.int64)
+    return slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
 
 
 def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
