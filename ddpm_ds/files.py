@@ -56,8 +56,7 @@ def open_to_append(path: Path) -> BinaryIO:
     """
     with contextlib.suppress(FileNotFoundError):
         check_regular(path)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "ab+")
+    return open(path, "ab+", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
 def check_regular(path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli import main as command
 from ddpm_ds.config.spec import DataSpec, DiffusionSpec
@@ -222,6 +223,10 @@ def broken(folder: Path, how: str | dict[str, Any]) -> None:
         config.write_text("{")
     elif how == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "NaN":  # of the decoder, which encoding does not use
+        tensors = load_file(weights)
+        tensors["decoder.conv_out.bias"][0] = torch.nan
+        save_file(tensors, weights)
     else:
         shutil.rmtree(folder)
 
@@ -241,6 +246,7 @@ def broken(folder: Path, how: str | dict[str, Any]) -> None:
         ({"block_out_channels": [65536, 65536]}, r"of another model \([0-9,]* bytes for [0-9]*,[0-9,]* parameters\)"),
         ({"use_quant_conv": False}, r"safetensors is of another model \(quant_conv"),
         ("cut", "safetensors is damaged or of another model"),
+        ("NaN", "decoder.conv_out.bias in diffusion_pytorch_model.safetensors has values that are not finite"),
     ],
 )
 def test_a_bad_autoencoder_is_one_line(

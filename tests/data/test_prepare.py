@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -52,6 +58,7 @@ def no_locks(*_):
 
 folder.FolderSource = Slow
 prepare._encoded_bytes = lambda source: 100.0  # reads none
+prepare._sampled = lambda source: ""
 if locks == "no":
     fcntl.flock = fcntl.lockf = no_locks
 print("ready", flush=True)
@@ -433,3 +440,146 @@ def test_a_cache_of_an_earlier_decoding_is_read_as_it_was_by_those_who_learned_i
     assert anew.key != prepare(spec, learned=learned).key and (anew.images[0] != pixels.transpose(2, 0, 1)).any()
     for also in ({}, anew.meta.sha256):
         assert prepare(spec, learned=also).path == anew.path
+
+
+def replaced(folder: Path) -> None:
+    for name in ("cats", "dogs"):
+        for file in (folder / name).iterdir():
+            Image.new("L", (8, 8), 200).save(file)
+
+
+def grown(folder: Path) -> None:
+    shutil.copy(next((folder / "cats").iterdir()), folder / "cats" / "another.png")
+
+
+def sorted_anew(folder: Path) -> None:
+    (folder / "dogs").rename(folder / "wolves")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (replaced, "images at data.path = {path} have changed"),
+        (grown, "data.path = {path} has 13 images instead of 12"),
+        (sorted_anew, "data.path = {path} has images of other names or classes"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_a_source_that_was_replaced_is_said_and_a_resumed_run_goes_on_with_its_own(
+    kind: str, change: Callable[[Path], None], said: str, folder: Path, spec_of: SpecOf
+) -> None:
+    def source() -> Path:
+        return Path(shutil.make_archive(str(folder), "zip", folder)) if kind == "zip" else folder
+
+    spec = spec_of(source=kind, path=source())
+    before = prepare(spec)
+    change(folder)
+    os.utime(source(), ns=(1, 1))
+    with pytest.raises(DataError, match=re.escape(said.format(path=spec.path)) + " since .* delete that folder"):
+        prepare(spec)
+    assert prepare(spec, learned=before.meta.sha256).meta == before.meta == prepare(spec, verify=False).meta
+    shutil.rmtree(before.path)  # what the line says
+    assert prepare(spec).meta != before.meta
+
+
+def test_a_copy_of_a_source_and_one_that_has_gone_have_not_changed(folder: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(source="folder", path=folder)
+    before = prepare(spec)
+    copied = folder.rename(folder.with_name("copied"))
+    shutil.copytree(copied, folder, copy_function=shutil.copy)  # with times of now
+    assert prepare(spec).meta == before.meta
+    shutil.rmtree(folder)
+    assert prepare(spec).meta == before.meta
+
+
+@pytest.mark.parametrize("damage", ["bytes", "record", "labels", "pipe"])
+def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
+    damage: str, folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(source="folder", path=folder)
+    expected = prepare(spec).meta
+    shutil.rmtree(cache_path(spec))
+    with monkeypatch.context() as killed:
+        killed.setattr(writing, "_describe", Mock(side_effect=OSError(5, "as if killed here")))
+        with pytest.raises(DataError, match="as if killed here"):
+            prepare(spec)
+    (begun,) = temporaries(spec)
+    images, record = begun / "images.npy", begun / "shard.0.json"
+    if damage == "bytes":
+        images.write_bytes(images.read_bytes()[:-1] + b"x")
+    elif damage == "record":
+        record.write_text("{")
+    elif damage == "labels":
+        record.write_text(record.read_text().replace('"labels":[0,', '"labels":['))
+    else:
+        record.unlink()
+        os.mkfifo(record)
+    assert prepare(spec).meta == expected and temporaries(spec) == []
+
+
+def test_what_a_kill_after_the_last_rename_leaves_goes_at_the_next_start(folder: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(source="folder", path=folder)
+    path = prepare(spec).path
+    files = sorted(path.iterdir())
+    for name in ("claims", "claims.all", "shard.0.json", ".1a2b3c4d"):
+        (path / name).touch()
+    prepare(spec)
+    assert sorted(path.iterdir()) == files
+
+
+def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source takes more than a pipe holds, which the parent would wait to write."""
+    root = tmp_path / "many"
+    root.mkdir()
+    for number in range(1000):
+        Image.new("L", (8, 8), number % 256).save(root / f"{number:0200}.png")
+    context = multiprocessing.get_context("spawn")
+    executable = multiprocessing.spawn.get_executable()
+    multiprocessing.resource_tracker.ensure_running()  # which would be started in this way, too
+    monkeypatch.setattr(prepare_module, "_encoded_bytes", lambda source: 100.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    context.set_executable("/bin/false")
+    try:
+        with pytest.raises(DataError, match="a process that decoded images was ended"):
+            prepare(spec_of(source="folder", path=root))
+    finally:
+        context.set_executable(executable)
+
+
+@pytest.mark.parametrize("name", [".{cache}.lock", ".{folder}/claims"])
+def test_a_named_pipe_in_place_of_a_lock_is_one_line(name: str, folder: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(source="folder", path=folder)
+    cache = prepare(spec).path
+    shutil.rmtree(cache)
+    with pytest.MonkeyPatch.context() as killed:
+        killed.setattr(writing, "_describe", Mock(side_effect=OSError(5, "as if killed here")))
+        with pytest.raises(DataError):
+            prepare(spec)
+    (begun,) = temporaries(spec)
+    pipe = begun / "claims" if "claims" in name else writing.lock_of(cache)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=r"data.store_root = .* can't be written \(it is a named pipe, not a file\)"):
+        prepare(spec)
+
+
+def test_without_locks_one_process_at_a_time_has_a_claim_and_that_of_a_dead_one_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*arguments: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    file = tmp_path / "claims"
+    with writing.locked(file, 3, wait=False) as mine:
+        assert mine
+        with writing.locked(file, 3, wait=False) as theirs, writing.locked(file, 4, wait=False) as other:
+            assert not theirs and other
+    dead = started("pass")
+    dead.wait()
+    (tmp_path / "claims.3").write_text(f"{socket.gethostname()} {dead.pid}")
+    with writing.locked(file, 3) as mine:
+        assert mine
+    assert [path.name for path in tmp_path.iterdir()] == ["claims"]

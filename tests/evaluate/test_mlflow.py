@@ -19,6 +19,26 @@ from ddpm_ds.tracking.worker import START_TAG
 from tests.evaluate.planted import FAST, plant
 
 
+@pytest.mark.parametrize(
+    "verb", [["evaluate", *FAST], ["export", "--samples", "0", "hub"], ["sample", "--mlflow", "--out", "grid.png"]]
+)
+def test_work_that_mlflow_could_not_keep_is_refused_before_it_is_done(
+    verb: list[str],
+    tmp_path: Path,
+    digits: DatasetCache,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plant(tmp_path / "run", data_sha256=digits.meta.sha256, data={"store_root": str(digits.path.parent)})
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "/data/mlruns")
+    assert main([verb[0], "run", *verb[1:]]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ddpm-ds: error: MLFLOW_TRACKING_URI=/data/mlruns is a path") and err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and_artifacts(
     tmp_path: Path,
     empty_store: Path,

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
+from ddpm_ds.cli.main import main
 from ddpm_ds.tracking.runs import ExperimentError, Point, find_run, find_runs
+from ddpm_ds.tracking.tracker import keep_unsent
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
+from tests.launching import REPOSITORY
+
+ZERO2 = REPOSITORY / "ds_configs" / "zero2_fp16.json"
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+READERS = ("compare digits-3", "note digits-3", "diagnose digits-3")
+WRITERS = (
+    f"sweep --spec {DIGITS} --vary train.seed=1,2 --deepspeed_config {ZERO2}",
+    f"train --processes 1 --deepspeed_config {ZERO2}",
+)
+"""Verbs that read MLflow's store, and verbs that begin runs in it."""
 
 
 class Store:
@@ -116,6 +130,72 @@ def test_what_can_not_be_found_is_said_in_a_line_with_the_store_and_near_names(s
     shutil.copy(store.root / "mlflow.db", tmp_path)
     with pytest.raises(ExperimentError, match=r"run .*lost is not in sqlite:.*; set MLFLOW_TRACKING_URI"):
         find_run(str(lost))
+
+
+@pytest.mark.parametrize(
+    ("uri", "package"),
+    [
+        ("mysql://me:hush@db/ml", "mysqlclient"),
+        ("postgresql+psycopg2://me:hush@db/ml", "psycopg2-binary"),
+        ("mssql:///?odbc_connect=PWD%3Dhush", "pyodbc"),
+    ],
+)
+@pytest.mark.parametrize("words", [*READERS, *WRITERS])
+def test_a_driver_that_is_missing_is_said_by_every_program_with_what_installs_it(
+    words: str,
+    uri: str,
+    package: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for module in ("MySQLdb", "psycopg2", "pyodbc"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(words.split()) == 2
+    out, err = capfd.readouterr()
+    assert err.count("\n") == 1 and f"; pip install '{package}'" in err and "hush" not in out + err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://me:{}@127.0.0.1:1",
+        "http://127.0.0.1:1/?sig={}",
+        "http://127.0.0.1:1/x#token={}",
+        "http://me:{}/x",
+        "databricks://none:{}",
+        "sqlite:///{root}/mlflow.db?key={}",
+        "sqlite:///{root}/none.db?key={}",
+        "mysql://me:{}@db/ml",
+        "me:{}@host",
+    ],
+)
+@pytest.mark.parametrize("secret", ["hush'hu sh", "hush%0Ahu%40sh", 'hush"hu\nsh'])
+def test_nothing_that_is_said_or_written_has_a_secret_of_the_tracking_uri(
+    uri: str,
+    secret: str,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(store.root / "mlflow.db", tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.replace("{root}", str(tmp_path)).replace("{}", secret))
+    monkeypatch.setenv("NCCL_TOKEN", secret)
+    for words in READERS:
+        assert main(words.split()) == 2
+    start: dict[str, Any] = {"run_dir": str(tmp_path), "output_root": str(tmp_path), "trackers": []}
+    print(keep_unsent(start, [{"text": "x", "name": "y"}]))
+    out, err = capfd.readouterr()
+    written = "".join(file.read_text(errors="replace") for file in tmp_path.iterdir())
+    for part in ("hush", "hu sh", "hu%40sh", "hu@sh"):
+        assert part not in out + err and part not in written and part not in str([*tmp_path.iterdir()])
+    assert "Traceback" not in err and len(err.splitlines()) == 3
 
 
 def test_a_tracking_server_that_is_down_is_said_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:

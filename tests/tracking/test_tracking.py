@@ -127,6 +127,25 @@ def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, mon
     assert read_run(root).info.status == "FINISHED" and len(said) == 2 and not (root / "run" / UNSENT_FILE).exists()
 
 
+def test_a_deleted_experiment_is_said_once_with_what_restores_it_and_training_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db?timeout=30&key=hush")
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    client.delete_experiment(deleted := client.create_experiment("experiment", (root / "mlartifacts").as_uri()))
+    said: list[str] = []
+    tracker = start(root, log=said.append)
+    tracker.metrics({"train/loss": 1.0}, 1)
+    wait_for(lambda: said)
+    time.sleep(1.5)  # at least one more attempt
+    assert len(said) == 1 and "logging.experiment = experiment is deleted" in said[0]
+    assert f"restore it: mlflow experiments restore --experiment-id {deleted}); training continues" in said[0]
+    client.restore_experiment(deleted)
+    link = tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert history(root, "train/loss") == [(1, 1.0)] and "hush" not in f"{said} {link}"
+    assert link.command == 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
+
+
 def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_is_down(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@{address}/")
@@ -164,6 +183,9 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_la
     assert read_run(root).info.status == "FINISHED" and read_run(root).data.params == {"a": "1"}
     piped = subprocess.run([sys.executable, *command[0].split()], input="", capture_output=True, text=True)
     assert piped.returncode == 2 and piped.stderr.count("\n") == 1 and UNSENT_FILE in piped.stderr
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(root))
+    refused = subprocess.run([sys.executable, *command[0].split()], input="", capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.endswith(f"write sqlite:///{root}/mlflow.db\n")
 
 
 TRAINER = """
