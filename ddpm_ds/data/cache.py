@@ -48,6 +48,8 @@ MOST_OPEN = 256
 READAHEAD_BYTES = 2**17
 """Bytes that Linux reads ahead at once by default: it drops the rest of a longer request."""
 
+Look = tuple[int, int]
+"""Size in bytes, 0 for a folder, and time of the last change in ns."""
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8 or, for latents, float16."""
@@ -63,16 +65,14 @@ Extent = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class Origin(BaseModel):
-    """Source of a cache as it was, so that a later start can tell whether it has changed."""
+    """State of ``data.path`` when its images were prepared."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    seen: str
-    """Hash of the sizes and times of the file, or of the first files and folders in the folder."""
-    listed: str
-    """Hash of the names and labels of all images."""
-    sampled: str
-    """Hash of the content of some images."""
+    content: str
+    """Hash of the names, the labels and some images."""
+    looks: dict[str, Look]
+    """Looks of the path (``.``) and of some folders and files in it, by relative name."""
 
 
 class CacheMeta(BaseModel):

@@ -5,16 +5,16 @@ Worker processes decode images in chunks, while this process writes them (:mod:`
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import multiprocessing
 import os
 import pickle
+import stat
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, Origin, damaged
+from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, Look, Origin, damaged
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
+from ddpm_ds.data.sources.base import printable
 from ddpm_ds.data.writing import Chunk, Chunks, Plan, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 
@@ -47,10 +48,9 @@ CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
 FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES = 64
-"""Number of images from which the mean encoded size is estimated, and which are compared to tell whether a source has
-changed."""
-MOST_SEEN = 4096
-"""Maximum number of files and folders in a folder whose sizes and times are looked at."""
+"""Number of images by which a source is recognised, and from which the mean encoded size is estimated."""
+LOOKED_AT = 1000
+"""Number of a source's folders, and of its files, whose sizes and times are compared before training."""
 DECODING_VERSION = "2"
 """Version of what is made of a source's files; a new one makes new caches. Version 1, without a number, stretched JPEGs
 that are scaled down while they are decoded, and did not read ``dataset.json`` in a folder."""
@@ -118,6 +118,7 @@ def prepare(
         if learned is not None and CacheMeta.read(earlier := cache_path(spec, "")).sha256 == learned:
             path = earlier
     if os.path.exists(path):  # False if a folder above it can't be entered, which is reported below
+        verify_source = verify is not False
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)
@@ -125,10 +126,8 @@ def prepare(
             raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {shape}")
         with suppress(OSError):  # somebody else's folder
             tidy(path)
-        if learned is None and verify is not False and (changed := _changed(spec, found.meta)):
-            raise DataError(
-                f"{changed} since {path} was prepared from it; delete that folder, and the images are prepared anew"
-            )
+        if verify_source and found.meta.sha256 != learned:
+            _check_source(spec, found, progress)
         if encode_on is not None and cache_path(pixels := pixels_of(spec)).exists():
             now = prepare(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
@@ -172,9 +171,7 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
     several = processes > 1 and decoding.shareable
     with by_processes(decoding, processes) if several else nullcontext(decoding.chunks) as chunks:
         made_of = {DECODING: DECODING_VERSION} if plan.kind == "encoded" else None
-        write_cache(
-            path, plan, chunks, spec, decoding.source.classes, progress, made_of, _origin_of(spec, decoding.source)
-        )
+        write_cache(path, plan, chunks, spec, decoding.source.classes, progress, made_of, decoding.origin)
     return path
 
 
@@ -202,99 +199,101 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
     Raises:
         DataError: the source fails, or has no encoded images to keep.
     """
+    looks = None if spec.path is None else looks_of(spec.path)  # before it is read, since it may change meanwhile
     source = open_source(spec, progress)
     shape = (spec.channels, spec.stored_size, spec.stored_size)
     images, image_bytes = len(source.labels), float(math.prod(shape))
-    encoded_bytes, keep_encoded = _encoded_bytes(source), spec.store == "encoded"
+    content, encoded_bytes = _sampled(source)
+    keep_encoded = spec.store == "encoded"
     if encoded_bytes is None and keep_encoded:
         raise DataError(f"data.store = encoded, but data.source = {spec.source} has pixels; --set data.store=pixels")
     if encoded_bytes is not None and spec.store == "auto":
         keep_encoded = images * image_bytes > LARGE_BYTES and 2.0 * encoded_bytes < image_bytes
     if keep_encoded:
         image_bytes = max(1.0, encoded_bytes or 0.0)
-    plan = _plan("encoded" if keep_encoded else "pixels", shape, images, image_bytes, _origin(spec, source))
-    return Decoding(source, plan, shareable=encoded_bytes is not None)
+    # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
+    of_file = f"{content} {looks}" if spec.path is not None and spec.path.is_file() else content
+    plan = _plan("encoded" if keep_encoded else "pixels", shape, images, image_bytes, of_file)
+    origin = None if looks is None else Origin(content=content, looks=looks)
+    return Decoding(source, plan, shareable=encoded_bytes is not None, origin=origin)
 
 
-def _encoded_bytes(source: Source) -> float | None:
-    """Return the mean bytes of some encoded images; None if the source yields pixels."""
-    count, sizes = len(source.labels), []
+def _sampled(source: Source) -> tuple[str, float | None]:
+    """Return a hash of a source's names, labels and some images, and the mean bytes of these; None if it has pixels."""
+    digest = sha256(np.asarray(source.labels, np.int64).tobytes())
+    for i in range(len(source.labels)):
+        digest.update(os.fsencode(source.name(i)) + b"\0")
+    count, sizes, encoded = len(source.labels), [], True
     for i in np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int).tolist():
         try:
             content = source.read(i)
         except Exception:  # decoding will report the reason
             continue
-        if not isinstance(content, bytes):
-            return None
-        sizes.append(len(content))
-    return sum(sizes) / max(1, len(sizes))
-
-
-def _origin(spec: DataSpec, source: Source) -> str:
-    """Return a hash of the source's names and labels, and of the size and modification time if it is a file."""
-    status = f"{_seen(spec.path)}" if spec.path is not None and spec.path.is_file() else ""
-    return sha256(f"{_listed(source)}{status}".encode()).hexdigest()
-
-
-def _listed(source: Source) -> str:
-    """Return a hash of the names and labels of a source's images."""
-    digest = sha256(np.asarray(source.labels, np.int64).tobytes())
-    for i in range(len(source.labels)):
-        digest.update(os.fsencode(source.name(i)) + b"\0")
-    return digest.hexdigest()
-
-
-def _seen(path: Path) -> str:
-    """Return a hash of what a look at a file or folder tells: sizes and times, and those of what a folder holds."""
-    looked = [os.stat(path)]
-    if path.is_dir():
-        names = itertools.islice(os.scandir(path), MOST_SEEN)
-        looked += [entry.stat() for entry in sorted(names, key=lambda entry: entry.name)]
-    return sha256(repr([(status.st_size, status.st_mtime_ns) for status in looked]).encode()).hexdigest()
-
-
-def _sampled(source: Source) -> str:
-    """Return a hash of the content of some of a source's images."""
-    digest, count = sha256(), len(source.labels)
-    for i in np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int).tolist():
-        try:
-            content = source.read(i)
-        except (OSError, ValueError, MemoryError):  # an unreadable one
-            content = b""
+        encoded = isinstance(content, bytes)
         digest.update(content if isinstance(content, bytes) else content.tobytes())
-    return digest.hexdigest()
+        sizes.append(len(content))
+    return digest.hexdigest(), sum(sizes) / max(1, len(sizes)) if encoded else None
 
 
-def _origin_of(spec: DataSpec, source: Source) -> Origin | None:
-    if spec.path is None:
+def looks_of(path: Path) -> dict[str, Look]:
+    """Return the look of a path and, in a folder, of some of its folders and files, by their relative names."""
+    folders = (os.path.join(above, name) for above, names, _ in os.walk(path) for name in names)
+    files = (os.path.join(above, name) for above, _, names in os.walk(path) for name in names)
+    names = (os.path.relpath(each, path) for each in (str(path), *_thinned(folders), *_thinned(files)))
+    found = ((name, _look(path / name)) for name in names if printable(name) == name)  # others are no JSON
+    return {name: look for name, look in found if look is not None}
+
+
+def _thinned(items: Iterable[str]) -> list[str]:
+    """Return all items or, of many, at least :data:`LOOKED_AT` evenly spaced ones, and less than twice as many."""
+    kept, step = list[str](), 1
+    for number, item in enumerate(items):
+        if number % step == 0:
+            kept.append(item)
+        if len(kept) == 2 * LOOKED_AT:
+            kept, step = kept[::2], 2 * step
+    return kept
+
+
+def _look(path: Path) -> Look | None:
+    """Return the size in bytes, 0 for a folder, and the time of the last change in ns; None if it can't be seen."""
+    try:
+        status = os.stat(path)
+    except OSError:
         return None
-    return Origin(seen=_seen(spec.path), listed=_listed(source), sampled=_sampled(source))
+    return 0 if stat.S_ISDIR(status.st_mode) else status.st_size, status.st_mtime_ns
 
 
-def _changed(spec: DataSpec, meta: CacheMeta) -> str | None:
-    """Return how the source of a cache has changed; None if it has not, has gone, or can't be compared.
+def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
+    """Refuse a cache if ``data.path`` has other images now; it may be gone, and copies of it have other times.
 
-    Files and folders with the sizes and times that they had are taken for unchanged; of others, such as a copy, the
-    names, labels and the content of some images are compared.
+    Raises:
+        DataError: a file has another size or, if only times differ, the source has other names, labels or images.
     """
-    if meta.origin is None or spec.path is None or not os.path.exists(spec.path):
-        return None
-    with suppress(OSError):
-        if _seen(spec.path) == meta.origin.seen:
-            return None
-    source = open_source(spec, False)
-    if _listed(source) != meta.origin.listed:
-        before, now = meta.count + meta.skipped, len(source.labels)
-        how = f"{now:,} images instead of {before:,}" if now != before else "images of other names or classes"
-        return f"data.path = {spec.path} has {how}"
-    return None if _sampled(source) == meta.origin.sampled else f"images at data.path = {spec.path} have changed"
+    if spec.path is None or (origin := found.meta.origin) is None:
+        return
+    looks = [(before, _look(spec.path / name)) for name, before in origin.looks.items()]
+    if all(before == now for before, now in looks):
+        return
+    if all(now is None or before[0] == now[0] for before, now in looks):
+        try:
+            if _sampled(open_source(spec, progress))[0] == origin.content:
+                return
+        except (DataError, OSError) as error:
+            if progress and os.path.lexists(spec.path):
+                print(f"{error}; the images in {found.path} are used", file=sys.stderr)
+            return
+    raise DataError(
+        f"data.path = {spec.path} has other images than {found.path} was prepared from; bring those back, or delete "
+        f"{found.path} to prepare these"
+    )
 
 
 class Decoding:
     """Decoding of a source's images, shared by several processes."""
 
-    def __init__(self, source: Source, plan: Plan, shareable: bool) -> None:
-        self.source, self.plan = source, plan
+    def __init__(self, source: Source, plan: Plan, shareable: bool, origin: Origin | None = None) -> None:
+        self.source, self.plan, self.origin = source, plan, origin
         self.shareable = shareable and plan.images > FEW_IMAGES
         """Whether several processes are faster than one."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(plan.shape)))
