@@ -1,7 +1,8 @@
 """Atomic writes, reads within limits, and checksums of files. Does not import torch.
 
 A path from a user may be a device, endless, or built to break its reader. So every text file is read by
-:func:`read_bytes`, and every JSON by :func:`read_json` or :func:`parse_json`.
+:func:`read_bytes`, every JSON by :func:`read_json` or :func:`parse_json`, and a file that stays under its name is
+written through :func:`open_regular`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import psutil
 from tqdm import tqdm
@@ -34,39 +35,24 @@ LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 """Linux's limits on the bytes of a file name and of a path."""
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
+def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> BinaryIO:
+    """Open a regular file in a mode of Python's ``open``; one that is written may be missing.
 
-    Named pipes, which wait for a writer, and devices, which may be endless, are not opened.
+    Named pipes, which wait for the other end, and devices, which may be endless, are not opened.
 
     Raises:
         OSError: it can't be opened or is not a regular file; ``strerror`` is the reason.
     """
     if fault := path_fault(path):
         raise OSError(errno.EINVAL, fault, str(path))
-    check_regular(path)
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-
-
-def open_to_append(path: Path) -> BinaryIO:
-    """Open a regular file for appending and reading, such as a lock or a log, and make it if it is missing.
-
-    Raises:
-        OSError: as :func:`open_regular`.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        check_regular(path)
-    return open(path, "ab+", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
-
-
-def check_regular(path: Path) -> None:
-    """Raise OSError, with the reason as ``strerror``, unless ``path`` is a regular file."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-        raise OSError(errno.EINVAL, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
+    with contextlib.suppress(FileNotFoundError):  # which opening it raises, unless it is made
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if kind != stat.S_IFREG:
+            kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+            raise OSError(errno.EINVAL, f"it is {kinds.get(kind, 'a device')}, not a file", str(path))
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
 def expanded(path: Path | str) -> Path:
@@ -238,7 +224,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open_regular(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +40,22 @@ def place_empty_store(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "mlflow.db").exists():
         (folder / "mlflow.db").write_bytes(_empty_store())
+
+
+@contextlib.contextmanager
+def hanging() -> Iterator[None]:
+    """Fail what waits for ever, in the main thread, with an alarm."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise AssertionError(f"it has not ended after {PATIENCE_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(int(PATIENCE_SECONDS))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def wait_for(

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ddpm_ds.files import temporary_beside
+import pytest
+
+from ddpm_ds.errors import OutputError
+from ddpm_ds.experiments.sweep import LOG, run_command
+from ddpm_ds.files import METRICS, open_regular, read_points, replace_file, temporary_beside
+from ddpm_ds.tracking.run_folder import LABELS, LOCK, RESUMES, RunFolder, claim_folder, disk_errors_said, write_labels
+from ddpm_ds.tracking.tracker import UNSENT_FILE, keep_unsent
+from tests.launching import hanging
 
 
 def test_the_next_writer_of_an_output_removes_what_killed_ones_left(tmp_path: Path) -> None:
@@ -23,3 +33,82 @@ def test_the_next_writer_of_an_output_removes_what_killed_ones_left(tmp_path: Pa
     assert temporary_beside(out) == tmp_path / f".out[1].bin.writing-{os.getpid()}"
     assert temporary_beside(folder) == tmp_path / f".folder.writing-{os.getpid()}"
     assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
+
+
+def place(kind: str, path: Path) -> None:
+    """Put something other than a regular file at a path."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+
+
+REASONS = {
+    "pipe": "it is a named pipe, not a file",
+    "socket": "it is a socket, not a file",
+    "device": "it is a device, not a file",
+    "folder": "Is a directory",
+}
+
+
+@pytest.mark.parametrize("mode", ["rb", "wb", "ab", "ab+"])
+@pytest.mark.parametrize("kind", REASONS)
+def test_only_regular_files_are_opened_and_nothing_is_waited_for(
+    kind: str, mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    place(kind, Path("it"))
+    with hanging(), pytest.raises(OSError) as caught:
+        open_regular(Path("it"), mode)
+    assert (caught.value.strerror, caught.value.filename) == (REASONS[kind], "it")
+
+
+def test_a_file_that_is_written_may_be_missing_and_one_that_is_read_may_not(tmp_path: Path) -> None:
+    with open_regular(tmp_path / "new", "ab") as file:
+        file.write(b"1")
+    with open_regular(tmp_path / "new", "ab+") as file:
+        file.write(b"2")
+    with open_regular(tmp_path / "new") as file:
+        assert file.read() == b"12"
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "missing")
+
+
+OPENED: dict[str, Callable[[Path], Any]] = {
+    LOCK: claim_folder,
+    METRICS: lambda run_dir: RunFolder(run_dir).append(METRICS, {}, 1),
+    RESUMES: lambda run_dir: RunFolder(run_dir).add_resume(run_dir / "images-1", []),
+    LOG: lambda run_dir: run_command([sys.executable, "-c", ""], run_dir / LOG, [], lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_named_pipe_in_a_run_s_folder_is_one_line(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    refused = pytest.raises(OutputError, match=r"can't be written \(it is a named pipe, not a file\)")
+    with hanging(), refused, disk_errors_said(tmp_path):
+        OPENED[name](tmp_path)
+
+
+def test_files_that_are_written_whole_take_the_place_of_a_named_pipe(tmp_path: Path) -> None:
+    for name in (LABELS, "content"):
+        os.mkfifo(tmp_path / name)
+    with hanging():
+        write_labels(tmp_path, {"a": "b"})
+        replace_file(tmp_path / "content", b"c")
+    assert (tmp_path / "content").read_bytes() == b"c" and b'"a": "b"' in (tmp_path / LABELS).read_bytes()
+
+
+def test_records_that_can_not_be_kept_beside_a_named_pipe_are_said_to_be_lost(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / UNSENT_FILE)
+    with hanging():
+        said = keep_unsent({"run_dir": str(tmp_path), "output_root": str(tmp_path)}, [{"text": "a"}])
+    assert said.endswith("it is a named pipe, not a file")
+    os.mkfifo(tmp_path / METRICS)
+    with hanging():
+        assert read_points(tmp_path / METRICS) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import check_writable, file_path, writing
+from ddpm_ds.files import replace_file
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
@@ -170,7 +171,7 @@ def _diagnose(options: argparse.Namespace) -> None:
     found = verdict(facts_of(folder))
     print(text(found, folder), end="")
     try:
-        (folder / VERDICT).write_text(text(found, folder))
+        replace_file(folder / VERDICT, text(found, folder).encode())
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
     if run is not None:

@@ -31,7 +31,7 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, Origin, shard_name
 from ddpm_ds.errors import DataError, one_line
-from ddpm_ds.files import open_to_append, read_bytes, sha256_of, sync
+from ddpm_ds.files import open_regular, read_bytes, sha256_of, sync
 
 CLAIMS = "claims"
 """Name of the file in which processes lock one byte for each file of images that they write."""
@@ -97,7 +97,7 @@ def locked(file: Path, number: int | None = None, wait: bool = True) -> Iterator
 
     On file systems without locks (some Lustre mounts), who makes a file beside it holds the lock.
     """
-    with open_to_append(file) as opened:
+    with open_regular(file, "ab") as opened:
         mine = True
         try:
             how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB

@@ -32,7 +32,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
-from ddpm_ds.files import METRICS, read_json, read_points, write_file
+from ddpm_ds.files import METRICS, open_regular, read_json, read_points, replace_file, write_file
 from ddpm_ds.processes.launcher import has_gpu, local_options
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS
@@ -118,8 +118,8 @@ class Sweep:
         """Create a trial's folder with the files that it starts from."""
         run_dir = self.run_dir(trial)
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
-        (run_dir / ASKED_CONFIG).write_text(json.dumps(trial.config, indent=2) + "\n")
+        replace_file(run_dir / "spec.yaml", yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False).encode())
+        replace_file(run_dir / ASKED_CONFIG, json.dumps(trial.config, indent=2).encode() + b"\n")
         tags = {"vary.name": self.folder.name, "vary.changed": trial.label, VARIED_TAG: " ".join(trial.settings)}
         write_labels(run_dir, tags)
 
@@ -180,7 +180,7 @@ class Sweep:
             log(f"no comparison: {error}")
             return None
         for name, text in contents.items():
-            (self.folder / name).write_text(text, encoding="utf-8")
+            replace_file(self.folder / name, text.encode())
             tracker.artifact(self.folder / name, ARTIFACT_FOLDER)
         return terminal(compared, shutil.get_terminal_size((120, 24)).columns)
 
@@ -191,7 +191,7 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
     The command gets a session of its own, so that Ctrl-C in a terminal reaches it only once, from here.
     """
     started, passed = time.monotonic(), 0
-    with log.open("ab") as output:
+    with open_regular(log, "ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -214,7 +214,7 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
 
 def _explanation(log: Path, begin: int) -> tuple[str, ...]:
     """Return the lines of ``log`` from byte ``begin`` on that explain a failure, without the launcher's."""
-    with log.open("rb") as file:
+    with open_regular(log) as file:
         file.seek(begin)
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
     errors = [line for line in lines if line.startswith("ddpm_ds: error: ")]

@@ -237,7 +237,7 @@ def write_device(run_dir: Path, device: Device) -> None:
     """Write the device's file into a run's folder."""
     file = run_dir / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(device), indent=2) + "\n")
+    replace_file(file, json.dumps(asdict(device), indent=2).encode() + b"\n")
 
 
 def read_device(run_dir: Path) -> Device:

@@ -27,6 +27,7 @@ from torch import nn
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.errors import fault_said
+from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -190,7 +191,7 @@ class FlopsProfile(Observer):
         texts[self._folder / "flops.json"] = json.dumps(numbers, indent=2)
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
+            replace_file(path, f"{text}\n".encode())
         return list(texts)
 
 

@@ -29,6 +29,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from ddpm_ds.command_line import aligned
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import fault_said
+from ddpm_ds.files import replace_file
 from ddpm_ds.observe.kernel_groups import GROUPS, INSTRUCTION, SPAN, WAIT, Shares, operations_of, shares
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -214,12 +215,12 @@ def write(ranks: Sequence[RankProfile], folder: Path, last_step: int) -> list[Pa
     steps = ranks[0].steps
     recorded = f"{steps} optimizer {'step' if steps == 1 else 'steps'} up to number {last_step}"
     groups = folder / "groups.txt"
-    groups.write_text(f"{recorded}, all ranks\n\n{group_table(ranks)}\n")
+    replace_file(groups, f"{recorded}, all ranks\n\n{group_table(ranks)}\n".encode())
     paths = [groups]
     for number, rank in enumerate(ranks):
         text, trace = folder / f"rank{number}.txt", folder / f"rank{number}.trace.json.gz"
-        text.write_text(f"{recorded}, rank {number}\n\n{group_table([rank])}\n\n{rank.table}")
-        trace.write_bytes(rank.trace)
+        replace_file(text, f"{recorded}, rank {number}\n\n{group_table([rank])}\n\n{rank.table}".encode())
+        replace_file(trace, rank.trace)
         paths += [text, trace]
     return paths
 

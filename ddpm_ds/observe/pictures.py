@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ddpm_ds.files import replace_file
 from ddpm_ds.observe.recording import RankTrace
 from ddpm_ds.pipeline.schedule import PASSES, Event
 
@@ -65,8 +66,7 @@ def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
                     arguments["micro-batch"] = event.micro_batch
                     name = f"{name} {event.micro_batch}"  # last: Perfetto leaves numbers out when it chooses a colour
                 records.append(_slice(name, event.instruction, row, event.start, event.end, arguments))
-    with path.open("w") as file:
-        json.dump({"traceEvents": records, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
+    replace_file(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, separators=(",", ":")).encode())
 
 
 def rank_name(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
 from ddpm_ds.errors import fault_said
+from ddpm_ds.files import replace_file
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import Observer, Report, keep
 from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace, Recording, aligned
@@ -125,7 +126,7 @@ class Timeline(Observer):
         return True
 
     def _write_programs(self, file: Path) -> list[Path]:
-        file.write_text(written(self._engine.programs))
+        replace_file(file, written(self._engine.programs).encode())
         return [file]
 
     def span(self, name: str) -> AbstractContextManager[Any]:
@@ -186,7 +187,7 @@ class Timeline(Observer):
         facts = self._folder / "summary.json"
         self._folder.mkdir(parents=True, exist_ok=True)
         write_trace(ranks, title, trace)
-        facts.write_text(json.dumps(summary, indent=2) + "\n")
+        replace_file(facts, json.dumps(summary, indent=2).encode() + b"\n")
         if self._engine.num_stages == 1:
             return [trace, facts]
         draw_median_step(ranks, title, picture)

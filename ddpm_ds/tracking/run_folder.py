@@ -25,7 +25,8 @@ from ddpm_ds.files import (
     EVALUATIONS,
     METRICS,
     OBSERVATIONS,
-    open_to_append,
+    open_regular,
+    read_bytes,
     read_json,
     read_points,
     read_text,
@@ -45,7 +46,7 @@ IDENTITY = "identity"
 LOCK = ".lock"  # file that the run's process keeps locked
 REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
-    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL),
 }
 """Disk errors that a user can fix."""
 RESUMES = "resumes.jsonl"
@@ -154,7 +155,7 @@ def claim_folder(run_dir: Path) -> BinaryIO:
     """
     with disk_errors_said(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open_to_append(run_dir / LOCK)
+        lock = open_regular(run_dir / LOCK, "wb")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,7 +187,7 @@ def identity_of(run_dir: Path) -> str | None:
 
 def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
     """Give a run that is about to start in ``run_dir`` tags of its own."""
-    (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
+    replace_file(run_dir / LABELS, json.dumps(tags, indent=2).encode() + b"\n")
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
@@ -204,9 +205,9 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        first.write_bytes(note.encode())
+        replace_file(first, note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and first.read_bytes() == note.encode()):
+    elif note is not None and not (first.exists() and read_bytes(first) == note.encode()):
         log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
     return tags
 
@@ -235,10 +236,8 @@ class RunFolder:
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
-        with open_to_append(self.path / name) as file:
-            if (
-                file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
-            ):  # the last point was cut off
+        with open_regular(self.path / name, "ab+") as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":  # the last point was cut off
                 file.write(b"\n")
             file.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
@@ -278,6 +277,6 @@ class RunFolder:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
         file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
-        with open_to_append(file) as stream:
+        with open_regular(file, "ab") as stream:
             stream.write(json.dumps(record).encode() + b"\n")
         return len(read_text(file).splitlines())

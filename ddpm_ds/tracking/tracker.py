@@ -50,6 +50,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from ddpm_ds.errors import SpecError, shortened
+from ddpm_ds.files import open_regular
 from ddpm_ds.secret import public_address, without_secrets
 
 Record = dict[str, Any]
@@ -234,8 +235,8 @@ def keep_unsent(start: Record, records: Iterable[Record]) -> str:
     path, uri = Path(start["run_dir"]) / UNSENT_FILE, public_address(resolve_uri(start["output_root"]))
     what = f"{len(lines)} {'record' if len(lines) == 1 else 'records'} could not be sent to MLflow at {uri}"
     try:
-        with path.open("a") as file:
-            file.writelines(line + "\n" for line in (json.dumps({"start": start}), *lines))
+        with open_regular(path, "ab") as file:
+            file.writelines(line.encode() + b"\n" for line in (json.dumps({"start": start}), *lines))
     except OSError as error:
         return f"{what}, and are lost: {path}: {error.strerror}"
     return f"{what}; to send them: python -m {WORKER} < {shlex.quote(str(path))}"

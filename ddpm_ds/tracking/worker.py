@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING
 from PIL import Image  # at the top, since two threads that import it at once may see it half-imported
 
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import open_regular
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
 from ddpm_ds.tracking.tracker import (
@@ -323,7 +324,7 @@ def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Lock out other workers of the same folder, since two that create one database at once corrupt it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".mlflow.lock").open("w") as lock:
+    with open_regular(folder / ".mlflow.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
