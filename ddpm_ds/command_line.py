@@ -68,7 +68,7 @@ def cache_folder() -> Path:
     """Return the folder of cached measurements in the user's cache (``XDG_CACHE_HOME``); it may not exist yet."""
     home = os.path.expanduser("~")  # stays "~" if the user has no home, as in some containers
     own = Path(home, ".cache") if home != "~" else Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
+    return expanded(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -101,7 +101,8 @@ def file_path(text: str) -> Path:
     Raises:
         argparse.ArgumentTypeError: the path is impossible, passes through a loop of links, or can't be accessed.
     """
-    fault = path_fault(text) if text else "a path can't be empty"
+    path = expanded(text)
+    fault = path_fault(path) if text else "a path can't be empty"
     if fault is None:
         try:
             path = expanded(text)

@@ -43,7 +43,7 @@ def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> B
     Raises:
         OSError: it can't be opened or is not a regular file; ``strerror`` is the reason.
     """
-    if fault := path_fault(path):
+    if fault := path_fault(path.absolute()):
         raise OSError(errno.EINVAL, fault, str(path))
     with contextlib.suppress(FileNotFoundError):  # which opening it raises, unless it is made
         kind = stat.S_IFMT(os.stat(path).st_mode)
@@ -78,8 +78,18 @@ def preset(path: Path | str, folder: Path) -> Path:
     return next((found for found in folder.glob("*.*") if given.name in (found.name, found.stem)), given)
 
 
+def expanded(path: Path | str) -> Path:
+    """Return a path from a user with the home folder in place of a leading ``~`` or ``~user``.
+
+    It is unchanged if no home folder is known; :func:`path_fault` tells.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):  # no such home; a zero byte
+        return Path(path).expanduser()
+    return Path(path)
+
+
 def path_fault(path: Path | str) -> str | None:
-    """Return why no file can ever have this path; None for a possible path."""
+    """Return why no file can have this path, which has been :func:`expanded`; None for a possible path."""
     name = os.fsencode(path)
     if name.startswith(b"~") and os.path.expanduser(name) == name:
         return f"there is no home folder {os.fsdecode(name).split('/')[0]}; a file of that name is ./~..."

@@ -34,7 +34,7 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
-from ddpm_ds.command_line import OneLineParser, check_writable, number  # noqa: E402
+from ddpm_ds.command_line import OneLineParser, check_writable, file_path, number  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
@@ -538,8 +538,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     parser = OneLineParser(
         prog="python launch/check_gpu.py", description=DESCRIPTION, epilog=f"checks\n{listed}\n{EXIT_CODES}"
     )
-    parser.add_argument("--out", type=Path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="for runs and logs (a new temporary folder)")
+    parser.add_argument("--out", type=file_path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
+    parser.add_argument("--work", type=file_path, metavar="DIR", help="for runs and logs (a new temporary folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time limit of all checks (10)")
     parser.add_argument("--only", default=",".join(CHECKS), metavar="CHECK,...", help="some checks (default: all)")

@@ -22,7 +22,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from ddpm_ds import open_run
-from ddpm_ds.command_line import aligned, positive
+from ddpm_ds.command_line import aligned, file_path, positive
 
 LAUNCH = Path(__file__).resolve().parent
 CONFIGS = LAUNCH.parent / "ds_configs"
@@ -179,7 +179,7 @@ def each(what: str, do: Callable[[str, int], object], jobs: Sequence[tuple[str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, score and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--out", type=file_path, required=True, help="folder of the runs")
     parser.add_argument("--rows", default=",".join(USUAL), help=f"some of {','.join(ROWS)} (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
     parser.add_argument(

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddpm_ds.command_line import bandwidth, counted, file_path, gib, memory_size, teraflops
+from ddpm_ds import load_spec, load_trained, open_run
+from ddpm_ds.cli.main import make_parser
+from ddpm_ds.command_line import bandwidth, cache_folder, counted, file_path, gib, memory_size, teraflops
+from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.config.spec import RunSpec, Section
+from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.processes.launcher import read_launch
 
 
 def test_what_is_understood() -> None:
@@ -47,6 +56,73 @@ def test_a_folder_of_somebody_else_can_not_be_used(tmp_path: Path, monkeypatch: 
     assert file_path("~/new") == tmp_path / "new" and file_path("./~") == Path("~")
     with pytest.raises(argparse.ArgumentTypeError, match="there is no home folder ~nobody-here"):
         file_path("~nobody-here/new")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home folder, which is not the working folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, argparse.Action]]:
+    """All options and arguments of all verbs, with the parser of each."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from actions_of(inner)
+        else:
+            yield parser, action
+
+
+ACTIONS = [*actions_of(make_parser())]
+PATHS = re.compile(r"DIR|FILE|FOLDER|PATH|JSON|YAML|PNG|BASE|OUT|RUN|CHECKPOINT")
+"""Placeholders of paths in the help of the command line."""
+
+
+def test_every_path_on_the_command_line_may_begin_with_a_home_folder(home: Path) -> None:
+    paths = [action for _, action in ACTIONS if PATHS.search(str(action.metavar))]
+    assert len(paths) > 40
+    for action in paths:
+        assert str(action.type("~/a b")) == str(home / "a b"), action  # type: ignore[operator,misc]
+    own = [action for _, action in ACTIONS if action.type is file_path]
+    assert {*map(id, own)} <= {*map(id, paths)}, "a placeholder of a path that this test does not know"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no home folder of this name is known; write it out"):
+        file_path("~nobody-of-this-name/x")
+
+
+def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_folder(home: Path) -> None:
+    fields = [(name, key) for name, field in RunSpec.model_fields.items() for key in _paths(field.annotation)]
+    assert len(fields) == 4
+    spec = load_spec("digits")
+    for section, key in ((getattr(spec, name), key) for name, key in fields):
+        changed = type(section).model_validate(section.model_dump() | {key: "~/x"})
+        assert getattr(changed, key) == home / "x"
+    assert load_spec("digits", ["data.store_root=~/x"]).data.store_root == home / "x"
+    with pytest.raises(SpecError, match=r'data.store_root = "~nobody-of-this-name" can\'t be a path: no home folder'):
+        load_spec("digits", ["data.store_root=~nobody-of-this-name"])
+    profiled = read_ds_config("zero2_fp16", ["ds.flops_profiler.enabled=true", "ds.flops_profiler.output_file=~/x"])
+    resolved = resolve(profiled, spec, world_size=1, stages=1, path="zero2_fp16")
+    assert resolved.blocks["flops_profiler"]["output_file"] == str(home / "x")
+    assert cache_folder() == home / ".cache" / "ddpm_ds"
+    home.mkdir()
+    (home / "spec.yaml").write_text((SPECS / "digits.yaml").read_text())
+    assert load_spec("~/spec.yaml") == open_run("~").spec == spec
+    (home / "empty.json").write_text("{}")
+    assert read_ds_config("~/empty.json") == {}
+    with pytest.raises(UserError, match=f"{home}/none"):
+        load_trained("~/none")
+    (home / "hosts").write_text("localhost slots=1\n")
+    launch = read_launch(["--hostfile=~/hosts", "-i", "localhost", "--venv_script", "~/env", "launch/train.py"])
+    assert launch.hosts == ("localhost",)
+    assert launch.options == (f"--hostfile={home}/hosts", "-i", "localhost", "--venv_script", f"{home}/env")
+
+
+def _paths(section: Any) -> list[str]:
+    """The fields of a section of the spec that are paths."""
+    fields = section.model_fields if isinstance(section, type) and issubclass(section, Section) else {}
+    return [key for key, field in fields.items() if "Path" in str(field.annotation)]
 
 
 def test_numbers_are_shown_with_a_unit_that_fits() -> None:

@@ -68,8 +68,13 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
         description=COMPARE_DESCRIPTION,
         epilog=COMPARE_EXAMPLES,
     )
-    parser.add_argument("recorded_runs", nargs="+", metavar="RUN | EXPERIMENT")
-    parser.add_argument("--baseline", metavar="RUN", help="run that ratios refer to (default: the first with metrics)")
+    parser.add_argument("recorded_runs", nargs="+", type=os.path.expanduser, metavar="RUN | EXPERIMENT")
+    parser.add_argument(
+        "--baseline",
+        type=os.path.expanduser,
+        metavar="RUN",
+        help="run that ratios refer to (default: the first with metrics)",
+    )
     parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
     parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
     parser.add_argument("--html", type=file_path, metavar="FILE", help="write it as one page with curves and timelines")
@@ -129,7 +134,7 @@ def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
         description=NOTE_DESCRIPTION,
         epilog=NOTE_EXAMPLES,
     )
-    parser.add_argument("recorded_run", metavar="RUN")
+    parser.add_argument("recorded_run", type=os.path.expanduser, metavar="RUN")
     parser.add_argument("text", nargs="?", help="what was learned; may have several lines")
     add_runs_option(parser)
     parser.set_defaults(run=_note)
@@ -156,7 +161,9 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
         description=DIAGNOSE_DESCRIPTION,
         epilog=DIAGNOSE_EXAMPLES,
     )
-    parser.add_argument("name", metavar="RUN", help="folder of a run, or its id or name in MLflow")
+    parser.add_argument(
+        "name", type=os.path.expanduser, metavar="RUN", help="folder of a run, or its id or name in MLflow"
+    )
     add_runs_option(parser)
     parser.set_defaults(run=_diagnose)
 

@@ -487,14 +487,16 @@ def resolve(
     )
 
 
-def _make_counts_ints(block: dict[str, Any], prefix: str = "") -> None:
-    """Turn every count in a checked block into an int, since JSON may write it as 5e8 or 2.0."""
+def _normalise(block: dict[str, Any], prefix: str = "") -> None:
+    """Turn every count in a checked block into an int, since JSON may write it as 5e8 or 2.0, and expand paths."""
     for name, value in block.items():
         key = KEYS.get(f"{prefix}{name}")
         if isinstance(value, dict):
-            _make_counts_ints(value, f"{prefix}{name}.")
+            _normalise(value, f"{prefix}{name}.")
         elif key is not None and key.kind.whole and isinstance(value, float | list):
             block[name] = [int(cut) for cut in value] if isinstance(value, list) else int(value)
+        elif key is not None and key.kind is FILE_OR_NULL and value is not None:
+            block[name] = str(expanded(value))
 
 
 def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded", "planned"]:

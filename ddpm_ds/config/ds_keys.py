@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_IMAGES, MOST_PROCESSES, limit
 from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE
-from ddpm_ds.files import path_fault
+from ddpm_ds.files import expanded, path_fault
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ EVEN = Kind(
     whole=True,
 )
 FILE_OR_NULL = Kind(
-    "a path or null", lambda value: value is None or (isinstance(value, str) and value != "" and not path_fault(value))
+    "a path or null",
+    lambda value: value is None or (isinstance(value, str) and value != "" and not path_fault(expanded(value))),
 )
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 PAIR = Kind(

@@ -72,12 +72,14 @@ MOST_PICTURE_PIXELS = 2**26
 
 
 def _possible(path: Path) -> Path:
+    path = expanded(path)
     if fault := path_fault(path):
         raise PydanticCustomError("path", "{fault}", {"fault": fault})
     return expanded(path)
 
 
 FilePath = Annotated[Path, AfterValidator(_possible)]
+"""Path, in which ``~`` is expanded: a run's record names the files that were read, whoever looks at it later."""
 
 
 def _printable(text: str) -> str:

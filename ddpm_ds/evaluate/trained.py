@@ -28,7 +28,7 @@ from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, w
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler, sampled_levels
 from ddpm_ds.errors import CheckpointError, SpecError
-from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
+from ddpm_ds.files import expanded, open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.unet.diffusers import from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
@@ -128,10 +128,11 @@ def load_trained(
         DataError: the autoencoder can't be used.
         SpecError: ``ema_length`` is out of range, or ``autoencoder`` is given for a run on pixels.
     """
+    path, autoencoder = expanded(path), None if autoencoder is None else expanded(autoencoder)
     if ema_length is not None:
-        average = Reconstruction(snapshots_of(Path(path)), ema_length)
+        average = Reconstruction(snapshots_of(path), ema_length)
         return _load_checkpoint(average, average.kind, average.digest, autoencoder, device, dtype)
-    found = find_trained(Path(path))
+    found = find_trained(path)
     if (found / MANIFEST).is_file():
         reader = Reader(found)
         kind = _kind(reader, weights)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pynvml
 
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import expanded
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS, read_hostfile, this_host
 from ddpm_ds.processes.ranks import GIVEN_DEVICES
 
@@ -36,6 +38,10 @@ FLAGS = (
     "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --bind_cores_to_rank "
     "-q,--quiet"
 )
+
+
+_HOME = re.compile(r"(?:^|(?<==))~.*")
+"""Path in an option, as ``~/hosts`` and ``--hostfile=~/hosts``, that DeepSpeed would not expand."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def read_launch(command: Sequence[str]) -> Launch:
             report how the run ends.
     """
     options = _parser().parse_args(command)
-    path = Path(options.hostfile or DEFAULT_HOSTFILE)
+    path = expanded(options.hostfile or DEFAULT_HOSTFILE)
     missing = options.hostfile is not None and not path.exists()
     pool = read_hostfile(path) if path.is_file() or missing else {}  # /dev/null means this host alone
     hosts = _taking_part(pool, str(path), options)
@@ -101,8 +107,8 @@ def read_launch(command: Sequence[str]) -> Launch:
     if remote and (options.launcher or "pdsh").lower() == "pdsh" and shutil.which("pdsh") is None:
         raise SpecError("pdsh is not installed; install it, or start on each host with --no_ssh --node_rank")
     script = ([options.user_script] if options.user_script is not None else []) + options.user_args
-    own, port = command[: len(command) - len(script)], options.master_port or DEFAULT_PORT
-    return Launch(tuple(own), tuple(script), hosts, remote, port)
+    own = [_HOME.sub(lambda found: str(expanded(found[0])), word) for word in command[: len(command) - len(script)]]
+    return Launch(tuple(own), tuple(script), hosts, remote, options.master_port or DEFAULT_PORT)
 
 
 def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -127,7 +127,7 @@ def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bo
 def _run_dir(command: Sequence[str]) -> Path:
     """Return the training script's --run-dir, without which each start would use a new folder and none would resume."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--run-dir", type=Path, nargs="?")
+    parser.add_argument("--run-dir", type=expanded, nargs="?")
     if folder := parser.parse_known_args(command)[0].run_dir:
         return Path(folder)
     raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")

@@ -147,9 +147,10 @@ def open_run(run: Path | str, *, root: Path = OUTPUT_ROOT) -> Run:
     Raises:
         ExperimentError: there is no such run, or its folder is not on this machine.
     """
-    if os.path.isfile(Path(run) / "spec.yaml"):  # False also for a name that is too long for a path
-        return Run(Path(run))
-    return find_run(str(run), root=root).open()
+    name = os.path.expanduser(run)
+    if os.path.isfile(Path(name) / "spec.yaml"):  # False also for a name that is too long for a path
+        return Run(Path(name))
+    return find_run(name, root=expanded(root)).open()
 
 
 @dataclass(frozen=True)
