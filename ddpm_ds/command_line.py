@@ -44,6 +44,11 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SpecError(f"{message}; {self.prog} --help explains")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and "--" in arg_strings:  # of --option=--; argparse removes it and fails without
+            raise argparse.ArgumentError(action, "-- is no value")
+        return super()._get_values(action, arg_strings)
+
 
 def add_spec_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     """Add ``--set`` and ``--spec``, which is required unless there is a ``default``."""
