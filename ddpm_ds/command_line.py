@@ -110,7 +110,6 @@ def file_path(text: str) -> Path:
     fault = path_fault(path) if text else "a path can't be empty"
     if fault is None:
         try:
-            path = expanded(text)
             if stat.S_ISDIR(path.stat().st_mode) and not os.access(path, os.X_OK):
                 fault = os.strerror(errno.EACCES)
         except (FileNotFoundError, NotADirectoryError):
@@ -119,7 +118,7 @@ def file_path(text: str) -> Path:
             fault = error.strerror
     if fault is not None:
         raise argparse.ArgumentTypeError(f"{text!r} can't be used ({fault})")
-    return expanded(text)
+    return path
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:

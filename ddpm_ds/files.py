@@ -55,11 +55,6 @@ def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> B
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
-def expanded(path: Path | str) -> Path:
-    """Return a path that a user gave, with ``~`` or ``~user`` at its beginning as that home folder."""
-    return Path(os.path.expanduser(path))
-
-
 def presets(folder: str) -> Path:
     """Return a folder of presets, such as ``launch/specs``: that of the clone, or its copy in an installed package."""
     package = Path(__file__).resolve().parent
@@ -91,8 +86,8 @@ def expanded(path: Path | str) -> Path:
 def path_fault(path: Path | str) -> str | None:
     """Return why no file can have this path, which has been :func:`expanded`; None for a possible path."""
     name = os.fsencode(path)
-    if name.startswith(b"~") and os.path.expanduser(name) == name:
-        return f"there is no home folder {os.fsdecode(name).split('/')[0]}; a file of that name is ./~..."
+    if name.startswith(b"~"):
+        return "no home folder of this name is known; write it out"
     if b"\0" in name:
         return "a path can't hold a zero byte"
     if len(name) > LONGEST_PATH_BYTES or any(len(part) > LONGEST_NAME_BYTES for part in name.split(b"/")):

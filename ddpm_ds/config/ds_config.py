@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES
-from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, SYNONYMS, children, is_off, nested, zero_only_keys
+from ddpm_ds.config.ds_keys import (
+    BLOCK,
+    FILE_OR_NULL,
+    KEYS,
+    REFUSED,
+    SYNONYMS,
+    children,
+    is_off,
+    nested,
+    zero_only_keys,
+)
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, shown
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
-from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
+from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, expanded, parse_json, preset, presets, read_json
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -460,7 +470,7 @@ def resolve(
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     blocks = copy.deepcopy(config)
-    _make_counts_ints(blocks)
+    _normalise(blocks)
     _fill_from_spec(blocks, spec)
     layout = _layout(config, blocks, spec, world_size, stages)
     if layout.stages > 1:

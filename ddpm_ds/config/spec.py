@@ -75,7 +75,7 @@ def _possible(path: Path) -> Path:
     path = expanded(path)
     if fault := path_fault(path):
         raise PydanticCustomError("path", "{fault}", {"fault": fault})
-    return expanded(path)
+    return path
 
 
 FilePath = Annotated[Path, AfterValidator(_possible)]

@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
+from ddpm_ds.files import expanded
 from ddpm_ds.processes.hosts import (
     ENVIRONMENT_FILE_VARIABLE,
     OF_DEEPSPEED,
