@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 import ddpm_ds
-from ddpm_ds.cli.bench_data import add_bench_data
 from ddpm_ds.cli.checkpoint import add_checkpoint
 from ddpm_ds.cli.doctor import add_doctor
 from ddpm_ds.cli.ema import add_ema
@@ -37,6 +36,13 @@ exit codes
 """
 
 
+WITHDRAWN = {
+    ("bench-data",): "a run measures its wait for data; ddpm-ds diagnose RUN says what to change",
+    ("compare", "--html"): "open MLflow's own comparison, whose address compare prints, or use --markdown",
+}
+"""Replacements of the verbs, and of the options of verbs, that version 0.2 had."""
+
+
 def make_parser() -> OneLineParser:
     """Return the parser of all verbs."""
     parser = OneLineParser(
@@ -52,7 +58,6 @@ def make_parser() -> OneLineParser:
         add_doctor,
         add_plan,
         add_fit,
-        add_bench_data,
         add_sweep,
         add_compare,
         add_note,
@@ -76,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
+        _refuse_withdrawn(given)
         options = make_parser().parse_args(given)
         options.arguments = given[1:]
         return options.run(options) or 0
@@ -87,6 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads the output any more, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 128 + signal.SIGPIPE
+
+
+def _refuse_withdrawn(arguments: Sequence[str]) -> None:
+    for (verb, *options), instead in WITHDRAWN.items():
+        found = {word.partition("=")[0] for word in arguments[1:]} if arguments[:1] == [verb] else set()
+        if arguments[:1] == [verb] and found >= set(options):
+            raise SpecError(f"{' '.join((verb, *options))} was withdrawn in version 0.3; {instead}")
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -88,6 +88,19 @@ class RunLink:
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
+def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
+    """Return the address of a page of MLflow's UI, and the command that serves it; None if a server does.
+
+    ``page`` starts with ``/#/``, and is opened in the mode for model training.
+    """
+    uri = without_secrets(tracking_uri)
+    served = uri.startswith(("http://", "https://"))
+    if page:
+        page += f"{'&' if '?' in page else '?'}{TRAINING_MODE}"
+    command = None if served else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
+    return f"{uri.rstrip('/') if served else LOCAL_UI}{page}", command
+
+
 def user_name() -> str:
     """Return the login name, or the user's number if there is no name, as in some containers."""
     try:
@@ -345,12 +358,9 @@ class Tracker:
                 self._freed = end
 
     def _make_link(self) -> RunLink:
-        uri, run_id = without_secrets(resolve_uri(self._start["output_root"])), self.run_id
-        served = uri.startswith(("http://", "https://"))
-        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
-        url = f"{uri.rstrip('/') if served else LOCAL_UI}{page}"
-        command = None if served else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-        return RunLink(run_id, uri, url, command)
+        uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
+        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
+        return RunLink(run_id, without_secrets(uri), *page_of(uri, page))
 
 
 def _line(record: Record) -> bytes:
