@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = OneLineParser(description=__doc__)
     add_spec_options(parser, DEFAULT_SPEC)
-    parser.add_argument("--workers", default="0,1,2", metavar="N,...", help="numbers of loader processes (0,1,2)")
+    parser.add_argument("--workers", type=numbers, default=[0, 1, 2], metavar="N,...", help="default 0,1,2")
     parser.add_argument("--micro-batch", type=batch, metavar="N", help="images of one (default train.batch_images)")
     parser.add_argument("--seconds", type=limited_seconds, default=4.0, metavar="S", help="for each figure (default 4)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of the numbers of workers")
@@ -43,17 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preparation", action="store_true", help="time decoding, on one core and on all")
     try:
         options = parser.parse_args(arguments)
-        workers = [natural(word) for word in options.workers.split(",")]
         spec = load_spec(options.spec, options.overrides)
         if options.preparation:
             preparation(spec, options.seconds)
         else:
             images = options.micro_batch or spec.train.batch_images
-            loading(spec, workers, images, options.seconds, options.rounds, options.needs)
+            loading(spec, options.workers, images, options.seconds, options.rounds, options.needs)
     except UserError as error:
         print(f"data_rate.py: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def numbers(text: str) -> list[int]:
+    """Parse numbers of loader processes such as ``0,1,2``."""
+    return [natural(word) for word in text.split(",")]
 
 
 def rate(reads: Iterator[int], seconds: float) -> float:
