@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -133,21 +133,11 @@ class FileEntry(_Record):
     sha256: Sha256
 
 
-class Place(_Record):
-    """Host and folder where a file was written."""
-
-    host: str
-    folder: str
-    """Folder of the checkpoints, as this host knows it."""
-
-
 class Part(_Record):
     """Record, for rank 0, of a rank's file that is safely on disk."""
 
     file: str
     entry: FileEntry
-    place: Place | None
-    """Place of the file; None if all hosts share a folder."""
     fragments: list[Span]
     """Fragments in the order of the file."""
 
@@ -167,8 +157,8 @@ class Manifest(Description):
     """Data type of all values, as safetensors names it; half precision in snapshots."""
     files: dict[FileName, FileEntry]
     """Every other file of the checkpoint."""
-    places: dict[str, Place] = {}
-    """Place of each file except ``state.json``, which is everywhere; empty if all hosts share a folder."""
+    places: dict[str, dict[str, str]] = {}
+    """Host and folder of each file, which version 0.2 wrote for hosts that share no folder; no longer used."""
 
     @model_validator(mode="after")
     def _whole(self) -> Manifest:
@@ -209,7 +199,6 @@ def manifest_of(description: Description, state: bytes, parts: Iterable[Part], d
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),
-        places={part.file: part.place for part in parts if part.place},
         dtype=dtype,
     )
 
@@ -321,26 +310,16 @@ def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
 def check_all_here(checkpoint: Path, manifest: Manifest) -> None:
     """Raise CheckpointError if files of the checkpoint are not on this host."""
     here = files_here(checkpoint, manifest)
-    elsewhere = [name for name in manifest.files if name not in here and name in manifest.places]
-    if elsewhere:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is not whole on this host, which lacks {written(manifest, elsewhere)}; copy what "
-            "is missing from there"
-        )
+    if elsewhere := [name for name in manifest.files if name not in here]:
+        raise lacking(checkpoint, elsewhere)
 
 
-def written(manifest: Manifest, names: Iterable[str], about: Callable[[str], str] = lambda host: "") -> str:
-    """Return a text naming files of a checkpoint, the host that wrote them, and a remark ``about`` each host.
-
-    ``stage1-replica0.safetensors, which host b wrote in /data/run/checkpoints``
-    """
-    by_place: dict[Place | None, list[str]] = defaultdict(list)
-    for name in names:
-        by_place[manifest.places.get(name)].append(name)
-    return ", and ".join(
-        f"{', '.join(files)}"
-        + (f", which host {place.host} wrote in {place.folder}{about(place.host)}" if place else "")
-        for place, files in by_place.items()
+def lacking(checkpoint: Path, names: Iterable[str]) -> CheckpointError:
+    """Return the error for files that no host, or not the one that needs them, has."""
+    folder = checkpoint.absolute()
+    return CheckpointError(
+        f"checkpoint {checkpoint} lacks {', '.join(names)} here; if other hosts have them, bring the parts together: "
+        f"rsync -a HOST:{folder}/ {folder}/"
     )
 
 

@@ -214,7 +214,7 @@ class Reconstruction:
 
         spans = [Span(self.kind, name, 0, math.prod(shape)) for name, shape in self.manifest.parameters.items()]
         entry = write_tensors(folder / FILE, [(span.key, "F32", (span.length,)) for span in spans], values())
-        part = Part(file=FILE, entry=entry, place=None, fragments=spans)
+        part = Part(file=FILE, entry=entry, fragments=spans)
         state = read_bytes(self.path, STATE)
         description = Description(**{name: getattr(self.manifest, name) for name in Description.model_fields})
         write_file(folder / STATE, state)

@@ -91,15 +91,9 @@ class Reader:
             values.numpy()[low - start : high - start] = piece.numpy()
             at = high
         if at != stop:
-            self.verify()  # names the file whose header is damaged
+            self.verify()  # names the files that this host lacks, or the one whose header is damaged
             raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
         return values
-
-    def covered(self, wanted: Span) -> list[tuple[int, int]]:
-        """Return the pieces of a span that the opened files hold, as (start, stop) in order."""
-        spans = [span for span, _ in self._spans_of(wanted.kind, wanted.name)]
-        pieces = [(max(wanted.start, span.start), min(wanted.stop, span.stop)) for span in spans]
-        return [(low, high) for low, high in pieces if low < high]
 
     def _check(self, name: str) -> None:
         if name not in self._verified:

@@ -1,4 +1,5 @@
-"""Checkpoints whose files are spread over hosts: which are complete, and what is missing where. Does not import torch.
+"""Checkpoints in a shared folder, or in parts on several hosts: which are complete, and what is missing where. Does not
+import torch.
 
 ::
 
@@ -6,12 +7,12 @@
     host b   images-000012800/  manifest.json  state.json  stage1-replica0.safetensors      together: whole
 
 All functions are collective: every rank calls them, and all ranks get the same result or raise. Each group's leader
-inspects its folder.
+inspects its folder. A rank reads the files of its own host alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,30 +39,26 @@ from ddpm_ds.checkpoint.manifest import (
     check_headers,
     damages,
     files_here,
+    lacking,
     parse_state,
     read_bytes,
     read_manifest,
     unusable,
-    written,
 )
 from ddpm_ds.errors import CheckpointError, NoCheckpointError
-
-BRING_BACK = "start the run with that host as well, or copy the folder from there to a host of this run"
 
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """Checkpoint of which every file is intact on at least one host of this run."""
+    """Checkpoint that every host of this run knows, and of which every file is intact on one of them."""
 
     path: Path
-    """Path of the checkpoint, the same on all hosts; missing on hosts without any of its files."""
+    """Path of the checkpoint, the same on all hosts."""
     manifest: Manifest
     state: State
     """Scalars of the run."""
     here: tuple[str, ...]
     """Names of its files on this rank's host."""
-    groups: Groups
-    """Groups of ranks by the folder that they see."""
 
 
 def settle(folder: Path, groups: Groups, gather: Gather) -> None:
@@ -158,47 +155,26 @@ def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False)
 
 def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | list[str]:
     """Return the checkpoint at ``path``, or the reasons why it can't be used."""
-    looks = {rank: look for rank, look in enumerate(gather(_look(path, groups))) if look is not None}
-    lines = [_on_host(groups, rank, look["damage"]) for rank, look in looks.items() if "damage" in look]
-    created = {look["sha256"]: look["created"] for look in looks.values() if "sha256" in look}
-    for sha256 in sorted(created, key=created.__getitem__, reverse=True):
-        holders = {rank: look["here"] for rank, look in looks.items() if look.get("sha256") == sha256}
-        outcome = _assemble(path, holders, groups, gather, progress)
-        if isinstance(outcome, CompleteCheckpoint):
-            return outcome
-        lines += outcome
-    return lines or [str(unusable(path, f"{MANIFEST} can't be read (No such file or directory)"))]
-
-
-def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
-    """Describe this group's part of a checkpoint: its manifest's checksum, age and files, or the manifest's fault; None
-    on ranks that are not leaders.
-    """
-    if not groups.leads or not path.exists():
-        return None
+    looks = [gather(_look(path, groups))[rank] for rank in groups.leaders]
+    lines = [
+        _on_host(groups, rank, look["damage"])
+        for rank, look in zip(groups.leaders, looks, strict=True)
+        if "damage" in look
+    ]
+    if lines:
+        return lines
+    if len({look["sha256"] for look in looks}) > 1:
+        return [f"checkpoint {path.name} is not the same on all hosts: they have saved apart from each other"]
+    manifest = read_manifest(path)
+    there = {name for look in looks for name in look["here"]}
+    if gone := [name for name in manifest.files if name not in there]:
+        return [str(lacking(path, gone))]
+    here = files_here(path, manifest)
+    damaged, spans = zip(*gather(_check_files(path, manifest, here if groups.leads else (), progress)), strict=True)
+    if lines := [_on_host(groups, rank, text) for rank, found in enumerate(damaged) for _, text in found]:
+        return lines
     try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return {"damage": str(error)}
-    created = manifest.created.timestamp()
-    return {"sha256": manifest.sha256, "created": created, "here": files_here(path, manifest)}
-
-
-def _assemble(
-    path: Path, holders: dict[int, list[str]], groups: Groups, gather: Gather, progress: bool
-) -> CompleteCheckpoint | list[str]:
-    """Return the checkpoint of a manifest, from the files that each of the ``holders``, leaders by rank, has."""
-    manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
-    if gone := _in_none(manifest, holders):
-        return [_lacks(path, manifest, gone, holders, groups)]
-    damaged, spans = zip(*gather(_check_files(path, manifest, holders.get(groups.rank, ()), progress)), strict=True)
-    for rank, here in holders.items():
-        holders[rank] = [name for name in here if name not in dict(damaged[rank])]
-    if _in_none(manifest, holders):
-        return [_on_host(groups, rank, text) for rank, found in enumerate(damaged) for _, text in found]
-    source = min(rank for rank, here in holders.items() if STATE in here)
-    try:
-        state = parse_state(path, _read(path, STATE, source, groups, gather))
+        state = parse_state(path, read_bytes(path, STATE))
         # A set, since two hosts may hold copies.
         fragments = {Span(*span) for found in spans for span in found}
         if check_coverage(manifest.parameters, fragments) != manifest.kinds:
@@ -209,7 +185,22 @@ def _assemble(
         return [str(error)]
     except ValueError as error:
         return [str(unusable(path, str(error)))]
-    return CompleteCheckpoint(path, manifest, state, tuple(holders.get(groups.leader_of[groups.rank], ())), groups)
+    return CompleteCheckpoint(path, manifest, state, tuple(here))
+
+
+def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
+    """Describe this group's part of a checkpoint: its manifest's checksum and files, or a fault; None on ranks that are
+    not leaders.
+    """
+    if not groups.leads:
+        return None
+    if not groups.shared and not path.exists():
+        return {"damage": str(lacking(path, [MANIFEST]))}
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return {"damage": str(error)}
+    return {"sha256": manifest.sha256, "here": files_here(path, manifest)}
 
 
 def _check_files(
@@ -224,40 +215,6 @@ def _check_files(
             except CheckpointError as error:  # the checksum is right, but the content foreign
                 damaged.append((name, str(error)))
     return damaged, spans
-
-
-def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[str]:
-    """Return the files that no group has."""
-    there = {name for here in holders.values() for name in here}
-    return [name for name in manifest.files if name not in there]
-
-
-def _lacks(
-    path: Path, manifest: Manifest, gone: Sequence[str], holders: Mapping[int, Sequence[str]], groups: Groups
-) -> str:
-    """Describe what is missing, where it was written, and which hosts have the rest."""
-
-    def about(host: str) -> str:
-        return " (where it no longer is)" if host in groups.hosts else " (a host that is not in this run)"
-
-    rest = ", ".join(
-        f"host {groups.hosts[rank]} has {', '.join(name for name in here if name != STATE) or 'none of the others'}"
-        for rank, here in holders.items()
-    )
-    parts = [f"checkpoint {path.name} lacks {written(manifest, gone, about)}"]
-    if any(groups.hosts):
-        parts.append(rest)
-    if any(name in manifest.places and manifest.places[name].host not in groups.hosts for name in gone):
-        parts.append(BRING_BACK)
-    return "; ".join(parts)
-
-
-def _read(path: Path, name: str, source: int, groups: Groups, gather: Gather) -> bytes:
-    """Return a small file of the checkpoint on all ranks, sent by rank ``source`` if there are several folders."""
-    if groups.shared:
-        return read_bytes(path, name)
-    text: str = gather(read_bytes(path, name).decode() if groups.rank == source else None)[source]
-    return text.encode()
 
 
 def _on_host(groups: Groups, rank: int, text: str) -> str:

@@ -41,7 +41,6 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     Description,
     Part,
-    Place,
     Span,
     StoredDtype,
     manifest_of,
@@ -203,9 +202,7 @@ class Writer:
             return ""
         tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
         entry = write_tensors(path, tensors, [self._host.raw()])
-        place = Place(host=self._groups.hosts[self._groups.rank], folder=str(self._folder.absolute()))
-        shown = None if self._groups.shared else place
-        return Part(file=path.name, entry=entry, place=shown, fragments=spans).model_dump_json()
+        return Part(file=path.name, entry=entry, fragments=spans).model_dump_json()
 
     def _complete(self, scratch: Path, part: str, description: Description, state: str) -> None:
         """Send rank 0 the record of this rank's file; on a leader, put the checkpoint in place once rank 0 has all."""

@@ -124,9 +124,6 @@ def _describe(options: argparse.Namespace) -> None:
         f"size         {manifest.total_bytes / 1e6:,.1f} MB in {len(manifest.files)} files\n"
         f"layout       {', '.join(f'{key} {value}' for key, value in manifest.layout.items())}"
     )
-    if manifest.places:
-        places = sorted({f"{place.host}:{place.folder}" for place in manifest.places.values()})
-        print(f"written on   {', '.join(places)}")
     for title, values in (("spec", manifest.spec), ("ds_config", manifest.ds_config)):
         print(f"\n{title}\n" + yaml.safe_dump(values, sort_keys=False), end="")
 

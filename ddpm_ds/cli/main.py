@@ -32,9 +32,16 @@ exit codes
 """
 
 
+WITHDRAWN = {
+    ("bench-data",): "a run measures its wait for data; ddpm-ds diagnose RUN says what to change",
+    ("compare", "--html"): "open MLflow's own comparison, whose address compare prints, or use --markdown",
+    ("doctor", "--write-env"): "write the variables that hosts need into .deepspeed_env, a line NAME=VALUE for each",
+}
+"""Replacements of the verbs, and of the options of verbs, that version 0.2 had."""
+
+
 def make_parser() -> OneLineParser:
     """Return the parser of all verbs."""
-    from ddpm_ds.cli.bench_data import add_bench_data
     from ddpm_ds.cli.checkpoint import add_checkpoint
     from ddpm_ds.cli.doctor import add_doctor
     from ddpm_ds.cli.ema import add_ema
@@ -61,7 +68,6 @@ def make_parser() -> OneLineParser:
         add_doctor,
         add_plan,
         add_fit,
-        add_bench_data,
         add_sweep,
         add_compare,
         add_note,
@@ -92,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
+        _refuse_withdrawn(given)
         options = make_parser().parse_args(given)
         options.arguments = given[1:]
         if arguments is None and not training:  # a verb keeps what it has done
@@ -105,6 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads the output any more, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 128 + signal.SIGPIPE
+
+
+def _refuse_withdrawn(arguments: Sequence[str]) -> None:
+    for (verb, *options), instead in WITHDRAWN.items():
+        found = {word.partition("=")[0] for word in arguments[1:]} if arguments[:1] == [verb] else set()
+        if arguments[:1] == [verb] and found >= set(options):
+            raise SpecError(f"{' '.join((verb, *options))} was withdrawn in version 0.3; {instead}")
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

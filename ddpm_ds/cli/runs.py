@@ -26,7 +26,7 @@ a sweep, whose trials are compared. Children of one run are compared in that run
 COMPARE_EXAMPLES = """\
 examples
   ddpm-ds compare runs/digits-1 runs/digits-2 --baseline runs/digits-1
-  ddpm-ds compare digits --html digits.html --markdown digits.md
+  ddpm-ds compare digits --markdown digits.md
       every training run of the experiment digits
   ddpm-ds compare digits-1 digits-2 --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
 
@@ -77,7 +77,6 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
     parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
-    parser.add_argument("--html", type=file_path, metavar="FILE", help="write it as one page with curves and timelines")
     add_runs_option(parser)
     parser.set_defaults(run=_compare)
 
@@ -91,11 +90,9 @@ def metric_names(text: str) -> list[str]:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    for name, path in (("--markdown", options.markdown), ("--html", options.html)):
-        if path is not None:
-            check_writable(name, path)
-    from ddpm_ds.experiments.compare import comparison
-    from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER, markdown, page, terminal
+    if options.markdown is not None:
+        check_writable("--markdown", options.markdown)
+    from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 
     runs = [run for text in options.recorded_runs for run in find_runs(text, root=options.runs)]
     baseline = None
@@ -104,26 +101,20 @@ def _compare(options: argparse.Namespace) -> None:
         baseline = named[0] if len(named) == 1 else find_run(options.baseline, root=options.runs)
     compared = comparison(runs, baseline, options.metrics)
     print(terminal(compared, shutil.get_terminal_size((120, 24)).columns))
-    for name, make, path in (
-        ("comparison.md", markdown, options.markdown),
-        ("comparison.html", page, options.html),
-    ):
-        if path is None and compared.parent is None:
-            continue
-        text = make(compared)
-        if path is not None:
-            _write(path, text)
-        if compared.parent is not None:
-            # If the parent can't be written to, such as somebody else's, the rest still works.
-            files = {f"{ARTIFACT_FOLDER}/{name}": text}
-            if missing := keep_with(compared.parent, runs[0].tracking_uri, files):
-                print(f"ddpm-ds: {name} could not be kept with run {compared.parent} ({missing})", file=sys.stderr)
-
-
-def _write(path: Path, text: str) -> None:
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
-    print(f"\n{path}: {len(text.encode()) / 2**10:,.0f} KiB")
+    if (found := compared.mlflow_page) is not None:
+        url, command = found
+        print(f"\nMLflow's own comparison\n  {url}")
+        if command is not None:
+            print(f"  served by {command}")
+    text = markdown(compared)
+    if options.markdown is not None:
+        with writing(options.markdown):
+            options.markdown.write_text(text, encoding="utf-8")
+        print(f"\n{options.markdown}: {len(text.encode()) / 2**10:,.0f} KiB")
+    if compared.parent is not None:
+        kept = keep_with(compared.parent, runs[0].tracking_uri, {f"{ARTIFACT_FOLDER}/{FILE}": text})
+        if kept is not None:  # such as in somebody else's run; the rest still works
+            print(f"ddpm-ds: {FILE} could not be kept with run {compared.parent} ({kept})", file=sys.stderr)
 
 
 def add_note(verbs: argparse._SubParsersAction[Any]) -> None:

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from ddpm_ds.cluster.network import Network
-from ddpm_ds.cluster.probe import PACKAGES, HostFacts
+from ddpm_ds.cluster.probe import HostFacts
 from ddpm_ds.cluster.survey import Survey
 from ddpm_ds.command_line import GIB, counted, gib
+from ddpm_ds.processes.facts import PACKAGES
 
 GOOD, WARNING, BAD = " ", "?", "!"
 """Marks of a cell: nothing to do, may be intended, must be fixed."""
 LISTED = 3
 """Maximum differences that a line names."""
 DIGEST_DIGITS = 8
-SKEW_SECONDS = 2.0
 LEAST_FREE_BYTES = GIB
 STEPS = ("ssh", "folder", "python", "ddpm_ds")
 """Needed on a host, one after the other, before it can be asked anything."""
@@ -77,7 +77,7 @@ def check(survey: Survey) -> Rows:
     """Return the cells of all checks except that of the network, which :func:`network_row` returns."""
     rows: Rows = {}
     for name, judge in CHECKS.items():
-        hosts = survey.hosts if name in ASKS_NOTHING else survey.facts
+        hosts = survey.hosts if name in STEPS else survey.facts
         found = {host: judge(survey, host) for host in hosts}
         if cells := {host: cell for host, cell in found.items() if cell is not None}:
             rows[name] = cells
@@ -207,17 +207,6 @@ def _images(survey: Survey, host: str) -> Cell | None:
     return Cell("missing", BAD, f"data.path = {missing} does not exist", fix)
 
 
-def _clock(survey: Survey, host: str) -> Cell:
-    """Compare the clock with this machine's."""
-    ahead = survey.hosts[host].clock_ahead_seconds
-    text = f"{round(ahead, 2) + 0.0:+.2f} s"
-    if abs(ahead) <= SKEW_SECONDS:
-        return Cell(text)
-    way = "ahead of" if ahead > 0 else "behind"
-    why = f"{abs(ahead):.1f} s {way} this machine: logs and dates of checkpoints would not compare"
-    return Cell(text, BAD, why, f"let chrony or systemd-timesyncd set it: timedatectl set-ntp true on {host}")
-
-
 def _disk(name: str, survey: Survey, host: str) -> Cell | None:
     """Check the space for the run's share of checkpoints ("run") or for prepared images ("data").
 
@@ -286,18 +275,7 @@ def _environment(survey: Survey, host: str) -> Cell | None:
     if not missing:
         return Cell(f"{len(wanted)} set") if wanted else None
     why = f"set here, but missing or different there: {_listed(missing)}"
-    return Cell(f"{len(missing)} missing", WARNING, why, "let them travel: ddpm-ds doctor --write-env")
-
-
-def _keepalive(survey: Survey, host: str) -> Cell | None:
-    """Check ServerAliveInterval of this machine's ssh."""
-    seconds = survey.hosts[host].keepalive_seconds
-    if seconds is None:
-        return None
-    if seconds:
-        return Cell(f"every {seconds} s")
-    why = "ssh never checks that a host is alive, and waits for one that is gone until TCP gives up"
-    return Cell("off", WARNING, why, "ServerAliveInterval 15 in ~/.ssh/config of this machine")
+    return Cell(f"{len(missing)} missing", WARNING, why, "write them into .deepspeed_env, a line NAME=VALUE for each")
 
 
 def _interface(survey: Survey, host: str) -> Cell:
@@ -344,8 +322,6 @@ def _port(survey: Survey, host: str) -> Cell | None:
     return Cell("not reached", BAD, f"{first} at {survey.master_address}:{number}: {error}", fix)
 
 
-ASKS_NOTHING = {*STEPS, "ssh keepalive"}
-"""Checks that are also made of hosts that can't be asked."""
 CHECKS: dict[str, Callable[[Survey, str], Cell | None]] = {
     "ssh": partial(_step, "ssh"),
     "folder": partial(_step, "folder"),
@@ -356,13 +332,11 @@ CHECKS: dict[str, Callable[[Survey, str], Cell | None]] = {
     "spec": partial(_document, "spec"),
     "JSON": partial(_document, "ds_config"),
     "images": _images,
-    "clock": _clock,
     "free for runs": partial(_disk, "run"),
     "free for data": partial(_disk, "data"),
     "run folder": _run_folder,
     "devices": _devices,
     "environment": _environment,
-    "ssh keepalive": _keepalive,
     "interface": _interface,
     "master port": _port,
 }

@@ -10,8 +10,6 @@ only where an ImportError is caught.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,13 +25,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ddpm_ds
+from ddpm_ds.processes.facts import sources, versions
 from ddpm_ds.processes.hosts import route_towards
 from ddpm_ds.secret import is_secret
 
 MARK = "ddpm-ds-doctor "
-PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
-CHECKSUM_DIGITS = 12
 TRAVELS = re.compile(
     r"DS_ACCELERATOR|CUDA_DEVICE_MAX_CONNECTIONS|(OMP|GOMP|MKL|OPENBLAS)_\w+|(NCCL|GLOO|MLFLOW|TORCH|UCX)_\w+"
 )
@@ -67,7 +63,7 @@ class HostFacts:
 
     python: str
     versions: dict[str, str]
-    """Version of ddpm_ds and of each of ``PACKAGES``; a missing one is left out."""
+    """What :func:`~ddpm_ds.processes.facts.versions` returns."""
     sources: dict[str, str]
     """Checksum of each file of the package, by its path."""
     spec: Document
@@ -115,8 +111,8 @@ class Probe:
             disks["data"] = _disk(data_folder)
         found = HostFacts(
             python=platform.python_version(),
-            versions=_versions(),
-            sources=_checksums(),
+            versions=versions(),
+            sources=sources(),
             spec=document,
             ds_config=None if ds_config is None else _read_json(ds_config),
             disks=disks,
@@ -128,10 +124,6 @@ class Probe:
             addresses=_addresses(),
         )
         return asdict(found)
-
-    def time(self) -> float:
-        """Return the seconds since 1970 by this host's clock."""
-        return time.time()
 
     def open(self, address: str, port: int, run_dir: str) -> dict[str, str]:
         """Prepare the first host for the others' :meth:`reach`, until this process ends.
@@ -199,15 +191,6 @@ def _flat(values: Any, prefix: str = "") -> dict[str, str]:
     return {prefix: json.dumps(values, sort_keys=True)}
 
 
-def _checksums() -> dict[str, str]:
-    package = Path(ddpm_ds.__file__).parent
-    return {
-        str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:CHECKSUM_DIGITS]
-        for path in sorted(package.rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
-    }
-
-
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists, as an absolute path."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
@@ -236,14 +219,6 @@ def _read_json(path: str) -> Document:
         return Document(error=f"{path}: {error.strerror}")
     except ValueError as error:
         return Document(error=f"{path}: not JSON: {error}")
-
-
-def _versions() -> dict[str, str]:
-    versions = {"ddpm_ds": ddpm_ds.__version__}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _devices() -> tuple[str, ...]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Sequence
 
 from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, Rows
-from ddpm_ds.cluster.network import Network, pairs, speed
 from ddpm_ds.command_line import aligned
 
 HOSTS_ABREAST = 8
-SLOW = 0.5
-"""Share of the median bandwidth below which a route is reported."""
 COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
 PLAIN = "\033[0m"
 MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
 """A marked cell of a table, whose columns are two spaces apart, or a whole marked line."""
 
 
-def findings(rows: Rows, network: Network | None) -> list[str]:
+def findings(rows: Rows) -> list[str]:
     """Return a line for each finding that is not good, beginning with its mark, bad ones first.
 
     Hosts with the same finding share a line.
@@ -30,27 +26,16 @@ def findings(rows: Rows, network: Network | None) -> list[str]:
             if cell.mark != GOOD:
                 found.setdefault((cell.mark, f"{name}: {cell.why}; {cell.fix}"), []).append(host)
     lines = [f"{mark} {', '.join(who)}, {what}" for (mark, what), who in found.items()]
-    if network is not None and len(network.routes) > 2:
-        median = statistics.median(route.bytes_per_second for route in network.routes)
-        lines += [
-            f"{WARNING} {route.sender} to {route.receiver}, bandwidth: {speed(route.bytes_per_second)}, the median is "
-            f"{speed(median)}; look at its cable, link speed (ethtool) and other traffic"
-            for route in network.routes
-            if route.bytes_per_second < SLOW * median
-        ]
     return sorted(lines, key=lambda line: not line.startswith(BAD))
 
 
-def report(
-    hosts: Sequence[str], rows: Rows, network: Network | None, found: Sequence[str], notes: Sequence[str], colour: bool
-) -> str:
+def report(hosts: Sequence[str], rows: Rows, found: Sequence[str], notes: Sequence[str], colour: bool) -> str:
     """Return the printed text: tables, findings, notes, and the verdict in the last line."""
     bad = sum(line.startswith(BAD) for line in found)
     verdict = [f"{bad} to fix" if bad else "good"]
     verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
     parts = [
         *_host_tables(hosts, rows),
-        _pair_table(network) if network and network.routes else "",
         "\n".join(found),
         "\n".join(notes),
         f"{len(hosts)} host{'s' if len(hosts) != 1 else ''}: {', '.join(verdict)}",
@@ -70,16 +55,3 @@ def _host_tables(hosts: Sequence[str], rows: Rows) -> list[str]:
             lines.append([name, *(texts.get(host, "  -") for host in abreast)])
         tables.append("\n".join(aligned(lines, left=range(len(abreast) + 1))))
     return tables
-
-
-def _pair_table(network: Network) -> str:
-    """Return a table with a row for each pair of hosts, for the routes there and back."""
-    routes = {(route.sender, route.receiver): route for route in network.routes}
-    rows: list[tuple[str, ...]] = [("pair", "latency", "there", "back")]
-    for one, other in pairs(len(network.hosts)):
-        sender, receiver = network.hosts[one], network.hosts[other]
-        both = routes.get((sender, receiver)), routes.get((receiver, sender))
-        latency = max((route.latency_seconds for route in both if route), default=None)
-        cells = [speed(route.bytes_per_second) if route else "-" for route in both]
-        rows.append((f"{sender} - {receiver}", "-" if latency is None else f"{latency * 1e3:.3f} ms", *cells))
-    return "\n".join(aligned(rows, left={0}))

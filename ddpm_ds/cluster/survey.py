@@ -15,14 +15,13 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ddpm_ds.cluster.probe import MARK, HostFacts
-from ddpm_ds.processes.hosts import ssh, ssh_settings
+from ddpm_ds.processes.hosts import ssh
 from ddpm_ds.processes.launcher import DEFAULT_PORT
 
 PROBE = "ddpm_ds.cluster.probe"
@@ -35,7 +34,6 @@ LOGIN_SECONDS = 2.0
 """Time for ssh to look a name up, which its own limit does not count."""
 CONNECT_SECONDS = 4.0
 """Time for a TCP connection within a cluster."""
-CLOCK_QUESTIONS = 5
 
 
 class Ended(Exception):
@@ -177,8 +175,6 @@ class HostReport:
     """Number of processes in the hostfile; None without a hostfile."""
     failure: Failure | None = None
     facts: HostFacts | None = None
-    clock_ahead_seconds: float = 0.0
-    """Lead of its clock over this machine's."""
     run_dir_shared: bool | None = None
     """Whether the folder of runs is the first host's; None if that was not tried."""
     interface: str = ""
@@ -187,8 +183,6 @@ class HostReport:
     route_error: str = ""
     port_error: str = ""
     """Reason why the port can't be taken (on the first host) or reached (on others)."""
-    keepalive_seconds: int | None = None
-    """ssh's ServerAliveInterval towards this host; None without ssh."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +233,7 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
             if facts := master and reports[master].facts:
                 address = address or ("127.0.0.1" if run.local else next(iter(facts.addresses), ""))
                 where = address or "no known address"
-                log(f"clocks, folders, and the way to port {run.master_port} of {master} at {where}")
+                log(f"folders, and the way to port {run.master_port} of {master} at {where}")
                 way: dict[str, Any] = {"address": address, "port": run.master_port}
 
                 def open_first(talk: Conversation, report: HostReport) -> None:
@@ -256,10 +250,6 @@ def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str]
                     master = ""
                 else:
                     each(others, reach_first)
-            if not run.local:
-                keepalives = pool.map(lambda host: ssh_settings(host).get("serveraliveinterval", ""), hosts)
-                for report, interval in zip(reports.values(), keepalives, strict=True):
-                    report.keepalive_seconds = int(interval) if interval.isdecimal() else None
         except BaseException:  # Ctrl-C: ends the threads that wait for answers
             for talk in talks.values():
                 talk.kill()
@@ -277,7 +267,7 @@ def _failure(ended: Ended, local: bool) -> Failure:
 
 
 def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun) -> None:
-    """Ask for the facts of a host, and several times for its clock; the quickest answer counts."""
+    """Ask for the facts of a host."""
     from pydantic import TypeAdapter, ValidationError
 
     about = {"spec": run.spec, "overrides": run.overrides, "ds_config": run.ds_config, "run_dir": run.run_dir}
@@ -285,10 +275,3 @@ def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun) -> None:
         report.facts = TypeAdapter(HostFacts).validate_python(talk.ask("facts", run.seconds, **about))
     except ValidationError:
         report.failure = Failure("ddpm_ds", "another version of ddpm_ds answers")
-        return
-    round_trips = {}
-    for _ in range(CLOCK_QUESTIONS):
-        asked = time.time()
-        told, seconds_taken = talk.ask("time", run.seconds), time.time() - asked
-        round_trips[seconds_taken] = told - (asked + seconds_taken / 2)
-    report.clock_ahead_seconds = round_trips[min(round_trips)]

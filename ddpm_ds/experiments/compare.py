@@ -1,4 +1,4 @@
-"""Comparison of recorded runs, as data: parameters that differ, and metrics with their ratios to a baseline.
+"""Comparison of recorded runs: parameters that differ, and metrics with their ratios to a baseline, as tables.
 
 Values are MLflow's, so a comparison needs neither the runs' folders nor the machine they ran on.
 """
@@ -6,15 +6,26 @@ Values are MLflow's, so a comparison needs neither the runs' folders nor the mac
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
+from urllib.parse import quote
 
+from ddpm_ds.command_line import aligned
 from ddpm_ds.errors import UserError
 from ddpm_ds.tracking.runs import FAILURES, RecordedRun, mean_of_points
+from ddpm_ds.tracking.tracker import page_of
+
+ARTIFACT_FOLDER = "comparison"
+"""Folder among the parent run's artifacts that holds the comparison of its children."""
+FILE = "comparison.md"
+"""Name of the Markdown document of a comparison."""
 
 PROGRESS = "train/seen_images"
 DEFAULT = (
@@ -75,30 +86,17 @@ def ratio(value: float | None, baseline: float | None) -> float | None:
     return value / baseline
 
 
-def judged(name: str, times: float | None) -> Literal["better", "worse", ""]:
-    """Return whether a ratio to the baseline is better or worse; empty within half a percent of 1, or if unknown."""
-    better = direction(name)
-    if times is None or not better or abs(times - 1) < 0.005:
-        return ""
-    return "better" if (times < 1) == (better == "lower") else "worse"
-
-
-def unit(name: str, value: float) -> tuple[float, str]:
-    """Return the size and the name of the unit that suits the metric ``name`` and its value."""
-    if _matches(name, SHARES):
-        return 0.01, "%"
-    units = next((units for ending, units in UNITS.items() if name.endswith(ending)), ((1, ""),))
-    return next(((size, word) for size, word in units if abs(value) >= size), units[-1])
-
-
 def number(name: str, value: float | None) -> str:
     """Return a metric's value with four digits, in the unit that suits it; ``-`` for no value."""
     if value is None:
         return "-"
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    size, word = unit(name, value)
-    return f"{value:.1%}" if word == "%" else f"{plain(value / size)}{word}"
+    if _matches(name, SHARES):
+        return f"{value:.1%}"
+    units = next((units for ending, units in UNITS.items() if name.endswith(ending)), ((1, ""),))
+    size, word = next(((size, word) for size, word in units if abs(value) >= size), units[-1])
+    return f"{plain(value / size)}{word}"
 
 
 def plain(value: float) -> str:
@@ -106,27 +104,11 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
-def times(value: float | None) -> str:
-    """Return a ratio in the form ``1.34x`` or ``0.904x``; empty if there is none."""
-    if value is None:
-        return ""
+def times(value: float) -> str:
+    """Return a ratio in the form ``1.34x`` or ``0.904x``."""
     if 0.01 <= abs(value) < 100:
         return f"{value:.3f}x" if abs(value) < 0.9995 else f"{value:.2f}x"
     return f"{plain(value)}x"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Metric of one run, as a table shows it."""
-
-    value: str
-    ratio: str
-    """Ratio to the baseline; empty if there is none."""
-    judged: Literal["better", "worse", ""]
-    best: bool
-    """Whether no other run shows a better value and some show a worse one; never for a run that failed."""
-    percent: float
-    """Value as a percentage of the largest value of all runs."""
 
 
 @dataclass(frozen=True)
@@ -179,24 +161,18 @@ class Comparison:
         (parent, *others) = {(one.run.parent, one.run.tracking_uri) for one in self.runs}
         return None if others else parent[0]
 
-    def cells(self, name: str) -> list[Cell]:
-        """Return the cells of the metric ``name``, one for each run."""
-        finite = {one.label: v for one in self.runs if math.isfinite(v := one.values.get(name, math.nan))}
-        good = [finite[one.label] for one in self.runs if one.label in finite and one.run.status not in FAILURES]
-        better, best = direction(name), None
-        if better and len({number(name, value) for value in good}) > 1:
-            best = number(name, min(good) if better == "lower" else max(good))
-        largest = max(finite.values(), default=0.0)
-        return [
-            Cell(
-                value=(written := number(name, one.values.get(name))),
-                ratio=times(to_baseline := one.ratios.get(name)),
-                judged=judged(name, to_baseline),
-                best=written == best and one.run.status not in FAILURES,
-                percent=max(0.0, 100 * finite.get(one.label, 0.0) / largest) if largest > 0 else 0.0,
-            )
-            for one in self.runs
-        ]
+    @property
+    def mlflow_page(self) -> tuple[str, str | None] | None:
+        """Address of MLflow's own comparison of these runs, and the command that serves it if no server does.
+
+        None for one run, or runs of several stores.
+        """
+        stores = {one.run.tracking_uri for one in self.runs}
+        if len(self.runs) < 2 or len(stores) > 1:
+            return None
+        ids = json.dumps([one.run.id for one in self.runs], separators=(",", ":"))
+        experiments = json.dumps(sorted({one.run.experiment_id for one in self.runs}), separators=(",", ":"))
+        return page_of(stores.pop(), f"/#/compare-runs?runs={quote(ids)}&experiments={quote(experiments)}")
 
 
 def comparison(
@@ -280,3 +256,81 @@ def _labels(runs: Sequence[RecordedRun]) -> dict[str, str]:
     names = {run.id: run.name.removeprefix(prefix) for run in runs}
     counts = Counter(names.values())
     return {run: name if counts[name] == 1 else f"{name} ({run[:6]})" for run, name in names.items()}
+
+
+def terminal(comparison: Comparison, width: int = 120) -> str:
+    """Return tables with as many runs side by side as fit into ``width`` characters; then notes and verdicts."""
+    rows = [[_printable(cell) for cell in row] for row in table_rows(comparison)]
+    widths = [max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)]
+    parts = [textwrap.fill(_printable(f"{comparison.title}. {comparison.explained}"), width)]
+    begin = 2
+    while begin < len(widths):
+        end = begin + 1
+        while end < len(widths) and sum(widths[:2]) + sum(widths[begin : end + 1]) - 2 <= width:
+            end += 1
+        parts.append("\n".join(aligned([row[:2] + row[begin:end] for row in rows], left={0, 1})))
+        begin = end
+    if said := [line for one in comparison.runs for line in _about_lines(one, width)]:
+        parts.append("\n".join(said))
+    return "\n\n".join(parts)
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the comparison as a Markdown document."""
+    header, *rows = ([_inert(cell) for cell in row] for row in table_rows(comparison))
+    table = [header, ["---", "---", *["---:" for _ in comparison.runs]], *rows]
+    lines = [f"# {_inert(comparison.title)}", "", _inert(comparison.explained), ""]
+    lines += [f"| {' | '.join(row)} |" for row in table]
+    for one in comparison.runs:
+        if said := about(one):
+            lines += ["", f"**{_inert(one.label)}**", ""]
+            lines += [f"- {title}: {_inert(text, code=title == 'try')}" for title, text in said]
+    return "\n".join(lines) + "\n"
+
+
+def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return rows of a name, the better direction and a text per run: status if unfinished, parameters and metrics."""
+    runs = comparison.runs
+    rows: list[tuple[str, ...]] = [("", "better", *(one.label for one in runs))]
+    if any(one.run.status != "FINISHED" for one in runs):
+        rows.append(("status", "", *(one.run.status for one in runs)))
+    for name in comparison.parameters:
+        rows.append((name, "", *(one.parameters.get(name, "-") for one in runs)))
+    for name in comparison.metrics:
+        rows.append((name, direction(name), *(_cell(name, one) for one in runs)))
+    return rows
+
+
+def _cell(name: str, one: Compared) -> str:
+    to_baseline = f" ({times(one.ratios[name])})" if name in one.ratios else ""
+    return number(name, one.values.get(name)) + to_baseline
+
+
+def about(one: Compared) -> list[tuple[str, str]]:
+    """Return a run's note, its verdict and the change that the verdict proposes, as (title, text)."""
+    top, share, change = (one.run.tags.get(f"verdict.{name}", "") for name in ("top", "share", "try"))
+    between = "; the largest cost takes " if top == "healthy" else ", "
+    said = [("note", one.run.note.strip()), ("verdict", between.join(filter(None, (top, share)))), ("try", change)]
+    return [(title, text) for title, text in said if text and (top or title == "note")]
+
+
+def _about_lines(one: Compared, width: int) -> list[str]:
+    lines = []
+    for title, text in about(one):
+        for paragraph in text.splitlines():
+            indent = f"  {title:9}"
+            lines += textwrap.wrap(_printable(paragraph), width, initial_indent=indent, subsequent_indent=" " * 11)
+            title = ""
+    return [_printable(one.label), *lines] if lines else []
+
+
+def _printable(text: str) -> str:
+    """Remove characters that move the cursor or change colours, and return the text."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _inert(text: str, *, code: bool = False) -> str:
+    """Return text written by users as one line, escaped for Markdown and HTML."""
+    if code and "`" not in text and "\n" not in text:
+        return f"`{text}`"
+    return re.sub(r"([\\`*_{}\[\]<>|#~&])", r"\\\1", " ".join(text.split()))

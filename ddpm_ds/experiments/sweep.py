@@ -4,7 +4,7 @@
 
     RUNS/vary-digits-1a2b3c4d/                    the sweep: a run of its own in MLflow, the parent of its trials
         grid.json                                 how each trial ended
-        comparison.md, comparison.html            the trials side by side
+        comparison.md                             the trials side by side
     RUNS/vary-digits-1a2b3c4d.baseline/           a trial: the folder of a run like any other, and
         asked_ds_config.json                      the JSON that the trial starts with
         output.log                                output of all its processes
@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError
-from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
+from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.files import METRICS, open_regular, read_json, read_points, replace_file, write_file
 from ddpm_ds.processes.launcher import has_gpu, local_options
@@ -166,22 +166,17 @@ class Sweep:
         The comparison is also written to the sweep's folder and the artifacts of its run. If there is none, the reason
         is logged.
         """
-        from ddpm_ds.experiments.compare import comparison
-        from ddpm_ds.experiments.compare_pages import markdown, page, terminal
-
         begun = [trial for trial in self.trials if identity_of(self.run_dir(trial))]
         try:
             runs = {trial.name: find_run(str(self.run_dir(trial))) for trial in begun}
             if not runs:
                 return None
             compared = comparison(list(runs.values()), runs.get(BASELINE), metrics)
-            contents = {"comparison.md": markdown(compared), "comparison.html": page(compared)}
         except UserError as error:
             log(f"no comparison: {error}")
             return None
-        for name, text in contents.items():
-            replace_file(self.folder / name, text.encode())
-            tracker.artifact(self.folder / name, ARTIFACT_FOLDER)
+        replace_file(self.folder / FILE, markdown(compared).encode())
+        tracker.artifact(self.folder / FILE, ARTIFACT_FOLDER)
         return terminal(compared, shutil.get_terminal_size((120, 24)).columns)
 
 

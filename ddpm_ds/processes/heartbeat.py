@@ -1,6 +1,9 @@
 """Heartbeat of each rank, which reports its progress and position in the code outside of the collectives.
 
 A thread in every rank talks to a key-value store on rank 0 twice a second. It only reports; ``watchdog.py`` judges.
+Rank 0 reads what all ranks report, and judges them; the others read rank 0's report alone, and its verdict. So a store
+is asked for a few values per rank, not for every rank's value by every rank, and a rank 0 that no longer collects is
+named by all others, since its own report grows old.
 
 When a run hangs, one rank does not proceed and all others wait. The states of main thread and device tell which:
 
@@ -75,7 +78,9 @@ class Peer:
     steps: int = 0
     """Number of steps; a pause counts as continuing steps."""
     state: str = "running"
-    """State of the rank: running, waiting, paused or left."""
+    """State of the rank: running, waiting, paused, asking (its collective has failed, and rank 0 should say which rank
+    is lost) or left.
+    """
     place: str = "-"
     """Position of its main thread in the code."""
     beat_at: float = 0.0
@@ -146,7 +151,11 @@ class Heartbeat(threading.Thread):
         self._leaving = threading.Event()
         self.steps = self.pauses = 0
         """Counted by this rank's main thread."""
-        self.peers = [Peer() for _ in range(world_size)]
+        self.asks = False
+        """This rank's collective has failed, and rank 0 should look for a lost rank."""
+        self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
+        """Newest messages that this rank reads, by rank."""
+        self._beats = 0
         self.answer_at = 0.0
         """Time at which the store last answered."""
         self.closed = False
@@ -166,12 +175,13 @@ class Heartbeat(threading.Thread):
         steps_before = -1
         while not self._leaving.is_set():
             stuck, steps_before = self.steps == steps_before, self.steps
-            if not self._exchange(*(("paused", "-") if self.pauses else self._look(stuck))):
+            state = ("asking", "-") if self.asks else ("paused", "-") if self.pauses else self._look(stuck)
+            if not self._exchange(*state):
                 return
             self._leaving.wait(BEAT_SECONDS)
         until = time.monotonic() + LAST_WORDS_SECONDS
         while self._exchange("left", "-") and self._rank == 0 and time.monotonic() < until:
-            if all(peer.state == "left" for peer in self.peers):
+            if all(peer.state == "left" for peer in self.peers.values()):
                 return
             time.sleep(BEAT_SECONDS / 2)
 
@@ -185,19 +195,19 @@ class Heartbeat(threading.Thread):
         return "waiting" if waits else "running", place
 
     def _exchange(self, state: str, place: str) -> bool:
-        """Write this rank's message and read all others; return False if the store is gone."""
+        """Write this rank's message and read those of its peers; return False if the store is gone."""
         assert self._store is not None
+        self._beats += 1
         try:
-            beat = json.dumps([self.peers[self._rank].beats + 1, self.steps, state, place])
-            self._store.set(_key(self._rank), beat)
+            self._store.set(_key(self._rank), json.dumps([self._beats, self.steps, state, place]))
             if self.proposal:
                 self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
-            values = self._store.multi_get([*map(_key, range(len(self.peers))), VERDICT])
+            values = self._store.multi_get([*map(_key, self.peers), VERDICT])
         except Exception:  # the store may raise anything once its server has ended
             self.closed = self.peers[0].state != "left"
             return False
         self.answer_at = self._clock()
-        for peer, message in zip(self.peers, values[:-1], strict=True):
+        for peer, message in zip(self.peers.values(), values[:-1], strict=True):
             if message:  # empty if it was not sealed by this run
                 peer.read(self.answer_at, *json.loads(message))
         if values[-1]:

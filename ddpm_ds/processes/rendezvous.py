@@ -1,8 +1,9 @@
 """Rendezvous of all ranks before they have a process group, where they check that they can train together.
 
 Building a process group needs every rank, and a rank that has exited, or that trains something else, would make the
-others wait for minutes or for ever. So each rank first writes its plans to a key-value store on rank 0 and reads the
-others'. Then all exit for the same reason, or all continue.
+others wait for minutes or for ever. So each rank first writes its plans to a key-value store on rank 0. Rank 0 collects
+them and answers with all of them, or with the reason why the run can't start. Then all exit for the same reason, or all
+continue. Equal plans are answered once, so that what is read grows with the ranks, not with their square.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
@@ -15,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,8 @@ BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 60.0
 """Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
 POLL_SECONDS = 0.05
+MOST_LOOKS = 5000
+"""Maximum number of times a second that all waiting ranks together look at the store."""
 TELL_SECONDS = 10.0
 """Time for which a rank that can't take part tries to tell the others."""
 REFUSAL = "refusal"
@@ -47,6 +50,7 @@ class Rendezvous:
         self.hosts: tuple[str, ...] = (host_name(),) * self.world_size
         """Host name of every rank; those of others are known once they have agreed on anything."""
         self._start_seconds = start_seconds
+        self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="rendezvous", daemon=True)
@@ -72,21 +76,44 @@ class Rendezvous:
         """
         if self._store is None:
             return [facts]
-        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         try:
-            self._store.set(keys[self.rank], json.dumps({"host": host_name(), "facts": facts}))
-            self._wait(self._store, keys)
-            texts = self._store.multi_get(keys)
+            self._store.set(f"{topic}/{self.rank}", json.dumps({"host": host_name(), "facts": facts}))
+            if self.rank == 0:
+                self._collect(self._store, topic)
+            self._wait(self._store, [topic], awaited=[0])
+            text = self._store.get(topic)
         except dist.DistError as error:
             raise PeerLostError(f"{self.name(0)} has gone while the run was starting") from error
-        if strangers := [rank for rank, text in enumerate(texts) if not text]:
-            raise HostError(
-                f"{_ranks(strangers)} and {self.name(self.rank)} have different values of {RUN_SECRET}; set one on all "
-                "hosts, or none"
-            )
-        said = [json.loads(text) for text in texts]
+        if not text:
+            raise self._different_secrets([0])
+        answer = json.loads(text)
+        if "why" in answer:
+            raise (PeerLostError if answer["lost"] else HostError)(answer["why"])
+        said = [answer["said"][place] for place in answer["of"]]
         self.hosts = tuple(one["host"] for one in said)
         return [one["facts"] for one in said]
+
+    def _collect(self, store: dist.Store, topic: str) -> None:
+        """Write the answer to what all ranks say about a topic: each different text once, and the text of each rank."""
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        try:
+            self._wait(store, keys, awaited=range(self.world_size))
+            texts = [text.decode() for text in store.multi_get(keys)]
+            if strangers := [rank for rank, text in enumerate(texts) if not text]:
+                raise self._different_secrets(strangers)
+        except (HostError, PeerLostError) as error:
+            store.set(topic, json.dumps({"why": str(error), "lost": isinstance(error, PeerLostError)}))
+            time.sleep(4 * self._poll_seconds)  # the store ends with this rank; until then the others read why
+            return
+        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        answer = {"said": list(map(json.loads, places)), "of": [places[text] for text in texts]}
+        store.set(topic, json.dumps(answer))
+
+    def _different_secrets(self, ranks: list[int]) -> HostError:
+        return HostError(
+            f"{_ranks(ranks)} and {self.name(self.rank)} have different values of {RUN_SECRET}; set one on all hosts, "
+            "or none"
+        )
 
     def refuse(self, error: UserError) -> None:
         """Tell the others why this rank can't take part; rank 0 also gives them time to read it."""
@@ -122,20 +149,20 @@ class Rendezvous:
                 self.refuse(error)
             raise
 
-    def _wait(self, store: dist.Store, keys: list[str]) -> None:
-        """Wait for the keys of all ranks, looking up missing ones no more often than ranks beat."""
+    def _wait(self, store: dist.Store, keys: list[str], awaited: Sequence[int]) -> None:
+        """Wait for the keys that the ``awaited`` ranks write, looking up missing ones no more often than ranks beat."""
         started = looked_at = time.monotonic()
-        heard = [(b"", started)] * self.world_size  # each rank's newest beat, and when it was first seen
+        heard = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]) and (told := store.get(REFUSAL)):
                 refusal = json.loads(told)
                 who, faults = f"rank {refusal['rank']} (host {refusal['host']})", refusal["why"].splitlines()
                 raise HostError(*(f"{who}: {fault}" for fault in faults))
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._poll_seconds)
             if (now := time.monotonic()) - looked_at < BEAT_SECONDS:
                 continue
             looked_at = now
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [rank for rank, key in zip(awaited, keys, strict=True) if not store.check([key])]
             for rank in missing:
                 beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
                 if beat != heard[rank][0]:

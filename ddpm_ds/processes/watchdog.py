@@ -1,11 +1,13 @@
 """Watchdog that notices a dead or hanging rank, names it, and ends this one, whose collective would wait for ever.
 
 Every rank has two threads besides its main one. The heartbeat talks to a key-value store on rank 0. The judge uses its
-own clock and never the store, since a store on a lost host may not answer at all.
+own clock and never the store, since a store on a lost host may not answer at all. Rank 0 judges all ranks; the others
+judge rank 0, and take its verdict on the rest.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
-             judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ exit code 76
+    rank 0   judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ verdict in the store
+    rank 1   judge       reads the verdict ─▶ exit code 76
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ WAIT_FOR_CULPRIT_SECONDS = 5.0
 """Time for which a rank whose collective failed looks for the lost rank."""
 TOGETHER_BEATS = 3
 """Maximum beats between the last signs of ranks that are lost at the same moment: their beat, ours, and delays."""
+
+
+def _culprit_seconds() -> float:
+    """Return the silence after which a rank is to blame for a collective that has failed."""
+    return max(WAIT_FOR_CULPRIT_SECONDS / 2, 4 * BEAT_SECONDS)
 
 
 def _print(line: str) -> None:
@@ -135,7 +142,7 @@ class Watchdog:
         except (UserError, *KNOWN_TO_ALL_RANKS):
             raise
         except BaseException as error:
-            finding = self._missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else None
+            finding = self._missing() if isinstance(error, RuntimeError) else None
             if finding is not None and finding.code != EXIT_PEER_LOST:
                 self._end(finding)  # another rank has given the reason and exited before this judge read it
             self.stop(failure=None if finding else type(error).__name__)
@@ -145,13 +152,13 @@ class Watchdog:
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
 
-    def _missing(self, wait_seconds: float) -> Judgement | None:
+    def _missing(self) -> Judgement | None:
         """Find the ranks to blame for a collective that raised, and tell the others; the caller then ends this rank."""
-        self._asked = True
-        until = time.monotonic() + wait_seconds
+        self._asked = self._heartbeat.asks = True
+        until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + (TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0)
         while (finding := self._lost()) is None and time.monotonic() < until:
             time.sleep(JUDGE_SECONDS)
-        self._heartbeat.proposal = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
+        self._heartbeat.proposal = finding or self._silent(_culprit_seconds())
         return self._heartbeat.proposal
 
     def _judge(self) -> None:
@@ -174,7 +181,9 @@ class Watchdog:
             return None
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
-        return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
+        asked = any(peer.state == "asking" for peer in heartbeat.peers.values())
+        seconds = min(self._dead_seconds, _culprit_seconds()) if asked else self._dead_seconds
+        return self._silent(seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
         """Judge silent ranks as of the store's last answer, without which no rank can be heard.
@@ -184,7 +193,7 @@ class Watchdog:
         """
         silences = {
             rank: self._heartbeat.answer_at - peer.beat_at
-            for rank, peer in enumerate(self._heartbeat.peers)
+            for rank, peer in self._heartbeat.peers.items()
             if peer.state != "left"
         }
         ranks = [rank for rank, silence in silences.items() if silence > seconds]
@@ -195,15 +204,17 @@ class Watchdog:
         return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
-        """Judge a hanging run: a hanging rank soon stops all others; those that don't wait are to blame.
+        """Judge a hanging run, on rank 0: a hanging rank soon stops all others; those that don't wait are to blame.
 
         See ``heartbeat.py``.
         """
-        at_work = {rank: peer for rank, peer in enumerate(self._heartbeat.peers) if peer.state != "left"}
+        if self._rank:
+            return None
+        at_work = {rank: peer for rank, peer in self._heartbeat.peers.items() if peer.state != "left"}
         last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
         if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
             return None
-        blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"}
+        blamed = {rank: peer for rank, peer in at_work.items() if peer.state not in ("waiting", "asking")}
         who = ", ".join(f"{self.names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
         if not blamed:
             who = ", ".join(f"{self.names[rank]} waits in {peer.place}" for rank, peer in at_work.items())

@@ -160,6 +160,7 @@ class RecordedRun:
     id: str
     name: str
     experiment: str
+    experiment_id: str
     status: str
     """RUNNING, FINISHED, FAILED or KILLED."""
     start_ms: int
@@ -351,6 +352,7 @@ def _read(run: MlflowRun, experiment: str, uri: str) -> RecordedRun:
         id=info.run_id,
         name=info.run_name,
         experiment=experiment,
+        experiment_id=info.experiment_id,
         status=info.status,
         start_ms=info.start_time,
         params=dict(data.params),

@@ -101,6 +101,21 @@ class RunLink:
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
+def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
+    """Return the address of a page of MLflow's UI, and the command that serves it; None if a server does.
+
+    ``page`` starts with ``/#/``, and is opened in the mode for model training.
+    """
+    uri = public_address(tracking_uri)
+    served = uri.startswith(("http://", "https://"))
+    if page:
+        page += f"{'&' if '?' in page else '?'}{TRAINING_MODE}"
+    serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
+    if uri != tracking_uri:  # what is left out is on no command line
+        serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
+    return f"{uri.rstrip('/') if served else LOCAL_UI}{page}", None if served else serve
+
+
 def user_name() -> str:
     """Return the login name, or the user's number if there is no name, as in some containers."""
     try:
@@ -434,16 +449,9 @@ class Tracker:
                 self._freed = end
 
     def _make_link(self) -> RunLink:
-        given, run_id = resolve_uri(self._start["output_root"]), self.run_id
-        uri = public_address(given)
-        served = uri.startswith(("http://", "https://"))
-        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
-        url = f"{uri.rstrip('/') if served else LOCAL_UI}{page}"
-        serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-        if uri != given:  # what is left out is on no command line
-            serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
-        command = None if served else serve
-        return RunLink(run_id, uri, url, command)
+        uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
+        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
+        return RunLink(run_id, public_address(uri), *page_of(uri, page))
 
 
 def _line(record: Record) -> bytes:

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import ddpm_ds
 from ddpm_ds.command_line import gib
 from ddpm_ds.device import MESSAGE_ENVIRONMENT
 from ddpm_ds.errors import HostError
 from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.facts import sources, versions
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.tracker import flatten
 
-PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
-"""Packages whose version must be the same on all hosts: messages, files and results depend on it."""
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that lets ranks share a GPU, experimentally, in NCCL 2.30 and later."""
 MOST_NAMED = 3
 """Maximum number of differences that a message names."""
-
-
-def source_checksum() -> str:
-    """Return the checksum of this package's Python files on this host."""
-    digest, root = hashlib.sha256(), Path(ddpm_ds.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
@@ -44,10 +33,11 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
         HostError: a rank differs from rank 0; the message says how, and the fix.
         PeerLostError: a rank did not join.
     """
-    versions = {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in PACKAGES}}
+    software = {"python": ".".join(map(str, sys.version_info[:2])), **versions()}
+    checksum = hashlib.sha256(json.dumps(sources()).encode()).hexdigest()
     about = {
-        "version of ": (versions, "install the same versions on all hosts"),
-        "": ({"ddpm_ds/*.py": source_checksum()}, "bring all hosts to one commit, with the same changes"),
+        "version of ": (software, "install the same versions on all hosts"),
+        "": ({"ddpm_ds/*.py": checksum}, "bring all hosts to one commit, with the same changes"),
         f"{plan.spec_path}: ": (plan.spec.model_dump(mode="json"), "give all hosts the same file and --set"),
         f"{plan.ds_path}: ": (plan.ds.as_json(), "give all hosts the same file and -p"),
         "chosen ": (

@@ -21,10 +21,10 @@ from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, parse_json, path_fault, read_json, read_text, write_file
+from ddpm_ds.files import open_tensors, parse_json, path_fault, read_json, read_text
 from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import IDENTITY, RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
+from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -102,8 +102,6 @@ MAY_CHANGE = (
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
 NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "scheduler")
 """Keys of the DeepSpeed JSON on which the numbers of a run depend beyond rounding."""
-RECORD = ("spec.yaml", "ds_config.json", IDENTITY)
-"""Files of a run's folder that identify the run."""
 
 
 class Claim(NamedTuple):
@@ -218,17 +216,6 @@ def _has_saved_since(run_dir: Path, path: Path) -> bool:
         CheckpointError,
     ):  # none, or damaged
         return False
-
-
-def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
-    """Copy the files that identify the run to other hosts' folders, should rank 0 be there next time; collective."""
-    if groups.shared:
-        return
-    texts = gather({name: (run_dir / name).read_text() for name in RECORD} if groups.rank == 0 else None)[0]
-    if groups.leads and groups.rank:
-        with contextlib.suppress(OSError):  # this run does not need the copy
-            for name, text in texts.items():
-                write_file(run_dir / name, text.encode())
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

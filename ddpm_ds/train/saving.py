@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.delivery import deliver
 from ddpm_ds.checkpoint.groups import Groups
-from ddpm_ds.checkpoint.manifest import Description, Span
+from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.power_ema import EMA
+from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
@@ -164,27 +164,20 @@ class Saver:
 
     @torch.no_grad()
     def load(self, checkpoint: CompleteCheckpoint) -> None:
-        """Resume from a checkpoint of any layout, whose pieces are on any of this run's hosts.
-
-        Values from other hosts are announced on rank 0.
+        """Resume from a checkpoint of any layout.
 
         Raises:
-            CheckpointError: it can't be read or is of another U-Net.
+            CheckpointError: it can't be read, is of another U-Net, or this host lacks a part that this rank needs.
         """
         engine, state = self._engine, checkpoint.state
+        reader = Reader(checkpoint.path, checkpoint.manifest, checkpoint.here)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
-        wanted: list[Span] = []
-        targets: list[Tensor] = []
         for piece in insides.owned_pieces(engine):
             tensors: dict[str, Tensor] = {MASTER: piece.master, **self._ema.of(piece.master)}
             if moments:
                 tensors |= _moments(engine, piece.master, state.optimizer_steps)
-            wanted += [Span(kind, piece.name, piece.first, piece.length) for kind in tensors]
-            targets += [piece.of(tensor) for tensor in tensors.values()]
-        values_read = deliver(checkpoint, wanted, gather=gather_objects, device=engine.device, log=self._log)
-        for index, start, values in values_read:
-            at = start - wanted[index].start
-            targets[index][at : at + len(values)].copy_(values)
+            for kind, tensor in tensors.items():
+                piece.of(tensor).copy_(reader.read(kind, piece.name, piece.first, piece.length))
         if not moments:
             engine.basic_optimizer.state.clear()
         insides.refresh_weights(engine)

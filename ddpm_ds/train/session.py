@@ -57,9 +57,8 @@ from ddpm_ds.train.resume import (
     gather_in,
     images_learned,
     leave_other_course,
-    share_record,
 )
-from ddpm_ds.train.saving import Saver, gather_objects
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.validation import HeldOutLoss, Validation
 from ddpm_ds.unet.kernel_choice import check_kernels
 from ddpm_ds.unet.model import check_compiler, parameter_shapes
@@ -240,7 +239,6 @@ def _train(
     """Load the checkpoint, train to the end, then report where the time went and how the run ended."""
     run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
     with watchdog.blamed(), watchdog.pause():
-        share_record(run_dir, groups, gather_objects)
         saver = Saver(
             plan,
             engine,

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from ddpm_ds.device import DTYPES, wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
-from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.observe.device_speed import matmul_peak
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.exchange import said_by_all
@@ -27,6 +26,7 @@ from ddpm_ds.unet.operations import arithmetic_dtype
 from rivals import measure, unets
 from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, ROUNDS, STEPS, TORCH_SCHEDULES, choose
 from rivals.deepspeed_rows import OneStageEngine, OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
+from rivals.measure import Spread
 from rivals.pipelining import TorchPipeline
 from rivals.report import Report, Result, about, common_lines, recomputing
 from rivals.rows import Loop, Probe, Row, Setting, plain_loop

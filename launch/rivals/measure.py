@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -263,3 +265,30 @@ def print_peak(build: Callable[[], Row], device: torch.device) -> None:
         forget_peaks(device)  # on a GPU the first step tries algorithms
         row.step()
     print(f"{PEAK}{max(peak_memory_bytes(device) - before, 0)}", flush=True)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of a quantity over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value."""
+        one = len(values) == 1
+        low, median, high = [values[0]] * 3 if one else statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def as_ratio(self) -> str:
+        """Return the median as a ratio, with the quartiles in brackets."""
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+    def as_milliseconds(self) -> str:
+        """Return the median of seconds in milliseconds, with the quartiles in brackets."""
+        median, low, high = (
+            f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (self.median, self.low, self.high)
+        )
+        return f"{median} ({low}-{high})"

@@ -22,10 +22,10 @@ import torch
 
 import ddpm_ds
 from ddpm_ds.command_line import aligned
-from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.tracking.tracker import RunLink, Tracker
+from rivals.measure import Spread
 from rivals.rows import Setting
 
 EXPERIMENT = "benchmarks"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import math
-import multiprocessing
 import os
 import shutil
 import threading
@@ -14,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint import delivery, groups
-from ddpm_ds.checkpoint.delivery import deliver
+from ddpm_ds.checkpoint import groups
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
-from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Span, read_manifest
+from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, check_headers, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import BRING_BACK, CompleteCheckpoint, whole
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.cli.main import main
+from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, scalars, total, values_of
 from tests.checkpoint.several_hosts import CUTS, Hosts, files
-from tests.launching import PATIENCE_SECONDS
 
 ONE, TWO = "images-000000001", "images-000000002"
 
@@ -52,15 +49,13 @@ def check_values(checkpoint: CompleteCheckpoint, hosts: Hosts, images: int) -> N
         path = hosts.folders[rank] / checkpoint.path.name
         if not path.exists():
             continue
-        reader = Reader(
-            path, checkpoint.manifest, [name for name in checkpoint.manifest.files if (path / name).exists()]
-        )
-        for kind in KINDS:
-            for name, shape in SHAPES.items():
-                expected = values_of(kind, name, images, math.prod(shape))
-                for start, stop in reader.covered(Span(kind, name, 0, math.prod(shape))):
-                    assert reader.read(kind, name, start, stop - start).equal(expected[start:stop])
-                    held.update({(kind, name, index): True for index in range(start, stop)})
+        there = [name for name in checkpoint.manifest.files if (path / name).exists()]
+        reader = Reader(path, checkpoint.manifest, there)
+        for file in there:
+            for kind, name, start, length in () if file == STATE else check_headers(path, checkpoint.manifest, file):
+                expected = values_of(kind, name, images, math.prod(SHAPES[name]))[start : start + length]
+                assert reader.read(kind, name, start, length).equal(expected)
+                held.update({(kind, name, index): True for index in range(start, start + length)})
     assert len(held) == len(KINDS) * sum(map(math.prod, SHAPES.values()))
 
 
@@ -110,59 +105,61 @@ def test_each_host_has_what_its_ranks_own_and_the_same_manifest(tmp_path: Path) 
         assert files(hosts.folders[rank]) == sorted([f"{TWO}/{MANIFEST}", f"{TWO}/{STATE}", *parts])
     texts = {(folder / TWO / MANIFEST).read_text() for folder in hosts.folders}
     assert len(texts) == 1
-    manifest = read_manifest(hosts.folders[0] / TWO)
-    places = {name: (place.host, place.folder) for name, place in manifest.places.items()}
-    assert places == {f"rank{rank}.safetensors": ("aabb"[rank], str(hosts.folders[rank])) for rank in range(4)}
     found = hosts.newest()
     assert found is not None and found.path.name == TWO and found.state.images_seen == 2
     check_values(found, hosts, 2)
     assert store.num_keys() - keys == 1, "the last word stays in the store"
-    shared = Hosts(tmp_path / "shared", "aaaa")  # says nothing of hosts, so that any version can read it
-    assert shared.save(1) == [True] * 4
-    assert '"places"' not in (shared.folders[0] / ONE / MANIFEST).read_text()
-    assert read_manifest(shared.folders[0] / ONE).places == {}
 
 
-def test_what_is_missing_is_named_with_the_host_and_folder_that_wrote_it(two: Hosts) -> None:
+def test_parts_that_version_0_2_wrote_are_read(two: Hosts) -> None:
+    """It also wrote down where each part was written."""
+    places = {f"rank{rank}.safetensors": {"host": "ab"[rank // 2], "folder": "/data"} for rank in range(4)}
+    for folder in {two.folders[0], two.folders[2]}:
+        manifest = read_manifest(folder / TWO)
+        (folder / TWO / MANIFEST).write_bytes(manifest.model_copy(update={"places": places}).dump())
+    assert '"places"' in (two.folders[0] / TWO / MANIFEST).read_text()
+    found = two.newest()
+    assert found is not None and found.path.name == TWO
+
+
+def test_what_no_host_has_is_named_and_the_checkpoint_before_is_used(two: Hosts) -> None:
     (two.folders[2] / TWO / "rank3.safetensors").unlink()
     found = two.newest()
     assert found is not None and found.path.name == ONE
-    there = two.folders[2]
-    assert two.said == [
-        f"checkpoint {TWO} lacks rank3.safetensors, which host b wrote in {there} (where it no longer is); host a has "
-        "rank0.safetensors, rank1.safetensors, host b has rank2.safetensors"
+    assert [line.split(";")[0] for line in two.said] == [
+        f"checkpoint {two.folders[0] / TWO} lacks rank3.safetensors here"
     ]
-    shutil.rmtree(there)
+    shutil.rmtree(two.folders[2])
     error = two.error()
-    assert "none of the 2 checkpoints in" in error and f"host b wrote in {there} (where it no longer is)" in error
-    assert BRING_BACK not in error, "that host is in the run already"
+    assert "none of the 2 checkpoints in" in error and f"host b: checkpoint {two.folders[2] / TWO} lacks" in error
 
 
-def test_missing_hosts_are_named_and_a_run_never_starts_anew_for_a_fresh_host(two: Hosts, tmp_path: Path) -> None:
-    for present, absent in (("aa", "b"), ("bb", "a")):
+def test_a_run_never_starts_anew_for_a_fresh_host_and_says_how_to_bring_it_the_parts(
+    two: Hosts, tmp_path: Path
+) -> None:
+    for present in ("aa", "bb"):
         alone = Hosts(tmp_path, present)
-        error = alone.error()
-        assert f"which host {absent} wrote in" in error and "(a host that is not in this run)" in error
-        assert error.endswith(BRING_BACK)
-        assert [line.split()[:2] for line in alone.said] == [["checkpoint", TWO], ["checkpoint", ONE]]
-    found = Hosts(tmp_path, "cab").newest()
-    assert found is not None and found.path.name == TWO and found.here == () and found.state.images_seen == 2
-    assert "host a wrote in" in Hosts(tmp_path, "cb").error()
+        assert "bring the parts together: rsync -a HOST:" in alone.error()
+    fresh = Hosts(tmp_path, "abc")
+    error = fresh.error()
+    assert (
+        f"host c: checkpoint {fresh.folders[2] / TWO} lacks manifest.json here" in error and "rsync -a HOST:" in error
+    )
     assert Hosts(tmp_path, "cd").newest() is None, "no host has any"
+    for folder in two.folders:  # what the line says
+        shutil.copytree(folder / TWO, fresh.folders[2] / TWO, dirs_exist_ok=True)
+    found = fresh.newest()
+    assert found is not None and found.path.name == TWO
 
 
-def test_damage_on_any_host_is_named_and_a_good_copy_elsewhere_will_do(two: Hosts, tmp_path: Path) -> None:
+def test_damage_on_any_host_is_named(two: Hosts) -> None:
     file = two.folders[2] / TWO / "rank2.safetensors"
-    shutil.copytree(two.folders[2] / TWO, tmp_path / "c" / "checkpoints" / TWO)
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     found = two.newest(until=2)
     assert found is not None and found.path.name == ONE and two.newest(until=0) is None
     assert len(two.said) == 1 and two.said[0].startswith("host b: checkpoint ") and file.name in two.said[0]
     (two.folders[0] / ONE / MANIFEST).write_text("{}")
     assert "none of the 2 checkpoints" in two.error() and f"{MANIFEST} is damaged" in "".join(two.said)
-    three = Hosts(tmp_path, "acb")
-    found = three.newest()
-    assert found is not None and found.path.name == TWO and three.said == []
 
 
 def test_pieces_of_two_checkpoints_of_one_name_are_not_mixed(two: Hosts, tmp_path: Path) -> None:
@@ -172,7 +169,7 @@ def test_pieces_of_two_checkpoints_of_one_name_are_not_mixed(two: Hosts, tmp_pat
     shutil.rmtree(two.folders[2] / TWO)
     shutil.copytree(other.folders[2] / TWO, two.folders[2] / TWO)
     found = two.newest()
-    assert found is not None and found.path.name == ONE and two.said[0].count("lacks") == 1
+    assert found is not None and found.path.name == ONE and "is not the same on all hosts" in two.said[0]
 
 
 def test_one_host_alone_says_where_the_rest_is(two: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,12 +177,10 @@ def test_one_host_alone_says_where_the_rest_is(two: Hosts, capsys: pytest.Captur
     for arguments in (["verify", str(path)], ["consolidate", str(path), str(path.parent / "x")]):
         assert main(["checkpoint", *arguments]) == 2
         said = capsys.readouterr().err
-        assert "which lacks rank2.safetensors, rank3.safetensors, which host b wrote in " in said
-        assert str(two.folders[2]) in said and said.count("\n") == 1
+        assert "lacks rank2.safetensors, rank3.safetensors here; if other hosts have them" in said
+        assert f"rsync -a HOST:{path}/ {path}/" in said and said.count("\n") == 1
     assert main(["checkpoint", "list", str(path.parents[1])]) == 0
     assert capsys.readouterr().out.count("; 3 of 5 files here") == 2
-    assert main(["checkpoint", "describe", str(path)]) == 0
-    assert f"written on   a:{two.folders[0]}, b:{two.folders[2]}" in capsys.readouterr().out
     for name in ("rank2.safetensors", "rank3.safetensors"):
         shutil.copy(two.folders[2] / TWO / name, path)
     assert main(["checkpoint", "verify", str(path)]) == 0
@@ -225,66 +220,15 @@ def test_a_host_whose_disk_fails_at_any_moment_keeps_the_last_checkpoint_everywh
     assert outcomes == {(False, True), (True, False)}
 
 
-def receive(folder: Path, ranks: str, rank: int, bounds: list[int], port: int, outcomes: Any) -> None:
-    """One rank of a resumed run, a process: takes what it wants and compares it with what was written."""
-    torch.set_num_threads(1)
-    delivery.SENT_ELEMENTS = 7
-    hosts, count = Hosts(folder, ranks), len(ranks)
-    patience = timedelta(seconds=PATIENCE_SECONDS)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=patience)
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * count
-        dist.all_gather_object(values, value)
-        return values
-
-    said: list[str] = []
-    found = whole(hosts.folders[rank] / TWO, hosts.groups(rank), gather)
-    pieces = fragments_of(2, bounds[rank], bounds[rank + 1])
-    wanted = [Span(one.kind, one.name, one.start, len(one.values)) for one in pieces]
-    taken = [torch.full_like(one.values, torch.nan) for one in pieces]
-    for index, start, values in deliver(found, wanted, gather=gather, device=torch.device("cpu"), log=said.append):
-        assert taken[index][start - wanted[index].start :][: len(values)].isnan().all(), "once only"
-        taken[index][start - wanted[index].start :][: len(values)] = values
-    right = all(values.equal(one.values) for values, one in zip(taken, pieces, strict=True))
-    outcomes.put((rank, right, said))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "bounds", "said"),
-    [
-        ("aabb", (0, 20, 50, 60, total()), []),
-        ("ba", (0, 50, total()), [f"{TWO}: 0.0 MB of it go from host a, b to host a, b"]),
-        ("cabb", (0, 3, 47, 55, total()), [f"{TWO}: 0.0 MB of it go from host a to host b, c"]),
-    ],
-)
-def test_ranks_receive_what_their_host_lacks_and_nothing_else(
-    ranks: str, bounds: list[int], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = Hosts(tmp_path)
-    assert all(hosts.save(2))
-    (hosts.folders[2] / TWO / STATE).write_text("damaged")  # the other one will do
-    shutil.copy(hosts.folders[0] / TWO / "rank0.safetensors", hosts.folders[2] / TWO)  # a second source
-    before = files(tmp_path)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")  # threads of this process may hold locks
-    context.set_forkserver_preload([__name__])
-    outcomes = context.Queue()
-    processes = [
-        context.Process(target=receive, args=(tmp_path, ranks, rank, bounds, store.port, outcomes), daemon=True)
-        for rank in range(len(ranks))
-    ]
-    for process in processes:
-        process.start()
-    found = sorted(outcomes.get(timeout=PATIENCE_SECONDS) for _ in processes)
-    for process in processes:
-        process.join()
-    assert found == [(rank, True, said if rank == 0 else []) for rank in range(len(ranks))]
-    assert files(tmp_path) == before, "nothing is written"
+def test_a_rank_reads_its_own_hosts_part_and_is_told_how_to_get_one_that_is_elsewhere(two: Hosts) -> None:
+    found = two.newest()
+    assert found is not None
+    reader = Reader(two.folders[0] / TWO, found.manifest, found.here)
+    for kind, name, start, values in fragments_of(2, CUTS[0], CUTS[2]):
+        assert reader.read(kind, name, start, len(values)).equal(values)
+    kind, name, start, values = fragments_of(2, CUTS[2], CUTS[3])[0]
+    with pytest.raises(CheckpointError, match=r"lacks rank2.safetensors, rank3.safetensors here; .* rsync -a HOST:"):
+        reader.read(kind, name, start, len(values))
 
 
 class Killed(BaseException):

@@ -80,7 +80,6 @@ def test_hosts_say_what_they_are_and_an_unreachable_one_does_not_hold_them_up(tm
     assert facts.spec.values["train.seed"] == "7"
     assert facts.sources["ddpm_ds/cluster/probe.py"] and facts.versions["torch"]
     two = seen.hosts["two"]
-    assert abs(two.clock_ahead_seconds) < 0.5
     assert two.run_dir_shared and two.interface == "lo" and not two.port_error
     assert list(tmp_path.iterdir()) == [tmp_path / "bin"]  # the shared folder is left as it was
 
@@ -113,13 +112,12 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_network_of_hosts_is_measured_and_one_that_leaves_is_named(tmp_path: Path) -> None:
+def test_the_network_of_hosts_is_tried_and_one_that_leaves_is_named(tmp_path: Path) -> None:
     for hosts, expected in ((["one", "two"], {}), (["one", "no-host"], {"no-host"})):
         run = planned(tmp_path, master_port=free_port())
         network = network_test(hosts, run, "127.0.0.1", "gloo", log=lambda line: None)
         assert set(network.errors) == set(expected)
-        routes = [(route.sender, route.receiver) for route in network.routes if route.bytes_per_second > 0]
-        assert routes == ([] if expected else [("one", "two"), ("two", "one")])
+        assert set(network.all_reduce_seconds) == (set() if expected else set(hosts))
     assert "ssh was lost" in network.errors["no-host"]
 
 

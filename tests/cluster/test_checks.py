@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from ddpm_ds.cluster.checks import STEPS, check
-from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
+from ddpm_ds.cluster.probe import Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
 from ddpm_ds.cluster.survey import Ended, Failure, HostReport, PlannedRun, Survey, _failure
+from ddpm_ds.processes.facts import PACKAGES
 
 GIB = 2**30
 OMP = {"OMP_NUM_THREADS": "4"}
@@ -37,7 +38,7 @@ def survey(**changes: dict[str, Any]) -> Survey:
     for index, name in enumerate("abc"):
         change = changes.get(name, {})
         if "failure" in change:
-            hosts[name] = HostReport(slots=2, failure=change["failure"], keepalive_seconds=15)
+            hosts[name] = HostReport(slots=2, failure=change["failure"])
             continue
         of_facts = {key: value for key, value in change.items() if key in HostFacts.__dataclass_fields__}
         hosts[name] = HostReport(
@@ -46,7 +47,6 @@ def survey(**changes: dict[str, Any]) -> Survey:
             run_dir_shared=None if name == "a" else True,
             interface="eth0",
             address=f"10.0.0.{index + 1}",
-            keepalive_seconds=15,
         )
         vars(hosts[name]).update({key: value for key, value in change.items() if key not in of_facts})
     return Survey(RUN, hosts, "a", "10.0.0.1")
@@ -57,7 +57,7 @@ def failure(at: str, why: str) -> dict[str, Any]:
 
 
 def lines(**changes: dict[str, Any]) -> list[str]:
-    return findings(check(survey(**changes)), None)
+    return findings(check(survey(**changes)))
 
 
 def versions(**changed: str) -> dict[str, dict[str, str]]:
@@ -101,7 +101,6 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"b": {"images_missing": "photos"}},
         "! b, images: data.path = photos does not exist; copy or mount the images on b at the same path",
     ),
-    "clock": ({"b": {"clock_ahead_seconds": -3.2}}, "! b, clock: 3.2 s behind this machine: logs and dates of"),
     "run disk": (
         {"b": {"disks": {"run": Disk(3 * GIB, True, False)}}},
         "! b, free for runs: 3.00 GiB free, the checkpoints that are kept need 4.00 GiB; make room on b, or choose "
@@ -117,7 +116,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "slots": ({"b": {"slots": 9}}, "? b, devices: slots=9 on 8 CPU cores; write b slots=8 into the hostfile"),
     "environment": (
         {"b": {"environment": {}}},
-        "? b, environment: set here, but missing or different there: OMP_NUM_THREADS; let them travel: ddpm-ds doctor",
+        "? b, environment: set here, but missing or different there: OMP_NUM_THREADS; write them into .deepspeed_env",
     ),
     "interface": (
         {"b": {"environment": {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "ens3"}}},
@@ -136,7 +135,6 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"c": {"port_error": "no answer in 4 s"}},
         "! c, master port: a at 10.0.0.1:29500: no answer in 4 s; open TCP between the hosts in a's firewall, or",
     ),
-    "keepalive": ({"b": {"keepalive_seconds": 0}}, "? b, ssh keepalive: ssh never checks that a host is alive, and wa"),
     "GPUs": (
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU,)}, "c": {"devices": (GPU, GPU)}},
         "! b, devices: 1 CUDA device for slots=2; write slots=1 into the hostfile, or fix its driver",
@@ -168,7 +166,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 
 def test_equal_hosts_are_all_good() -> None:
     assert lines() == []
-    assert check(survey()).keys() >= {"ssh", "clock", "spec", "JSON", "master port", *PACKAGES}
+    assert check(survey()).keys() >= {"ssh", "spec", "JSON", "master port", *PACKAGES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,8 +177,8 @@ def test_the_line_names_host_value_and_fix(case: str) -> None:
 
 
 def test_hosts_with_the_same_fault_share_a_line() -> None:
-    found = lines(b={"keepalive_seconds": 0}, c={"keepalive_seconds": 0})
-    assert [line[: line.index(":")] for line in found] == ["? b, c, ssh keepalive"]
+    found = lines(b={"environment": {}}, c={"environment": {}})
+    assert [line[: line.index(":")] for line in found] == ["? b, c, environment"]
 
 
 def test_folders_of_their_own_share_the_checkpoints() -> None:
@@ -194,21 +192,17 @@ def test_folders_of_their_own_share_the_checkpoints() -> None:
 def test_cells_of_a_host_that_can_not_be_asked_are_empty() -> None:
     rows = check(survey(b=failure("python", "missing")))
     assert [rows[name]["b"].text for name in ("ssh", "folder", "python")] == ["yes", "yes", "no"]
-    assert all("b" not in rows[name] for name in ("ddpm_ds", "torch", "clock", "master port"))
+    assert all("b" not in rows[name] for name in ("ddpm_ds", "torch", "master port"))
 
 
 @pytest.mark.parametrize("at", STEPS)
-@pytest.mark.parametrize("settings", [15, None])
-def test_a_host_that_tells_nothing_is_never_good(at: str, settings: int | None) -> None:
-    """Not even where ssh can't read its own configuration, so that it tells no settings either."""
+def test_a_host_that_tells_nothing_is_never_good(at: str) -> None:
     seen = survey(**{name: failure(at, "Bad configuration option: nonsense") for name in "abc"})
-    for host in seen.hosts.values():
-        host.keepalive_seconds = settings
-    found = findings(check(seen), None)
+    found = findings(check(seen))
     assert all(any(line.startswith("! ") and name in line.split(":")[0] for line in found) for name in "abc"), found
 
 
 def test_a_machine_that_does_not_answer_itself_is_not_good() -> None:
     alone = HostReport(slots=None, failure=_failure(Ended(None, "no answer in 60 s"), local=True))
     seen = Survey(replace(RUN, local=True), {"localhost": alone}, "", "")
-    assert findings(check(seen), None)[0].startswith("! localhost, ddpm_ds: no answer in 60 s")
+    assert findings(check(seen))[0].startswith("! localhost, ddpm_ds: no answer in 60 s")

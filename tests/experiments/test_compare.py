@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -15,12 +17,12 @@ from ddpm_ds.experiments.compare import (
     ComparisonError,
     comparison,
     direction,
-    judged,
+    markdown,
     number,
     ratio,
+    terminal,
     times,
 )
-from ddpm_ds.experiments.compare_pages import markdown, terminal
 from tests.experiments.planted_runs import PlantedStore, held, losses
 
 SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [8.0, 128.0, 64.0, 128.0]}
@@ -157,9 +159,7 @@ def test_directions_and_ratios() -> None:
     names = ("train/loss", "train/loss_scale", "perf/mfu", "train/seen_images")
     assert [direction(name) for name in names] == ["lower", "", "higher", ""]
     assert ratio(1.0, 0.0) is None and ratio(math.nan, 1.0) is None and ratio(None, 1.0) is None
-    assert judged("train/loss", 0.9) == "better" and judged("perf/mfu", 0.9) == "worse"
-    assert judged("train/loss", 1.001) == "" and judged("train/seen_images", 2.0) == ""
-    assert [times(value) for value in (2.0, 0.5, 0.9998, 1234.0, None)] == ["2.00x", "0.500x", "1.00x", "1,234x", ""]
+    assert [times(value) for value in (2.0, 0.5, 0.9998, 1234.0)] == ["2.00x", "0.500x", "1.00x", "1,234x"]
 
 
 @pytest.fixture(scope="module")
@@ -181,16 +181,14 @@ def test_the_verb_compares_a_sweeps_trials_and_keeps_the_comparison_with_the_swe
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert (
-        main(["compare", "--runs", str(root), "grid", "--baseline", "grid.fast", "--html", f"{tmp_path}/c.html"]) == 0
-    )
+    assert main(["compare", "--runs", str(root), "grid", "--baseline", "grid.fast"]) == 0
     output = capsys.readouterr().out
     assert "derived.precision" in output and "train.batch_images" not in output
     (line,) = (line for line in output.splitlines() if line.startswith("perf/images_per_second"))
     assert line.split() == ["perf/images_per_second", "higher", "96", "(0.500x)", "192", "(1.00x)"]
-    page = (tmp_path / "c.html").read_text()
-    kept = {path.name: path.read_text() for path in (root / "mlartifacts").rglob("comparison/*")}
-    assert set(kept) == {"comparison.html", "comparison.md"} and kept["comparison.html"] == page
+    assert f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db" in output
+    (kept,) = (root / "mlartifacts").rglob("comparison/*")
+    assert kept.name == "comparison.md" and kept.read_text().startswith("# 2 runs of digits\n")
     assert main(["compare", "--runs", str(root), "lone", "grid.slow", "--markdown", f"{tmp_path}/c.md"]) == 0
     assert (tmp_path / "c.md").read_text().startswith("# 2 runs of digits\n")
 
@@ -204,7 +202,6 @@ def test_bad_input_is_one_line(
         (["lone", "strange"], "", "no metric in common"),
         (["grid", "--metrics", "perf/mfu"], "", "no run has this metric"),
         (["grid", "--metrics", "train/loss,,"], "", "empty name"),
-        (["grid", "--html", str(tmp_path / "none" / "c.html")], "", "--html"),
         (["grid", "--markdown", str(tmp_path)], "", "--markdown"),
         (["grid"], "http://127.0.0.1:9", "127.0.0.1:9"),
     ):
@@ -212,3 +209,17 @@ def test_bad_input_is_one_line(
         assert main(["compare", "--runs", str(root), *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("ddpm-ds: error: ") and said in line
+
+
+def test_the_address_of_mlflows_comparison_names_exactly_these_runs() -> None:
+    runs = [held(name, SLOW, tracking_uri="http://127.0.0.1:5000") for name in ("one", "two")]
+    found = comparison(runs).mlflow_page
+    assert found is not None
+    url, command = found
+    assert command is None
+    path, query = url.partition("#")[2].split("?")
+    given = {name: value for name, (value,) in parse_qs(query).items()}
+    assert path == "/compare-runs" and json.loads(given["runs"]) == [run.id for run in runs]
+    assert json.loads(given["experiments"]) == ["1"] and given["workflowType"] == "machine_learning"
+    assert comparison(runs[:1]).mlflow_page is None
+    assert comparison([runs[0], held("elsewhere", SLOW)]).mlflow_page is None, "of two stores"

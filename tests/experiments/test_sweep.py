@@ -142,7 +142,7 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     assert "train/loss" in done.stdout
     parent = find_run(str(folder_of(tmp_path)))
     assert (parent.status, parent.note) == ("FINISHED", "how high?")
-    assert parent.artifacts("comparison") == ["comparison/comparison.html", "comparison/comparison.md"]
+    assert parent.artifacts("comparison") == ["comparison/comparison.md"]
     (trial,) = find_runs(str(folder_of(tmp_path)))
     assert (trial.status, trial.parent, trial.folder) == ("FINISHED", parent.id, folder_of(tmp_path, "baseline"))
     assert (trial.tags["vary.changed"], trial.tags["vary.name"]) == ("baseline", parent.name)

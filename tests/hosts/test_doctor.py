@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.processes.hosts import read_environment
 from tests.hosts.hosts import Hosts
 from tests.launching import REPOSITORY
 
@@ -27,12 +26,10 @@ def row(text: str, name: str) -> list[str]:
     return re.split(r"  +", line)[1:]
 
 
-def test_equal_hosts_are_good_and_their_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
-    file, hostfile = tmp_path / "env", hosts.hostfile(tmp_path / "hostfile")
+def test_equal_hosts_are_good_and_their_network_is_tried(hosts: Hosts, tmp_path: Path) -> None:
+    hostfile = hosts.hostfile(tmp_path / "hostfile")
     done = hosts[0].run(
-        [*DOCTOR, "--hostfile", str(hostfile), *JSON, "--write-env", str(file)],
-        env={"MLFLOW_TRACKING_TOKEN": "hush", "GLOO_SOCKET_IFNAME": "eth0"},
-        timeout=120,
+        [*DOCTOR, "--hostfile", str(hostfile), *JSON], env={"MLFLOW_TRACKING_TOKEN": "hush"}, timeout=120
     )
     assert done.returncode == 0, done.stdout
     assert "! " not in done.stdout
@@ -40,15 +37,7 @@ def test_equal_hosts_are_good_and_their_network_is_measured(hosts: Hosts, tmp_pa
     assert row(done.stdout, "master port") == ["29500 free", "reached", "reached"]
     assert row(done.stdout, "run folder") == ["this one", "shared", "shared"]
     assert all(re.fullmatch(r"[\d.]+ ms", cell) for cell in row(done.stdout, "all-reduce"))
-    for pair in ("worker-1 - worker-2", "worker-1 - worker-3", "worker-2 - worker-3"):
-        latency, there, back = row(done.stdout, pair)
-        assert float(latency.removesuffix(" ms")) < 100
-        for bandwidth in (there, back):
-            number, unit = bandwidth.split()
-            assert float(number) * {"MB/s": 1e6, "GB/s": 1e9}[unit] > 10e6
-    assert max(hosts.bytes_sent().values()) < 800 * 2**20  # also on a network that bills
-    assert read_environment(file) | {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"} == read_environment(file)
-    assert "secrets: MLFLOW_TRACKING_TOKEN" in done.stdout and "hush" not in file.read_text() + done.stdout
+    assert "hush" not in done.stdout
     assert not hosts[1].processes(r"ddpm_ds\.cluster")
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 from rivals.benchmark import layout_result, one_device_result
+from rivals.measure import Spread
 from rivals.report import Report, record
 
-from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.predict.plan import plan_run
 from tests.launching import REPOSITORY
 

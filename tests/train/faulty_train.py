@@ -34,8 +34,9 @@ from ddpm_ds.processes import ranks
 from ddpm_ds.processes.signals import STOP_SIGNALS
 from ddpm_ds.tracking import recorder
 from ddpm_ds.tracking.tracker import Tracker
-from ddpm_ds.train import objective, saving, session
+from ddpm_ds.train import objective, session
 from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet import kernel_choice
 from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
 
@@ -47,7 +48,7 @@ REPORTS = [
     (session, "summary"),
 ]
 ENDINGS: list[tuple[Any, str]] = [
-    (saving.Saver, "check_saved"),
+    (Saver, "check_saved"),
     (session, "read_pauses"),
     (verdict, "conclude"),
     (Tracker, "finish"),
@@ -61,15 +62,15 @@ MICRO_BATCHES = 5
 MOST_BYTES = 2**14  # more than the ranks print, less than they save
 COLLECTIVES = ("barrier", "all_gather_object", "broadcast_object_list", "destroy_process_group")
 IS_LAST = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-deliver, micro_batches, prepare = saving.deliver, objective.micro_batches, Denoising.prepare
+load, micro_batches, prepare = Saver.load, objective.micro_batches, Denoising.prepare
 
 
-def deliver_truncated(whole: CompleteCheckpoint, *arguments: Any, **options: Any) -> Any:
+def load_truncated(self: Saver, whole: CompleteCheckpoint) -> None:
     damaged = whole.path.with_name(f".damaged-{whole.path.name}")
     shutil.copytree(whole.path, damaged)
     for file in damaged.glob("*.safetensors"):
         os.truncate(file, file.stat().st_size // 2)
-    return deliver(dataclasses.replace(whole, path=damaged), *arguments, **options)
+    load(self, dataclasses.replace(whole, path=damaged))
 
 
 def micro_batches_until_lost(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -144,7 +145,7 @@ if __name__ == "__main__":
             setattr(owner, name, signalled(owner, name))
         atexit.register(send_signals, "exit")
     elif IS_LAST and fault == "checkpoint":
-        saving.deliver = deliver_truncated
+        Saver.load = load_truncated  # type: ignore[method-assign, assignment]
     elif IS_LAST:
         objective.micro_batches = {"loader": micro_batches_until_lost, "disk": micro_batches_on_a_full_disk}[fault]
     if fault in ("noise", "disk"):  # all ranks end with one line, which a launcher shows once
