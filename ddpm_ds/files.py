@@ -55,7 +55,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 def path_fault(path: Path | str) -> str | None:
     """Return why no file can ever have this path; None for a possible path."""
-    name = os.fsencode(path)
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair, such as \\udcff"
     if b"\0" in name:
         return "a path can't hold a zero byte"
     if len(name) > LONGEST_PATH_BYTES or any(len(part) > LONGEST_NAME_BYTES for part in name.split(b"/")):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, SHORTEST_EMA
@@ -71,13 +71,18 @@ MOST_PICTURE_PIXELS = 2**26
 """Maximum pixels of a picture of samples drawn during training."""
 
 
-def _possible(path: Path) -> Path:
+AnyPath = TypeVar("AnyPath", Path, str)
+
+
+def _possible(path: AnyPath) -> AnyPath:
     if fault := path_fault(path):
         raise PydanticCustomError("path", "{fault}", {"fault": fault})
     return path
 
 
 FilePath = Annotated[Path, AfterValidator(_possible)]
+GivenPath = Annotated[Path | str, AfterValidator(_possible)]
+"""Path in Python."""
 
 
 def _printable(text: str) -> str:
@@ -107,9 +112,18 @@ def _listed(what: str, choices: Mapping[str, Any]) -> Any:
 
 
 class Section(BaseModel):
-    """Frozen section of the spec, in which an unknown key is an error."""
+    """Frozen section of the spec, in which an unknown key is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    It is checked whenever it is given to a checked function or model, since ``model_copy`` checks nothing.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        revalidate_instances="always",
+    )
 
 
 class DataSpec(Section):
@@ -348,6 +362,16 @@ _STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but
 
 class SamplerSpec(Section):
     """Sampler of images during training and in `ddpm-ds sample`."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from ddpm_ds.config.spec_file import section_error  # it imports this module
+
+            raise section_error("sampler", error, values) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined] # pydantic: read in a spec without __init__
 
     kind: Annotated[str, _one_of(SAMPLERS), _listed("Sampler", SAMPLERS)] = "dpm_solver"
     steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None

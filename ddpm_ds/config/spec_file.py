@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import limit
-from ddpm_ds.config.spec import RunSpec, Section, with_current_names
+from ddpm_ds.config.spec import GivenPath, RunSpec, Section, with_current_names
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, read_text
 
@@ -106,7 +106,7 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
-def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
+def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML.
 
     Raises :class:`SpecError`, one line, if the file can't be read or a key or value is wrong.
@@ -124,6 +124,11 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
         key, message = _first_problem(error, values)
         everything = " ".join([str(path), *origins.values()])
         raise SpecError(f"{origins.get(key, str(path) if key else everything)}: {message}") from None
+
+
+def section_error(name: str, error: ValidationError, values: Mapping[str, Any]) -> SpecError:
+    """Return the error for the ``values`` of a section of the spec that was made by itself, in Python."""
+    return SpecError(_first_problem(error, {name: values}, (name,))[1])
 
 
 def spec_schema() -> dict[str, Any]:
@@ -149,7 +154,7 @@ def spec_markdown() -> str:
             if "$ref" in field:
                 kind, default = f"section [`{key}`](#{key})", "" if key in section["required"] else "all defaults"
             else:
-                kind = _expected(field)
+                kind = expected(field)
                 default = "**required**" if key in section.get("required", ()) else f"`{json.dumps(field['default'])}`"
             lines.append(f"| `{key}` | {kind} | {default} | {field.get('description', '')} |".replace("  ", " "))
         lines.append("")
@@ -203,10 +208,13 @@ def _override(values: dict[str, Any], item: str) -> str:
     return key
 
 
-def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the dotted key and message of the most informative problem: a misspelt key, else the first."""
+def _first_problem(error: ValidationError, values: Mapping[str, Any], within: tuple[str, ...] = ()) -> tuple[str, str]:
+    """Return the dotted key and message of the most informative problem: a misspelt key, else the first.
+
+    ``within`` is the section in which the error was found, () for the whole spec.
+    """
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    location = _field_location(problem["loc"])
+    location = _field_location((*within, *problem["loc"]))
     key = ".".join(location)
     if problem["type"] == "value_error":  # from RunSpec's own checks, already one line
         return key, problem["msg"].removeprefix("Value error, ")
@@ -216,7 +224,7 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[s
         return key, "a text has half of a surrogate pair, such as \\udcff; write the character itself"
     if problem["type"] == "path":
         return key, f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
-    if problem["type"] == "missing" and location == problem["loc"]:
+    if problem["type"] == "missing" and location == (*within, *problem["loc"]):
         return key, f"{key} is missing; it takes {_expected_at(location)}"
     return key, f"{key} = {shown(_at(values, location))} should be {_expected_at(location)}"
 
@@ -265,8 +273,11 @@ def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, shortened to fit a line."""
-    text = json.dumps(value, default=str)
+    """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line."""
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError):  # a list that holds itself, or thousands of digits
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -276,13 +287,15 @@ def _expected_at(location: Sequence[str]) -> str:
     *sections, name = location
     section = _section_at(sections)
     assert section is not None
-    return _expected(section.model_json_schema()["properties"][name])
+    return expected(section.model_json_schema()["properties"][name])
 
 
-def _expected(schema: Mapping[str, Any]) -> str:
+def expected(schema: Mapping[str, Any]) -> str:
     """Describe a field's JSON schema in words."""
+    if "$ref" in schema:
+        return f"a {schema['$ref'].rpartition('/')[2]}"
     if "anyOf" in schema:
-        return " or ".join(_expected(option) for option in schema["anyOf"])
+        return " or ".join(expected(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " or ".join(json.dumps(choice) for choice in schema.get("enum", [schema.get("const")]))
     match schema["type"]:
@@ -294,10 +307,10 @@ def _expected(schema: Mapping[str, Any]) -> str:
             limits = [f"{sign} {limit(schema[name])}" for name, sign in signs if name in schema]
             return " ".join([number, " and ".join(limits)]).strip()
         case "array" if "prefixItems" in schema:
-            return f"[{', '.join(_expected(item) for item in schema['prefixItems'])}]"
+            return f"[{', '.join(expected(item) for item in schema['prefixItems'])}]"
         case "array":
             length = f" of {schema.get('minItems', 0)} to {schema['maxItems']}" if "maxItems" in schema else ""
-            return f"a list{length}, each {_expected(schema['items'])}"
+            return f"a list{length}, each {expected(schema['items'])}"
         case "boolean":
             return "true or false"
         case "string":
