@@ -30,7 +30,10 @@ else:  # hidden from type checkers: seeing __getattr__, they would accept every 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        if not isinstance(found, type):
+            found = import_module(f"{__name__}.config.arguments").checked(found)
+        return globals().setdefault(name, found)
 
 
 _MODULES = {

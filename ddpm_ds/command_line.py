@@ -27,6 +27,12 @@ MOST_BATCH = 2**20
 """Most images of a step."""
 MOST_IMAGES = 10**15
 """Most images that a run sees, and most optimizer steps."""
+MOST_COUNT = 10**6
+"""Most of anything else that is counted, such as images to draw."""
+MOST_IMAGE, MOST_SEED = 2**48, 2**32 - 1
+"""Highest number of an image among all those drawn from one seed, and highest such seed."""
+MOST_BYTES, MOST_BANDWIDTH, MOST_FLOPS = 2**60, 1e18, 1e21
+"""Most memory of a device in bytes, bytes per second of a link, and flops per second."""
 SHORTEST_EMA, LONGEST_EMA = 0.001, 0.28
 """Relative lengths of power-function averages, sigma_rel of EDM2; above 0.288 no power rises."""
 
@@ -132,18 +138,18 @@ def whole(text: str, lowest: int, highest: int, what: str) -> int:
     return int(text)
 
 
-positive = partial(whole, lowest=1, highest=10**6, what="a whole number from 1 to 1,000,000")
-natural = partial(whole, lowest=0, highest=10**6, what="a whole number from 0 to 1,000,000")
+positive = partial(whole, lowest=1, highest=MOST_COUNT, what="a whole number from 1 to 1,000,000")
+natural = partial(whole, lowest=0, highest=MOST_COUNT, what="a whole number from 0 to 1,000,000")
 processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
 """Option type: number of processes, stages or hosts."""
 batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
 """Option type: number of images or micro-batches that are processed together."""
 images_seen = partial(whole, lowest=1, highest=MOST_IMAGES, what="a number of images from 1 to 10^15")
 """Option type: number of images that a run has seen."""
-image_number = partial(whole, lowest=0, highest=2**48, what="a whole number from 0 to 2^48")
+image_number = partial(whole, lowest=0, highest=MOST_IMAGE, what="a whole number from 0 to 2^48")
 """Option type: number of an image among all those drawn from one seed."""
 port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
-seed = partial(whole, lowest=0, highest=2**32 - 1, what="a number from 0 to 2^32 - 1")
+seed = partial(whole, lowest=0, highest=MOST_SEED, what="a number from 0 to 2^32 - 1")
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
@@ -242,7 +248,7 @@ def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> f
 def memory_size(text: str) -> int:
     """Parse a size such as ``80GiB`` or ``24GB`` into bytes."""
     sizes = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
-    return int(quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
+    return int(quantity(text, sizes, "a size such as 80GiB or 24GB", MOST_BYTES))
 
 
 bandwidth = partial(
@@ -250,10 +256,10 @@ bandwidth = partial(
     units={f"{prefix}B/s": size for prefix, size in _PREFIXES.items()}
     | {f"{prefix}bit/s": size / 8 for prefix, size in _DECIMAL.items()},
     what="a speed such as 300GB/s or 400Gbit/s",
-    most=1e18,
+    most=MOST_BANDWIDTH,
 )
 """Option type: bytes per second."""
-teraflops = partial(quantity, units={"": 1e12}, what="a number of TFLOP/s such as 120", most=1e21)
+teraflops = partial(quantity, units={"": 1e12}, what="a number of TFLOP/s such as 120", most=MOST_FLOPS)
 """Option type: flops per second."""
 
 

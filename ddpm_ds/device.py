@@ -92,6 +92,25 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def usable_device(device: torch.device | str) -> torch.device:
+    """Return a device that the caller names, such as ``cuda:1``, without changing the environment.
+
+    Raises:
+        LayoutError: it is neither a CPU nor a CUDA device of this host.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, UnicodeError):
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise LayoutError(f"device = {device} is none of cpu, cuda and a numbered one such as cuda:0; use one of them")
+    if found.type == "cuda":
+        check_cuda(devices := torch.cuda.device_count())
+        if (found.index or 0) >= devices:
+            raise LayoutError(f"device = {device}, but this process has {devices} CUDA devices; use another, or cpu")
+    return found
+
+
 def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
     """Return a device's bytes of memory; on a CPU, the share of one of ``sharing`` processes (default: this host's)."""
     if device.type == "cuda":

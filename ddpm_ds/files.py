@@ -85,7 +85,10 @@ def expanded(path: Path | str) -> Path:
 
 def path_fault(path: Path | str) -> str | None:
     """Return why no file can have this path, which has been :func:`expanded`; None for a possible path."""
-    name = os.fsencode(path)
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair, such as \\udcff"
     if name.startswith(b"~"):
         return "no home folder of this name is known; write it out"
     if b"\0" in name:

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch
 from PIL import Image
 
 import ddpm_ds
-from ddpm_ds import SamplerSpec, load_trained, open_run, plan, sample
+from ddpm_ds import SamplerSpec, load_spec, load_trained, open_run, plan, sample
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import LayoutError, SpecError
+from ddpm_ds.errors import LONGEST_LINE, LayoutError, SpecError, UserError
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.runs import ExperimentError
 from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, plant, trained_of
@@ -128,13 +130,112 @@ def test_classes_come_in_turn_unless_labels_say_otherwise(trained: Trained) -> N
         ({"sampler": SamplerSpec(kind="dpm_solver", eta=0.5)}, "sampler.eta = 0.5 is of ddim, not of dpm_solver"),
         ({"sampler": SamplerSpec(steps=2000)}, "sampler.steps = 2000 is above the 1000 timesteps"),
         ({"labels": []}, "labels = [] names no class; use None"),
-        ({"batch_images": 0}, "count = 1 and batch_images = 0 must be 1 or more"),
         ({"labels": [3, 10]}, "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
     ],
 )
 def test_what_can_not_be_drawn_is_one_line(trained: Trained, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=re.escape(message)):
         sample(trained, 1, **options)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "SamplerSpec": SamplerSpec,
+    "load_spec": load_spec,
+    "load_trained": load_trained,
+    "open_run": open_run,
+    "plan": plan,
+    "sample": sample,
+}
+ARGUMENTS = [
+    (name, argument)
+    for name, function in FUNCTIONS.items()
+    for argument in (SamplerSpec.model_fields if function is SamplerSpec else signature(function).parameters)
+]
+NUMBERS = {
+    "plan": "processes nodes device_memory flops link_bandwidth network_bandwidth top",
+    "load_trained": "ema_length",
+    "sample": "count batch_images",
+    "SamplerSpec": "steps sigma_max sigma_min rho churn_noise dynamic_quantile",
+}
+"""Arguments that are numbers above zero."""
+endless: list[Any] = []
+endless.append(endless)
+TEXTS = ["\0", "\ud800", "x" * 5000]
+WRONG = [object(), endless, {"a": object()}, torch.ones(3), b"\xff", -1.5, math.nan, 10**5000, *TEXTS]
+"""Values that no argument takes."""
+
+
+@pytest.fixture(scope="module")
+def refuses(run_dir: Path, trained: Trained) -> Callable[[str, str, Any], str]:
+    """Call a function of the package with a wrong value for one argument; return the line that it raises."""
+    usual: dict[str, dict[str, Any]] = {
+        "load_spec": {"path": run_dir / "spec.yaml"},
+        "load_trained": {"path": run_dir},
+        "open_run": {"run": run_dir, "root": run_dir},
+        "plan": {"spec": tiny_spec(), "ds_config": REPOSITORY / "ds_configs" / "zero0_fp32.json", "processes": 1},
+        "sample": {"trained": trained, "count": 1, "sampler": FAST_SAMPLER},
+    }
+
+    def refuse(name: str, argument: str, value: Any) -> str:
+        with pytest.raises(UserError) as raised:
+            FUNCTIONS[name](**{**usual.get(name, {}), argument: value})
+        said = str(raised.value)
+        assert said.isprintable() and len(said) < LONGEST_LINE + 10
+        return said
+
+    return refuse
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_what_an_argument_does_not_take_is_one_line_that_names_it(
+    name: str, argument: str, refuses: Callable[[str, str, Any], str]
+) -> None:
+    for value in WRONG:
+        said = refuses(name, argument, value)
+        if not isinstance(value, str):  # which may be the name of a run or a device that there is not
+            assert f"{argument} = " in said or f"{argument}." in said
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, one) for name, some in NUMBERS.items() for one in some.split()])
+def test_a_number_out_of_range_is_refused_before_anything_is_computed(
+    name: str, argument: str, refuses: Callable[[str, str, Any], str]
+) -> None:
+    for value in (0, -1, 10**30):
+        assert f"{argument} = {value} should be a " in refuses(name, argument, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "message"),
+    [
+        ("plan", "processes", 10**9, "plan: processes = 1000000000 should be a whole number from 1 to 65,536"),
+        ("sample", "count", 10**12, "sample: count = 1000000000000 should be a whole number from 1 to 1,000,000"),
+        ("sample", "seed", -1, "sample: seed = -1 should be a whole number from 0 to 4,294,967,295"),
+        ("sample", "first", 2**49, "should be a whole number from 0 to 2^48"),
+        ("sample", "labels", "3", 'labels = "3" should be a list, each a whole number or "all" or null'),
+        ("sample", "trained", "runs/digits", 'trained = "runs/digits" should be a Trained'),
+        ("sample", "sampler", SamplerSpec().model_copy(update={"steps": 10**9}), "sampler.steps = 1000000000: input"),
+        ("plan", "spec", tiny_spec().model_copy(update={"name": 5}), "plan: spec.name = 5: input should be"),
+        ("plan", "overrides", "ds.zero_optimization.stage=1", "should be a list, each text"),
+        ("plan", "times", 5, "plan: times = 5 should be a function or null"),
+        ("load_trained", "weights", "EMA", 'load_trained: weights = "EMA" should be "ema" or "raw"'),
+        ("load_trained", "device", "meta", "device = meta is none of cpu, cuda and a numbered one such as cuda:0"),
+        ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
+        ("load_trained", "dtype", "float32", 'load_trained: dtype = "float32" should be a dtype'),
+        ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
+        ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),
+        ("SamplerSpec", "kind", "euler", 'sampler.kind = "euler" should be "ddpm" or "ddim"'),
+    ],
+)
+def test_the_line_says_what_the_argument_takes(
+    name: str, argument: str, value: Any, message: str, refuses: Callable[[str, str, Any], str]
+) -> None:
+    assert message in refuses(name, argument, value)
+
+
+def test_a_guide_of_another_data_type_is_refused(trained: Trained) -> None:
+    guide = trained_of(tiny_spec(), seed=2, dtype=torch.float16)
+    with pytest.raises(SpecError, match=r"has weights \(device, dtype\) = "):
+        sample(trained, 1, sampler=FAST_SAMPLER.model_copy(update={"guidance": 2.0}), guide=guide)
 
 
 def test_a_plan_leaves_the_environment_to_what_is_started_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,10 +247,11 @@ def test_a_plan_leaves_the_environment_to_what_is_started_next(monkeypatch: pyte
     assert dict(os.environ) == before
     with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b200 or"):
         plan(tiny_spec(), json_path, processes=2, device_kind="z80")
-    below: list[dict[str, Any]] = [{"processes": 0}, {"processes": 2, "nodes": 0}, {"processes": 2, "top": 0}]
-    for wrong in below:
-        with pytest.raises(LayoutError, match=" = 0 leaves nothing to plan; use 1 or more"):
-            plan(tiny_spec(), json_path, device_kind="l4", **wrong)
+    for number in (2, -1, "first"):
+        with pytest.raises(LayoutError, match="is no layout of the plan; use one from 0 to 1"):
+            found.ds_config(number)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="nothing fits 2 devices of"):
+        plan(tiny_spec(), json_path, processes=2, device_kind="l4", device_memory=1)
 
 
 def test_a_plan_is_for_this_machines_gpu_where_it_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

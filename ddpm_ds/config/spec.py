@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, MOST_IMAGES, SHORTEST_EMA
@@ -71,7 +71,7 @@ MOST_PICTURE_PIXELS = 2**26
 """Maximum pixels of a picture of samples drawn during training."""
 
 
-def _possible(path: Path) -> Path:
+def _possible(path: Path | str) -> Path:
     path = expanded(path)
     if fault := path_fault(path):
         raise PydanticCustomError("path", "{fault}", {"fault": fault})
@@ -80,6 +80,8 @@ def _possible(path: Path) -> Path:
 
 FilePath = Annotated[Path, AfterValidator(_possible)]
 """Path, in which ``~`` is expanded: a run's record names the files that were read, whoever looks at it later."""
+GivenPath = Annotated[Path | str, AfterValidator(_possible)]
+"""Path in Python, in which ``~`` is expanded."""
 
 
 def _printable(text: str) -> str:
@@ -109,9 +111,18 @@ def _listed(what: str, choices: Mapping[str, Any]) -> Any:
 
 
 class Section(BaseModel):
-    """Frozen section of the spec, in which an unknown key is an error."""
+    """Frozen section of the spec, in which an unknown key is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    It is checked whenever it is given to a checked function or model, since ``model_copy`` checks nothing.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        revalidate_instances="always",
+    )
 
 
 class DataSpec(Section):
@@ -350,6 +361,16 @@ _STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but
 
 class SamplerSpec(Section):
     """Sampler of images during training and in `ddpm-ds sample`."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from ddpm_ds.config.spec_file import section_error  # it imports this module
+
+            raise section_error("sampler", error, values) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined] # pydantic: read in a spec without __init__
 
     kind: Annotated[str, _one_of(SAMPLERS), _listed("Sampler", SAMPLERS)] = "dpm_solver"
     steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None

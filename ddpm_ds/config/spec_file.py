@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import limit
-from ddpm_ds.config.spec import RunSpec, Section, with_current_names
+from ddpm_ds.config.spec import GivenPath, RunSpec, Section, with_current_names
 from ddpm_ds.errors import MOST_FAULTS, SpecError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, preset, presets, read_text
 
@@ -146,7 +146,7 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
-def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
+def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML.
 
     Raises :class:`SpecError`, one line for each fault, if the file can't be read or a key or value is wrong. Whether
@@ -175,6 +175,11 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
     return spec
 
 
+def section_error(name: str, error: ValidationError, values: Mapping[str, Any]) -> SpecError:
+    """Return the error for the ``values`` of a section of the spec that was made by itself, in Python."""
+    return SpecError(*(message for _, message in _problems(error, {name: values}, (name,))))
+
+
 def spec_schema() -> dict[str, Any]:
     """Return the JSON schema of the run spec, for editors that complete and check YAML."""
     schema = RunSpec.model_json_schema()
@@ -198,7 +203,7 @@ def spec_markdown() -> str:
             if "$ref" in field:
                 kind, default = f"section [`{key}`](#{key})", "" if key in section["required"] else "all defaults"
             else:
-                kind = _expected(field)
+                kind = expected(field)
                 default = "**required**" if key in section.get("required", ()) else f"`{json.dumps(field['default'])}`"
             lines.append(f"| `{key}` | {kind} | {default} | {field.get('description', '')} |".replace("  ", " "))
         lines.append("")
@@ -253,12 +258,15 @@ def _override(values: dict[str, Any], item: str) -> str:
     return key
 
 
-def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the dotted key and the message of each problem, without missing keys that were only misspelt."""
+def _problems(error: ValidationError, values: Mapping[str, Any], within: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Return the dotted key and the message of each problem, without missing keys that were only misspelt.
+
+    ``within`` is the section in which the error was found, () for the whole spec.
+    """
     found: dict[str, str] = {}
     meant: set[str] = set()
     for problem in sorted(error.errors(), key=lambda problem: problem["type"] == "missing")[:MOST_FAULTS]:
-        location = _field_location(problem["loc"])
+        location = _field_location((*within, *problem["loc"]))
         key = ".".join(location)
         match problem["type"]:
             case "value_error":  # from RunSpec's own checks, already one line each
@@ -271,7 +279,7 @@ def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[tuple[s
                 found[key] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
             case "path":
                 found[key] = f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
-            case "missing" if location == problem["loc"]:
+            case "missing" if location == (*within, *problem["loc"]):
                 if key not in meant:
                     found[key] = f"{key} is missing; it takes {_expected_at(location)}"
             case _:
@@ -327,8 +335,11 @@ def _unknown(location: Sequence[str], meant: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, shortened to fit a line."""
-    text = json.dumps(value, default=str)
+    """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line."""
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError):  # a list that holds itself, or thousands of digits
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -338,13 +349,15 @@ def _expected_at(location: Sequence[str]) -> str:
     *sections, name = location
     section = _section_at(sections)
     assert section is not None
-    return _expected(section.model_json_schema()["properties"][name])
+    return expected(section.model_json_schema()["properties"][name])
 
 
-def _expected(schema: Mapping[str, Any]) -> str:
+def expected(schema: Mapping[str, Any]) -> str:
     """Describe a field's JSON schema in words."""
+    if "$ref" in schema:
+        return f"a {schema['$ref'].rpartition('/')[2]}"
     if "anyOf" in schema:
-        return " or ".join(_expected(option) for option in schema["anyOf"])
+        return " or ".join(expected(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " or ".join(json.dumps(choice) for choice in schema.get("enum", [schema.get("const")]))
     match schema["type"]:
@@ -356,10 +369,10 @@ def _expected(schema: Mapping[str, Any]) -> str:
             limits = [f"{sign} {limit(schema[name])}" for name, sign in signs if name in schema]
             return " ".join([number, " and ".join(limits)]).strip()
         case "array" if "prefixItems" in schema:
-            return f"[{', '.join(_expected(item) for item in schema['prefixItems'])}]"
+            return f"[{', '.join(expected(item) for item in schema['prefixItems'])}]"
         case "array":
             length = f" of {schema.get('minItems', 0)} to {schema['maxItems']}" if "maxItems" in schema else ""
-            return f"a list{length}, each {_expected(schema['items'])}"
+            return f"a list{length}, each {expected(schema['items'])}"
         case "boolean":
             return "true or false"
         case "string":

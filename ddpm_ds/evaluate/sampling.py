@@ -10,14 +10,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, InstanceOf
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.config.spec import SamplerSpec, check_sampler
+from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_SEED
+from ddpm_ds.config.spec import Batch, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
 from ddpm_ds.evaluate.outputs import ImageFolder, Request
@@ -67,15 +69,15 @@ def draw(
 
 
 def sample(
-    trained: Trained,
-    count: int = 64,
+    trained: InstanceOf[Trained],
+    count: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 64,
     *,
     sampler: SamplerSpec | None = None,
     labels: Sequence[int] | Literal["all"] | None = "all",
-    guide: Trained | None = None,
-    seed: int = 0,
-    first: int = 0,
-    batch_images: int = 64,
+    guide: InstanceOf[Trained] | None = None,
+    seed: Annotated[int, Field(ge=0, le=MOST_SEED)] = 0,
+    first: Annotated[int, Field(ge=0, le=MOST_IMAGE)] = 0,
+    batch_images: Batch = 64,
     progress: bool = False,
 ) -> Tensor:
     """Draw the images ``first`` to ``first + count - 1`` of a seed; return uint8 (count, C, H, W) on the CPU.
@@ -87,10 +89,9 @@ def sample(
 
     Raises:
         SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, ``guide`` has
-            other images, classes or noise levels, or ``count`` or ``batch_images`` is below 1.
+            other images, classes or noise levels.
+        LayoutError: the device has no memory for ``batch_images`` at once.
     """
-    if min(count, batch_images) < 1:
-        raise SpecError(f"count = {count} and batch_images = {batch_images} must be 1 or more")
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
         latents = trained.autoencoder is not None
@@ -107,11 +108,34 @@ def sample(
         check_label(label, classes)
     numbers = {"seed": seed, "first": first, "count": count, "batch_images": batch_images}
     request = Request.of(trained, sampler, labels, guide, **numbers)
-    drawn = [
-        draw(trained, request.sampler, torch.tensor(batch), labels=request.labels_of(batch), seed=seed, guide=guide)
-        for batch in tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
-    ]
-    return torch.cat(drawn)
+    batches = tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
+    return torch.cat([_draw_batch(trained, request, batch, guide) for batch in batches])
+
+
+def _draw_batch(
+    trained: Trained,
+    request: Request,
+    index: Sequence[int],
+    guide: Trained | None,
+    after_step: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
+    try:
+        return draw(
+            trained,
+            request.sampler,
+            torch.tensor(index),
+            labels=request.labels_of(index),
+            seed=request.seed,
+            guide=guide,
+            after_step=after_step,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise LayoutError(
+            f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
+        ) from None
 
 
 def check_label(label: int | str, classes: int | None, option: str = "--labels") -> None:
@@ -130,6 +154,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
         raise SpecError(f"--guide {guide.origin} guides nothing at --guidance 1; give another, such as 2")
     mine, its = (
         {
+            "weights (device, dtype)": (next(one.unet.parameters()).device, next(one.unet.parameters()).dtype),
             "images (C, H, W)": one.image_shape,
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
@@ -206,24 +231,7 @@ def draw_share(
 
         for batch in request.batches[rank::world_size]:
             if index := [i for i in batch if i not in there]:
-                try:
-                    images = draw(
-                        trained,
-                        request.sampler,
-                        torch.tensor(index),
-                        labels=request.labels_of(index),
-                        seed=request.seed,
-                        guide=guide,
-                        after_step=show,
-                    )
-                except RuntimeError as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    raise LayoutError(
-                        f"--batch-images = {request.batch_images}: the device has no memory for so many images at "
-                        "once; use fewer"
-                    ) from None
-                folder.keep(index, images)
+                folder.keep(index, _draw_batch(trained, request, index, guide, show))
                 bar.update(len(index))
             if rank == 0 and world_size > 1:
                 bar.update(len(folder.there()) - bar.n)  # includes the images of other processes

@@ -14,18 +14,28 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import checkpoint_at
-from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
+from ddpm_ds.config.spec import (
+    DiffusionSpec,
+    FilePath,
+    GivenPath,
+    Length,
+    RunSpec,
+    SamplerSpec,
+    UnetSpec,
+    with_current_names,
+)
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.device import DTYPES, usable_device
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler, sampled_levels
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.files import expanded, open_regular, open_tensors, read_json, sha256_of
@@ -107,14 +117,20 @@ def find_trained(path: Path) -> Path:
     )
 
 
+def _known(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in (known := [known for _, known in DTYPES.values()]):
+        raise ValueError(f"dtype = {dtype} should be {' or '.join(map(str, known))}")
+    return dtype
+
+
 def load_trained(
-    path: Path | str,
+    path: GivenPath,
     *,
     weights: Weights = "ema",
-    ema_length: float | None = None,
-    autoencoder: Path | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    ema_length: Length | None = None,
+    autoencoder: FilePath | None = None,
+    device: Annotated[torch.device | str, AfterValidator(usable_device)] = "cpu",
+    dtype: Annotated[torch.dtype, AfterValidator(_known)] = torch.float32,
 ) -> Trained:
     """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 

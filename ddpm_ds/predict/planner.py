@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
+
+from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES
 from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import GivenPath, RunSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
 
@@ -19,21 +21,24 @@ if TYPE_CHECKING:
     from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.search import Plan
 
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
+
 
 def plan(
     spec: RunSpec,
-    ds_config: Path | str,
+    ds_config: GivenPath,
     overrides: Sequence[str] = (),
     *,
-    processes: int,
-    nodes: int = 1,
+    processes: Processes,
+    nodes: Processes = 1,
     device_kind: str | None = None,
-    device_memory: int | None = None,
-    flops: float | None = None,
-    link_bandwidth: float | None = None,
-    network_bandwidth: float | None = None,
+    device_memory: Annotated[int, Field(ge=1, le=MOST_BYTES)] | None = None,
+    flops: Annotated[float, Field(ge=1.0, le=MOST_FLOPS)] | None = None,
+    link_bandwidth: Bandwidth | None = None,
+    network_bandwidth: Bandwidth | None = None,
     times: Callable[[Workload, Machine], LayerTimes] | None = None,
-    top: int = 10,
+    top: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 10,
 ) -> Plan:
     """Return the ``top`` fastest layouts of a run on ``processes`` devices, with the memory and time of each.
 
@@ -47,9 +52,6 @@ def plan(
         DsConfigError: the JSON can't be read, or training would refuse it.
         LayoutError: no layout divides devices, layers and batch, or none fits; or the devices are unknown.
     """
-    for name, number in (("processes", processes), ("nodes", nodes), ("top", top)):
-        if number < 1:
-            raise LayoutError(f"{name} = {number} leaves nothing to plan; use 1 or more")
     config = read_ds_config(ds_config, overrides)
     check_ds_config(config, ds_config, spec)
     if device_kind is None:

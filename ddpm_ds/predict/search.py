@@ -37,7 +37,13 @@ class Plan:
     """Best layout with the other axis across nodes, if there are several nodes."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
-        """Return the DeepSpeed JSON that trains with layout ``number`` of the best."""
+        """Return the DeepSpeed JSON that trains with layout ``number`` of the best.
+
+        Raises:
+            LayoutError: there is no such layout.
+        """
+        if number not in range(len(self.best)):
+            raise LayoutError(f"number = {number!r} is no layout of the plan; use one from 0 to {len(self.best) - 1}")
         layout = self.best[number].layout
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
 
@@ -159,7 +165,7 @@ def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
     nearest = min(misfits, key=lambda layout: _needs(predictor, layout))
     totals = [memory.total for memory in pipeline_memory(job, nearest, predictor.bounds(nearest))]
     needs, rank = max(totals), totals.index(max(totals))
-    device = machine.memory_bytes * needs / machine.usable_bytes
+    device = machine.memory_bytes * needs / max(machine.usable_bytes, 1)
     return LayoutError(
         f"nothing fits {devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it usable); "
         f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {rank}; use more "

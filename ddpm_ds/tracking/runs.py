@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpm_ds.checkpoint import folder as checkpoint_folder
 from ddpm_ds.command_line import file_path
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import FilePath, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.errors import OutputError, SpecError, UserError
@@ -141,7 +141,7 @@ def _columns(file: Path) -> dict[str, list[float]]:
     return {name: [point.get(name, math.nan) for point in points] for name in names}
 
 
-def open_run(run: Path | str, *, root: Path = OUTPUT_ROOT) -> Run:
+def open_run(run: GivenPath, *, root: FilePath = OUTPUT_ROOT) -> Run:
     """Return the run in a folder or, of that id or name, in MLflow as :func:`find_run` finds it.
 
     Raises:
