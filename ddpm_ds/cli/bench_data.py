@@ -9,10 +9,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import (
+    add_overwrite,
     add_spec_options,
     aligned,
     batch,
-    check_writable,
+    check_outputs,
     counted,
     file_path,
     gib,
@@ -112,19 +113,19 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         help="precision of the U-Net (default: bf16 on CUDA, else fp32)",
     )
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
+    add_overwrite(parser)
     parser.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> None:
-    if options.json is not None:
-        check_writable("--json", options.json)
+    check_outputs(options, "json")
     spec = load_spec(options.spec, options.overrides)
     set_environment()
     numbers = _bench_preparation(options, spec) if options.preparation else _bench_loader(options, spec)
     if options.json is not None:
         asked = {"spec": str(options.spec), "overrides": options.overrides}
-        with writing(options.json):
-            options.json.write_text(json.dumps(asked | numbers, indent=2) + "\n")
+        with writing(options.json, overwrite=options.overwrite) as file:
+            file.write(f"{json.dumps(asked | numbers, indent=2)}\n".encode())
         print(f"\n{options.json}: every number")
 
 

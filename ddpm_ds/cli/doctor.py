@@ -17,7 +17,7 @@ from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS, Network, network_test
 from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
-from ddpm_ds.command_line import add_spec_options, check_writable, file_path, port, positive
+from ddpm_ds.command_line import add_spec_options, check_output, file_path, port, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT, OutputError, SpecError
@@ -122,7 +122,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from ddpm_ds.config.ds_config import read_ds_config
 
     if options.write_env is not None:
-        check_writable("--write-env", options.write_env)
+        check_output(options.write_env, overwrite=True, called="--write-env ")  # what it has is kept
     hosts: Mapping[str, int | None] = {"localhost": None}
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)

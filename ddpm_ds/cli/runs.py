@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import check_writable, file_path, writing
+from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
@@ -72,6 +72,7 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
     parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
     parser.add_argument("--html", type=file_path, metavar="FILE", help="write it as one page with curves and timelines")
+    add_overwrite(parser)
     add_runs_option(parser)
     parser.set_defaults(run=_compare)
 
@@ -85,9 +86,7 @@ def metric_names(text: str) -> list[str]:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    for name, path in (("--markdown", options.markdown), ("--html", options.html)):
-        if path is not None:
-            check_writable(name, path)
+    check_outputs(options, "markdown", "html")
     from ddpm_ds.experiments.compare import comparison
     from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER, markdown, page, terminal
 
@@ -106,18 +105,14 @@ def _compare(options: argparse.Namespace) -> None:
             continue
         text = make(compared)
         if path is not None:
-            _write(path, text)
+            with writing(path, overwrite=options.overwrite) as file:
+                file.write(text.encode())
+            print(f"\n{path}: {len(text.encode()) / 2**10:,.0f} KiB")
         if compared.parent is not None:
             # If the parent can't be written to, such as somebody else's, the rest still works.
             files = {f"{ARTIFACT_FOLDER}/{name}": text}
             if missing := keep_with(compared.parent, runs[0].tracking_uri, files):
                 print(f"ddpm-ds: {name} could not be kept with run {compared.parent} ({missing})", file=sys.stderr)
-
-
-def _write(path: Path, text: str) -> None:
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
-    print(f"\n{path}: {len(text.encode()) / 2**10:,.0f} KiB")
 
 
 def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
