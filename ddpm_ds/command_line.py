@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpm_ds.errors import OutputError, SpecError
-from ddpm_ds.files import MOST_DIGITS, expanded, path_fault
+from ddpm_ds.files import MOST_DIGITS, expanded, path_fault, write_file
 
 MOST_PROCESSES = 2**16
 """Most processes of a run."""
@@ -82,26 +83,59 @@ def cache_folder() -> Path:
     return expanded(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Check in advance that a file can be written.
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add ``--overwrite``, an option of every program and verb that writes a file where its user says."""
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+
+
+def check_outputs(options: argparse.Namespace, *names: str) -> None:
+    """Check in advance the files that these options name, such as ``out`` for ``--out``; see :func:`check_output`."""
+    for name in names:
+        if (path := getattr(options, name)) is not None:
+            check_output(path, overwrite=options.overwrite, called=f"--{name} ", stream=_is_stream(path))
+
+
+def check_output(path: Path, *, overwrite: bool, called: str = "", stream: bool = False) -> None:
+    """Check that a file of the user's can be written: there is none of this name, or it may be overwritten.
+
+    It does not matter who wrote it, since a file can't tell what it is worth. A link, even a broken one, is never
+    followed or replaced. A ``stream``, such as a pipe, is written to as it is. ``called`` is what names the path.
 
     Raises:
-        OutputError: it is a folder, its folder is missing, or its permissions forbid it.
+        OutputError: it exists, is a folder or something else that can't be replaced, its folder is missing, or
+            permissions forbid it.
     """
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
+    if path.is_symlink() and not stream:
+        raise OutputError(f"{called}{path} is a link, which is not written through; name the file itself, or another")
+    replaceable = stream or path.is_file() or not path.exists()
+    if not (replaceable and folder.is_dir() and os.access(path if stream else folder, os.W_OK)):
+        raise OutputError(f"{called}{path} can't be written; name a file in a folder that exists and is yours")
+    if path.exists() and not (overwrite or stream):
+        raise OutputError(f"{called}{path} exists; name another file, or replace it with --overwrite")
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether a path is a device or a pipe, as ``/dev/stdout`` may be."""
+    return path.exists() and not path.is_dir() and not path.is_file()
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an error while a result is written into one line.
+def writing(path: Path, *, overwrite: bool) -> Iterator[io.BytesIO]:
+    """Yield what becomes the content of a file of the user's, whole or not at all, when the body ends.
 
     Raises:
-        OutputError: the file can't be written, such as on a full disk.
+        OutputError: as :func:`check_output`, or the file can't be written, such as on a full disk.
     """
+    content = io.BytesIO()
+    yield content
+    stream = _is_stream(path)
+    check_output(path, overwrite=overwrite, stream=stream)
     try:
-        yield
+        if stream:
+            path.write_bytes(content.getvalue())
+        else:
+            write_file(path, content.getvalue())
     except OSError as error:
         raise OutputError(f"{path} can't be written ({error.strerror}); name a file in another folder") from None
 

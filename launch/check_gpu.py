@@ -34,7 +34,14 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
-from ddpm_ds.command_line import OneLineParser, check_writable, file_path, number  # noqa: E402
+from ddpm_ds.command_line import (  # noqa: E402
+    OneLineParser,
+    add_overwrite,
+    check_outputs,
+    file_path,
+    number,
+    writing,
+)
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
@@ -539,6 +546,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
         prog="python launch/check_gpu.py", description=DESCRIPTION, epilog=f"checks\n{listed}\n{EXIT_CODES}"
     )
     parser.add_argument("--out", type=file_path, default=Path("gpu.md"), metavar="FILE", help="the report (gpu.md)")
+    add_overwrite(parser)
     parser.add_argument("--work", type=file_path, metavar="DIR", help="for runs and logs (a new temporary folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time limit of all checks (10)")
@@ -548,7 +556,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]
     for name in options.only:
         if name not in CHECKS:
             raise SpecError(f"--only: {name!r} is no check; checks are {', '.join(CHECKS)}")
-    check_writable("--out", options.out)
+    check_outputs(options, "out")
     gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
     if options.device != "cpu":
         check_cuda(gpus)
@@ -576,7 +584,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about, outcomes = facts(machine), list[Outcome]()
     for outcome in run_checks(options.only, machine):
         outcomes = sorted([*outcomes, outcome], key=lambda one: list(CHECKS).index(one.name))
-        options.out.write_text(markdown(about, outcomes))
+        with writing(options.out, overwrite=True) as file:  # with every check, so that a crash leaves a report
+            file.write(markdown(about, outcomes).encode())
         print(f"{outcome.name:10} {outcome.seconds:4.0f} s  {'FAILED' if outcome.failed else 'ok'}", flush=True)
         for row in outcome.rows:
             print(f"    {row.status:8}  {row.name}: {row.measured}", flush=True)

@@ -12,13 +12,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ddpm_ds import load_trained, sample
-from ddpm_ds.command_line import OneLineParser, check_writable, file_path, positive
+from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive, writing
 from ddpm_ds.data.pictures import grid
 from ddpm_ds.diffusion.choices import SAMPLERS
 from ddpm_ds.errors import UserError
@@ -44,19 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
     parser.add_argument("--out", type=file_path, required=True, metavar="FILE", help="PNG to write")
+    add_overwrite(parser)
     parser.add_argument("--evaluations", type=odd, default=(5, 9, 19), metavar="N,...", help="default 5,9,19")
     parser.add_argument("--count", type=positive, default=16, metavar="N", help="images of a panel (default 16)")
     try:
         options = parser.parse_args(arguments)
-        check_writable("--out", options.out)
-        draw(options.path, options.evaluations, options.count, options.out)
+        check_outputs(options, "out")
+        with writing(options.out, overwrite=options.overwrite) as file:
+            draw(options.path, options.evaluations, options.count, file)
     except UserError as error:
         print(f"equal_cost.py: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def draw(path: Path, evaluations: Sequence[int], count: int, out: Path) -> None:
+def draw(path: Path, evaluations: Sequence[int], count: int, file: BinaryIO) -> None:
     """Write a panel of ``count`` images for each number of evaluations and sampler."""
     trained = load_trained(path)
     figure = Figure(figsize=(2.2 * len(KINDS), 2.4 * len(evaluations)), dpi=100, layout="constrained")
@@ -69,7 +72,7 @@ def draw(path: Path, evaluations: Sequence[int], count: int, out: Path) -> None:
             axes.imshow(np.asarray(grid(images)), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             axes.set_title(f"{kind}, {number} evaluations", fontsize=8)
             axes.set_axis_off()
-    figure.savefig(out, format="png", metadata={"Software": None})
+    figure.savefig(file, format="png", metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -153,16 +153,14 @@ def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32",
     """Write ``kind`` of every parameter of the checkpoint at ``path`` into the safetensors file ``out``.
 
     Tensors have their global names and full shapes, in layer order. Only one tensor is in host memory at a time;
-    ``out`` appears when it is complete. ``progress`` shows bars on stderr.
+    ``out`` appears, or is replaced, when it is complete. ``progress`` shows bars on stderr.
 
     Raises:
         CheckpointError: the checkpoint is damaged, lacks ``kind``, or holds values beyond ``dtype``.
-        OutputError: ``out`` exists or can't be written.
+        OutputError: ``out`` can't be written.
     """
     reader = Reader(path)
     parameters = reader.manifest.parameters
-    if out.exists():
-        raise OutputError(f"{out} exists; name a new file, or remove it first")
     if kind not in reader.manifest.kinds:
         kinds = ", ".join(reader.manifest.kinds)
         raise CheckpointError(f"checkpoint {path} has no {kind} weights, only {kinds}; choose others")

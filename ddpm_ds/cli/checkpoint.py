@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import aligned, file_path
+from ddpm_ds.command_line import add_overwrite, aligned, check_output, file_path
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.tracker import print_to_stderr
@@ -59,7 +59,8 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         "tensor at a time is in memory.",
     )
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
-    one.add_argument("out", type=file_path, metavar="OUT", help="file to write; must not exist")
+    one.add_argument("out", type=file_path, metavar="OUT", help="file to write")
+    add_overwrite(one)
     one.add_argument("--weights", choices=KINDS, default="ema", help="averaged or as trained (default ema)")
     one.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     one.set_defaults(run=_consolidate)
@@ -136,6 +137,7 @@ def _consolidate(options: argparse.Namespace) -> None:
     from ddpm_ds.checkpoint.reader import consolidate
     from ddpm_ds.checkpoint.union import checkpoint_at
 
+    check_output(options.out, overwrite=options.overwrite)
     torch.set_num_threads(1)  # the disk limits the speed; on a busy host, more threads only wait for each other
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     kind = KINDS[options.weights]

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 
 from ddpm_ds.command_line import (
+    add_overwrite,
     add_spec_options,
     batch,
-    check_writable,
+    check_outputs,
     counted,
     file_path,
     gib,
@@ -119,13 +120,12 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON to train with")
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number")
     parser.add_argument("--plot", type=file_path, metavar="PNG", help="draw images/s and memory against micro-batch")
+    add_overwrite(parser)
     parser.set_defaults(run=_fit)
 
 
 def _fit(options: argparse.Namespace) -> int:
-    for name, path in (("--out", options.out), ("--json", options.json), ("--plot", options.plot)):
-        if path is not None:
-            check_writable(name, path)
+    check_outputs(options, "out", "json", "plot")
     if options.layouts and options.processes:
         raise SpecError("--layouts has the processes of each layout; leave it or --processes out")
     set_environment()
@@ -254,8 +254,8 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     config = task.config(size)
     changes = list(task.changes(size))
     if options.out is not None:
-        with writing(options.out):
-            options.out.write_text(json.dumps(config, indent=2) + "\n")
+        with writing(options.out, overwrite=options.overwrite) as file:
+            file.write(f"{json.dumps(config, indent=2)}\n".encode())
     else:
         keys = {key: config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
         keys["pipeline.stages"] = task.layout.stages
@@ -270,9 +270,9 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     print(f"train with it: {shlex.join(command)}")
     if options.json is not None:
         about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(task.spec), "ds_config": config}
-        with writing(options.json):
-            options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
+        with writing(options.json, overwrite=options.overwrite) as file:
+            file.write(f"{json.dumps(numbers(found, **about), indent=2)}\n".encode())
     if options.plot is not None:
-        with writing(options.plot):
-            draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, options.plot)
+        with writing(options.plot, overwrite=options.overwrite) as file:
+            draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, file)
         print(f"{options.plot}: images/s and memory against micro-batch")

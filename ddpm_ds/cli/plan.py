@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tqdm import tqdm
 
 from ddpm_ds.command_line import (
+    add_overwrite,
     add_spec_options,
     bandwidth,
-    check_writable,
+    check_outputs,
     counted,
     file_path,
     memory_size,
@@ -72,13 +73,12 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to print (default 10)")
     parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON of the first one")
     parser.add_argument("--timeline", type=file_path, metavar="PNG", help="draw the step of the first one")
+    add_overwrite(parser)
     parser.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> None:
-    for name, path in (("--out", options.out), ("--timeline", options.timeline)):
-        if path is not None:
-            check_writable(name, path)
+    check_outputs(options, "out", "timeline")
     spec = load_spec(options.spec, spec_overrides(options.overrides))
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
@@ -109,8 +109,8 @@ def _plan(options: argparse.Namespace) -> None:
     print(report(found))
     first = found.best[0].layout
     if options.out is not None:
-        with writing(options.out):
-            options.out.write_text(json.dumps(found.ds_config(), indent=2) + "\n")
+        with writing(options.out, overwrite=options.overwrite) as file:
+            file.write(f"{json.dumps(found.ds_config(), indent=2)}\n".encode())
         where = ["--processes", str(options.processes)] if options.nodes == 1 else ["--hostfile", "hostfile"]
         command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out), "--spec", str(options.spec)]
         command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
@@ -119,8 +119,8 @@ def _plan(options: argparse.Namespace) -> None:
         print(f"{options.timeline}: not drawn, as 1 has one stage, which waits for no other")
     elif options.timeline is not None:
         step = predictor.simulate(first, keep_events=True)
-        with writing(options.timeline):
-            draw_timeline(step, f"{spec.name}: {first.words()}", options.timeline)
+        with writing(options.timeline, overwrite=options.overwrite) as file:
+            draw_timeline(step, f"{spec.name}: {first.words()}", file)
         print(f"{options.timeline}: the step of 1")
 
 

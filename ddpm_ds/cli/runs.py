@@ -12,8 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import check_writable, file_path, writing
-from ddpm_ds.files import replace_file
+from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
@@ -77,6 +76,7 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
     parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
+    add_overwrite(parser)
     add_runs_option(parser)
     parser.set_defaults(run=_compare)
 
@@ -90,8 +90,7 @@ def metric_names(text: str) -> list[str]:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    if options.markdown is not None:
-        check_writable("--markdown", options.markdown)
+    check_outputs(options, "markdown")
     from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 
     runs = [run for text in options.recorded_runs for run in find_runs(text, root=options.runs)]
@@ -108,8 +107,8 @@ def _compare(options: argparse.Namespace) -> None:
             print(f"  served by {command}")
     text = markdown(compared)
     if options.markdown is not None:
-        with writing(options.markdown):
-            options.markdown.write_text(text, encoding="utf-8")
+        with writing(options.markdown, overwrite=options.overwrite) as file:
+            file.write(text.encode())
         print(f"\n{options.markdown}: {len(text.encode()) / 2**10:,.0f} KiB")
     if compared.parent is not None:
         kept = keep_with(compared.parent, runs[0].tracking_uri, {f"{ARTIFACT_FOLDER}/{FILE}": text})

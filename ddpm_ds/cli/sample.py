@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from ddpm_ds.command_line import OneLineParser, batch, file_path, image_number, positive, seed
+from ddpm_ds.command_line import OneLineParser, add_overwrite, batch, file_path, image_number, positive, seed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.choices import SAMPLERS, samplers_with
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
@@ -104,6 +104,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
     )
+    add_overwrite(parser)
     add_drawing_options(parser)
 
 
@@ -300,7 +301,7 @@ def _sample(options: argparse.Namespace) -> int:
     partial = out.parent / f".{out.name}.partial"  # with_name() would refuse `.`
     folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
     log: Callable[[str], None] = print if rank == 0 else lambda line: None
-    done = kind != "folder" and check_file(out, request)
+    done = kind != "folder" and check_file(out, request, overwrite=options.overwrite)
     if not done:
         folder.check()
     if done and rank == 0:

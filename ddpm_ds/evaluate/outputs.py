@@ -21,6 +21,7 @@ from PIL import Image, PngImagePlugin
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from ddpm_ds.command_line import check_output
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.pictures import grid, grid_title, picture, write_png
 from ddpm_ds.data.prepare import class_names
@@ -249,13 +250,15 @@ class BatchFolder(ImageFolder):
         return self._folder / f"{batch[0]:09}.npy"
 
 
-def check_file(path: Path, request: Request) -> bool:
+def check_file(path: Path, request: Request, *, overwrite: bool = False) -> bool:
     """Return whether ``path`` already exists as the requested file.
 
     Raises:
-        OutputError: it is another file.
+        OutputError: it is another file, and may not be overwritten.
     """
-    if not path.exists():
+    if overwrite and os.path.lexists(path):
+        check_output(path, overwrite=True, called="--out ")
+    if overwrite or not os.path.lexists(path):
         return False
     _refuse_other(path, request, record_of(path), ("batch_images",))
     return True
@@ -318,10 +321,11 @@ def record_of(path: Path) -> Request | None:
 
 
 def _refuse_other(path: Path, asked: Request, there: Request | None, left_out: Sequence[str]) -> None:
+    fix = f"{'remove it' if path.is_dir() else 'replace it with --overwrite'}, or name another --out"
     if there is None:
-        raise OutputError(f"{path} exists and does not say how it was drawn; remove it, or name another --out")
+        raise OutputError(f"{path} exists and does not say how it was drawn; {fix}")
     if difference := asked.difference(there, *left_out):
-        raise OutputError(f"{path} was drawn with another {difference}; remove it, or name another --out")
+        raise OutputError(f"{path} was drawn with another {difference}; {fix}")
 
 
 @contextlib.contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddpm_ds.command_line import GIB, aligned, gib
 from ddpm_ds.fit.task import Task, TrialLayout
@@ -133,7 +132,7 @@ def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
     }
 
 
-def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Path) -> None:
+def draw(found: Sequence[Found], title: str, budget_bytes: int | None, file: BinaryIO) -> None:
     """Write a PNG that plots images/s and the memory of the fullest process against the micro-batch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # every verb of ddpm-ds imports this module
     from matplotlib.figure import Figure
@@ -166,4 +165,4 @@ def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Pat
         axes.legend(frameon=False, fontsize=8)
     marks = f"ring: smallest within {KNEE:.0%} of the fastest; cross: measured, over the budget"
     speed.set_title(f"{title}\n{marks}", fontsize=10)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    figure.savefig(file, format="png", metadata={"Software": None})

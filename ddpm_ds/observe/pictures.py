@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -101,7 +101,9 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None
     draw_step(rows, seconds, names, title, path)
 
 
-def draw_step(rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[str], title: str, path: Path) -> None:
+def draw_step(
+    rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[str], title: str, file: Path | BinaryIO
+) -> None:
     """Write a step of length ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name.
 
     The names are those of pipeline ranks.
@@ -139,7 +141,7 @@ def draw_step(rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[s
     axes.spines[["top", "right"]].set_visible(False)
     legend = [Patch(color=colour, label=label) for colour, label in labels.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
-    figure.savefig(path, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files
+    figure.savefig(file, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files
 
 
 def _label(instruction: str, phase: int, *, folds: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
+from typing import BinaryIO
 
 from ddpm_ds.command_line import GIB, aligned, counted, gib
 from ddpm_ds.observe.pictures import draw_step
@@ -125,9 +125,9 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     return rows
 
 
-def draw_timeline(simulation: Simulation, title: str, path: Path) -> None:
+def draw_timeline(simulation: Simulation, title: str, file: BinaryIO) -> None:
     """Write the step as a PNG, in the colours of measured ones. The simulation must have kept its events."""
     seconds = simulation.step_seconds
     names = [str(rank) for rank in range(len(simulation.events))]
     title = f"{title}\n{1e3 * seconds:,.4g} ms, bubble {simulation.bubble:.1%}"
-    draw_step(simulation.events, seconds, names, title, path)
+    draw_step(simulation.events, seconds, names, title, file)

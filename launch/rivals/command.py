@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from ddpm_ds.cli.train import add_run_options
-from ddpm_ds.command_line import OneLineParser, check_writable, file_path, positive
+from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
@@ -81,6 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child of --memory
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
+    add_overwrite(parser)
     parser.add_argument(
         "--mlflow",
         action="store_true",
@@ -103,8 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         set_environment()
         options = parse(arguments)
-        if options.json is not None:
-            check_writable("--json", options.json)
+        check_outputs(options, "json")
         _benchmark(options)
     except DeviceLostError as error:  # nothing that waits for the device may follow
         print_once(f"ddpm_ds: error: {error}")

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 import ddpm_ds
-from ddpm_ds.command_line import aligned
+from ddpm_ds.command_line import aligned, writing
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.tracking.tracker import RunLink, Tracker
@@ -86,7 +86,8 @@ class Report:
         """Print the table, write the file and log the MLflow runs that were asked for."""
         print(self.table(), flush=True)
         if options.json is not None:
-            options.json.write_text(self.json())
+            with writing(options.json, overwrite=options.overwrite) as file:
+                file.write(self.json().encode())
         if options.mlflow:
             print(f"MLflow: {record(self, plan, OUTPUT_ROOT).open_with}", flush=True)
 

@@ -72,7 +72,7 @@ def test_training_accepts_the_command_that_is_printed(tmp_path: Path, capsys: py
     config = write_json(tmp_path / "ds.json", json.loads(ZERO.read_text()) | {"train_batch_size": 64})
     of = task(accumulation=8, config=config)
     size = TriedSize(4, 8, 32, fits=True, why="", step_seconds=[0.1], rank_peak_bytes=[1], checkpoint_interval=0)
-    options = argparse.Namespace(out=None, json=None, plot=None)
+    options = argparse.Namespace(out=None, json=None, plot=None, overwrite=False)
     _report(options, [Found(of, (size,))])
     words = shlex.split(capsys.readouterr().out.rpartition("train with it: ")[2])
     overrides = [words[place + 1] for place, word in enumerate(words) if word == "--set"]

@@ -376,7 +376,7 @@ def test_a_finished_file_is_there_already_or_refused(
     assert sample("--count", 4, "--out", out, "--batch-images", 2).startswith(f"{out}: already there, 4 images")
     (tmp_path / "moved").symlink_to(planted)
     assert "already there" in sample("--count", 4, "--out", out, run_dir=tmp_path / "moved")
-    assert f"{out} was drawn with another count; remove it" in sample("--count", 5, "--out", out, code=2)
+    assert f"{out} was drawn with another count; replace it" in sample("--count", 5, "--out", out, code=2)
     assert "another seed, sampler.eta;" in sample("--count", 4, "--seed", 1, "--eta", 0, "--out", out, code=2)
     assert drawn == [] and out.read_bytes() == content
 
