@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
+from ddpm_ds.files import replace_file
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 

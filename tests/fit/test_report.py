@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,20 +56,21 @@ def test_the_numbers_are_all_of_them() -> None:
     assert [one["micro_batch_images"] for one in first["trials"]] == [1, 2, 4, 8]
 
 
-def test_the_picture_has_a_curve_for_each_layout(tmp_path: Path) -> None:
-    draw([ONE, OTHER], "a test", 2 * GIB, tmp_path / "fit.png")
-    with Image.open(tmp_path / "fit.png") as image:
+def test_the_picture_has_a_curve_for_each_layout() -> None:
+    file = io.BytesIO()
+    draw([ONE, OTHER], "a test", 2 * GIB, file)
+    with Image.open(file) as image:
         assert image.format == "PNG" and image.width > 800
         colours = image.convert("RGB").getcolors(2**20)
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
 
 
-def test_crosses_are_where_something_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crosses_are_where_something_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     over = replace(trial(4, 70, 3), fits=False, why="rank 0 took over 2.00 GiB")
     found = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), over, trial(8, 0, 1.5)))
-    draw([found], "a test", 2 * GIB, tmp_path / "fit.png")
+    draw([found], "a test", 2 * GIB, io.BytesIO())
     lines = [[line for line in axes.lines if line.get_marker() == "x"] for axes in figures[0].axes]
     crosses = [[np.ravel(line.get_xydata()).tolist() for line in those] for those in lines]
     assert crosses == [[[4, 70]], [[4, 3]]]
