@@ -44,6 +44,9 @@ examples
 
   ddpm-ds import hub/digits --spec launch/specs/digits.yaml --set optimizer.learning_rate=1e-4 --out imported
       an export of ours
+
+  ddpm-ds import training/unet_ema --spec launch/specs/cifar10.yaml --last-label class --out imported
+      averaged weights of diffusers' own training, whose every label is a class
 """
 
 
@@ -80,6 +83,12 @@ def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
     add_overrides(parser)
     parser.add_argument(
         "--out", type=file_path, required=True, metavar="OUT", help="folder to write; must be empty or not exist"
+    )
+    parser.add_argument(
+        "--last-label",
+        choices=("none", "class"),
+        default="none",
+        help="what the last of num_class_embeds is: no label, as in our exports (default), or a class like the others",
     )
     parser.set_defaults(run=_import)
 
@@ -157,7 +166,7 @@ def _row(label: str | None, classes: int | None) -> int | None:
 def _import(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.export import SPEC_FILE, import_weights
 
-    for line in import_weights(options.path, options.spec, options.overrides, options.out):
-        print(line)
+    given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
+    print("\n".join(import_weights(*given, last_label_is_class=is_class)))
     spec = shlex.quote(str(options.out / SPEC_FILE))
     print(f"train it with\n  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec {spec}")

@@ -209,11 +209,13 @@ ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_c
 """Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
 
 
-def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) -> list[str]:
+def import_weights(
+    path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
+) -> list[str]:
     """Write to ``out`` the weights of the diffusers folder ``path``, and the spec ``base`` changed to start from them.
 
-    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting. Returns lines that
-    say what was done.
+    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting; its last label
+    means "no label" unless ``last_label_is_class``. Returns lines that say what was done.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
@@ -224,7 +226,7 @@ def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) 
         before = load_spec(base, [*overrides, *(f"unet.{item}" for item in ANY_UNET)])
         if not DiffusersFolder.at(path):
             raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
-        folder = DiffusersFolder(path)
+        folder = DiffusersFolder(path, last_label_is_class=last_label_is_class)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE)
         tensors = folder.tensors()
         for name, tensor in tensors.items():
@@ -235,7 +237,8 @@ def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) 
     parameters = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights}, in fp32"]
     if folder.class_rows is not None:
-        lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes and, last, no label")
+        last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
+        lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {kept}"]
 
@@ -250,8 +253,8 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes
     for key, (value, wanted) in pairs.items():
         if value != wanted:
-            last = f" (its last label of {folder.class_rows} is read as no label)" if key == "unet.classes" else ""
-            what = f"the model of {folder.path} has {wanted}{last}"
+            labels = f" (of {folder.class_rows} labels, see --last-label)" if key == "unet.classes" else ""
+            what = f"the model of {folder.path} has {wanted}{labels}"
             raise SpecError(f"{base}: {key} = {value}, but {what}; --set {key}={wanted}")
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
@@ -41,7 +42,7 @@ from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.files import expanded, open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
-from ddpm_ds.unet.diffusers import from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
+from ddpm_ds.unet.diffusers import CLASS_EMBEDDING, from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
@@ -256,27 +257,31 @@ def _filled(
 class DiffusersFolder:
     """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root).
 
+    The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
+    zeros, is added.
+
     Raises:
         CheckpointError: by any method, if a file is missing, can't be read or describes what our U-Net can't express.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, last_label_is_class: bool = False) -> None:
+        self.path, self.last_label_is_class = path, last_label_is_class
         model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
         scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
         self._scheduler = scheduler / SCHEDULER_CONFIG
         config = _read_json(model / CONFIG)
         try:
-            self.unet, self.image_channels, self.image_size = unet_spec_from_diffusers(config)
+            found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
         except ValueError as error:
             raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
+        self.unet, self.image_channels, self.image_size = found
         self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
         self.class_rows: int | None = config.get("num_class_embeds")
-        """Number of rows of the class embedding; the last row means "no label"."""
-        found = [model / name for name in WEIGHTS if (model / name).is_file()]
-        if not found:
+        """Number of rows of the class embedding."""
+        files = [model / name for name in WEIGHTS if (model / name).is_file()]
+        if not files:
             raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
-        self.weights: Path = found[0]
+        self.weights: Path = files[0]
 
     @staticmethod
     def at(path: Path) -> bool:
@@ -330,6 +335,8 @@ class DiffusersFolder:
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
         stored = _read_weights(self.weights)
+        if self.last_label_is_class and CLASS_EMBEDDING in stored and stored[CLASS_EMBEDDING].ndim == 2:
+            stored[CLASS_EMBEDDING] = pad(stored[CLASS_EMBEDDING], (0, 0, 0, 1))  # a row of zeros after the last
         misfit = f"{self.weights} does not fit its {CONFIG}: "
         try:
             names = stored_names(stored, self.layers)

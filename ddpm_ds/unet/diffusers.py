@@ -114,22 +114,34 @@ class _UnetArguments(Arguments):
     """Number of timesteps; has no effect on a positional embedding."""
 
 
-def unet_spec_from_diffusers(config: Mapping[str, Any]) -> tuple[UnetSpec, int, int]:
+AVERAGE = {"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"}
+"""Keys that diffusers' EMAModel adds to the configuration of the averaged model that it saves."""
+
+
+def unet_spec_from_diffusers(
+    config: Mapping[str, Any], *, last_label_is_class: bool = False
+) -> tuple[UnetSpec, int, int]:
     """Return the U-Net that equals a ``UNet2DModel``, its image channels and its image size. Missing keys take its
     defaults.
 
-    The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it.
+    The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
+    ``last_label_is_class``.
 
     Raises:
         ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
     """
     found = _UnetArguments.read(config)
     for key, value in (found.model_extra or {}).items():
-        if value is not None and value is not False:
+        if value is not None and value is not False and key not in AVERAGE:
             raise refused(key, value, "no such argument of UNet2DModel is known here; only null can be read")
     size = _image_size(found)
     attends = _attention(found)
     _check_widths(found, attends)
+    classes = found.num_class_embeds
+    if classes is not None and not last_label_is_class:
+        if classes == 1:
+            raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
+        classes -= 1
     channels = math.gcd(*found.block_out_channels)
     spec = UnetSpec(
         channels=channels,
@@ -146,7 +158,7 @@ def unet_spec_from_diffusers(config: Mapping[str, Any]) -> tuple[UnetSpec, int, 
         sinusoid_order="cos_sin" if found.flip_sin_to_cos else "sin_cos",
         sinusoid_shift=found.freq_shift,
         downsample_padding="symmetric" if found.downsample_padding else "asymmetric",
-        classes=None if found.num_class_embeds is None else found.num_class_embeds - 1,
+        classes=classes,
     )
     try:
         check_extent(spec)
@@ -197,8 +209,6 @@ def _check_widths(found: _UnetArguments, attends: list[bool]) -> None:
             raise refused("attention_head_dim", heads, f"it does not divide the {width} channels that are attended")
     if _divides_by_zero(widths[0], found.freq_shift):
         raise refused("freq_shift", 1, f"with {widths[0]} as the first of block_out_channels diffusers divides by zero")
-    if found.num_class_embeds == 1:
-        raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
 
 
 def _divides_by_zero(first_width: int, shift: int) -> bool:
@@ -206,6 +216,8 @@ def _divides_by_zero(first_width: int, shift: int) -> bool:
     return shift == 1 and first_width // 2 == 1
 
 
+CLASS_EMBEDDING = "class_embedding.weight"
+"""diffusers' name of the embedding of classes, a row for each."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _BLOCK = {"norm1": "norm1", "conv1": "conv1", "time_projection": "time_emb_proj", "norm2": "norm2", "conv2": "conv2"}
@@ -272,7 +284,7 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
             for kind in ("weight", "bias"):
                 yield f"{index}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs)
         if isinstance(layer, EmbedLayer) and layer.classes is not None:
-            yield f"{index}.label_embedding.weight", ("class_embedding.weight",)
+            yield f"{index}.label_embedding.weight", (CLASS_EMBEDDING,)
 
 
 def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -30,9 +30,7 @@ VERBS = {
     "fit --out": [*FIT, "--out", "FILE"],
     "fit --json": [*FIT, "--json", "FILE"],
     "fit --plot": [*FIT, "--plot", "FILE"],
-    "bench-data --json": ["bench-data", "--spec", "SPEC", "--json", "FILE"],
     "compare --markdown": [*COMPARE, "--markdown", "FILE"],
-    "compare --html": [*COMPARE, "--html", "FILE"],
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
 """Words of each verb that writes a file, of which all but FILE are missing: the file is looked at first."""

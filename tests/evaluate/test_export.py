@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from diffusers.training_utils import EMAModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -31,6 +32,9 @@ from ddpm_ds.evaluate.export import rounded, write_pipeline
 from ddpm_ds.evaluate.model_card import last_losses, model_card
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
+from ddpm_ds.unet.diffusers import AVERAGE, diffusers_config
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
 
@@ -376,6 +380,15 @@ def test_the_base_decides_what_the_model_leaves_open(
     run_import(model, tmp_path / "8", "--set", "data.image_size=8", "--set", "data.channels=1", base="cifar10")
 
 
+def foreign_model(folder: Path, **options: Any) -> Any:
+    """A tiny model that diffusers has made and saved."""
+    torch.manual_seed(0)
+    config = diffusers_config(tiny_spec(**UNLABELLED).unet, image_channels=1, image_size=8)
+    theirs: Any = diffusers.UNet2DModel(**{**config, **options})
+    theirs.save_pretrained(folder)
+    return theirs.eval()
+
+
 def test_labels_are_classes_and_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     write_pipeline(trained_of(tiny_spec()), tmp_path / "model", "fp32")
@@ -383,7 +396,38 @@ def test_labels_are_classes_and_no_label(tmp_path: Path, capsys: pytest.CaptureF
     assert spec is not None and spec.unet.classes == 10
     assert "its 11 labels are read as 10 classes and, last, no label" in capsys.readouterr().out
     run_import(tmp_path / "model", tmp_path / "other", "--set", "unet.classes=11", code=2)
-    assert "unet.classes = 11, but the model" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "unet.classes = 11, but the model" in said and "has 10 (of 11 labels, see --last-label)" in said
+
+
+@pytest.mark.parametrize("labels", [1, 10])
+def test_every_label_may_be_a_class(labels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = foreign_model(tmp_path / "model", num_class_embeds=labels)
+    changes = ("--set", f"unet.classes={labels}")
+    run_import(tmp_path / "model", tmp_path / "out", *changes, code=2)
+    spec = run_import(tmp_path / "model", tmp_path / "out", *changes, "--last-label", "class")
+    assert f"its {labels} labels are read as {labels} classes; no label, which it lacks" in capsys.readouterr().out
+    assert spec is not None and spec.unet.classes == labels
+    ours = UNet(unet_layers(spec.unet, image_channels=1, image_size=8), 0).eval()
+    ours.layers.load_state_dict(load_file(tmp_path / "out" / "weights.safetensors"))
+    x_t, t, label = torch.randn(labels, 1, 8, 8, dtype=torch.float64), torch.full((labels,), 5), torch.arange(labels)
+    with torch.no_grad():
+        assert_close(theirs.double()(x_t, t, label).sample, ours.double()(x_t, t, label))
+        theirs.class_embedding.weight.zero_()
+        assert_close(theirs(x_t, t, label).sample, ours(x_t, t, torch.full_like(label, labels)))
+
+
+def test_averaged_weights_of_diffusers_own_training_are_imported(tmp_path: Path) -> None:
+    theirs = foreign_model(tmp_path / "plain")
+    EMAModel(theirs.parameters(), model_cls=diffusers.UNet2DModel, model_config=theirs.config).save_pretrained(
+        tmp_path / "unet_ema"
+    )
+    there = json.loads((tmp_path / "unet_ema" / "config.json").read_text())
+    assert there.keys() - json.loads((tmp_path / "plain" / "config.json").read_text()).keys() == AVERAGE
+    plain, averaged = (run_import(tmp_path / name, tmp_path / f"{name}-out") for name in ("plain", "unet_ema"))
+    assert plain is not None and averaged is not None and plain.unet == averaged.unet
+    files = [(tmp_path / f"{name}-out" / "weights.safetensors").read_bytes() for name in ("plain", "unet_ema")]
+    assert files[0] == files[1]
 
 
 def change_to_infinity(model: Path) -> None:

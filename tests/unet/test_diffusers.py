@@ -144,6 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no size": ({"sample_size": None}, "sample_size = null"),
     "not square": ({"sample_size": [32, 64]}, r"sample_size = \[32, 64\].*square"),
     "not halved": ({"sample_size": 28}, "sample_size = 28.*3 times"),
+    "of no average": ({"decays": 0.9}, "decays = 0.9"),
     "unknown": ({"encoder_hid_dim": 512}, "encoder_hid_dim = 512"),
     "text for a number": ({"layers_per_block": "2"}, 'layers_per_block = "2"'),
     "not a number": ({"norm_eps": float("nan")}, "norm_eps = NaN"),
