@@ -76,7 +76,7 @@ def build_engine(
     programs: Sequence[Program] | None = None,
     rate: Callable[[int, int], float] | None = None,
     verbose: bool = False,
-    doing: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext(),
+    doing: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
@@ -91,7 +91,7 @@ def build_engine(
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.schedule) else UnetPipelineModule
-        with insides.builds_named(doing), insides.pipeline_engine(UnetPipelineEngine):
+        with insides.named_builds(doing), insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective, engine.schedule, engine.rate = objective, resolved.schedule, rate

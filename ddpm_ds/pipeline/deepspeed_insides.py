@@ -7,11 +7,12 @@ of them, so that an incompatible upgrade of DeepSpeed fails there.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -34,8 +35,8 @@ from torch.utils.file_baton import FileBaton
 from ddpm_ds.errors import HostError
 from ddpm_ds.pipeline.placement import AcrossHosts
 
-BUILD_SECONDS = 600.0
-"""Time without a new file in the folder of a build after which its lock counts as left behind."""
+BUILD_SECONDS = 1800.0
+"""Time after which the lock of an extension's build counts as forgotten; a build takes minutes on a busy host."""
 
 
 class _NoStageLimit:
@@ -88,35 +89,47 @@ def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[
         yield
 
 
-@contextlib.contextmanager
-def builds_named(doing: Callable[[str], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Show through ``doing`` which extension DeepSpeed compiles inside this context, and don't wait for ever for one
-    that another process compiles.
+class _LimitedBaton(FileBaton):
+    """PyTorch's lock whose file's existence is the lock, with a limit on its age."""
 
-    Assumes that ``OpBuilder.jit_load`` compiles, and that whoever finds the lock of a build waits in ``FileBaton.wait``
-    until it is gone, which it never is if the build was killed.
+    def wait(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            while time.time() - os.stat(self.lock_file_path).st_mtime < BUILD_SECONDS:
+                time.sleep(self.wait_seconds)
+            raise TimeoutError
+
+
+@contextlib.contextmanager
+def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Show by ``doing`` which extension DeepSpeed compiles, or loads, and limit its wait for another build of it.
+
+    Assumes that ``OpBuilder.jit_load`` compiles what was not installed with DeepSpeed, in
+    ``cpp_extension._get_build_directory``; and that builds exclude each other there by ``cpp_extension.FileLock``,
+    which the kernel unlocks, or before PyTorch 2.14 by ``FileBaton``, which a killed build leaves locked.
 
     Raises:
-        HostError: nothing has changed in the folder of a build that another process holds for :data:`BUILD_SECONDS`.
+        HostError: the lock has been held for ``BUILD_SECONDS``.
     """
-    compiled = OpBuilder.jit_load
+    build = OpBuilder.jit_load
 
-    def jit_load(builder: OpBuilder, *arguments: Any, **options: Any) -> Any:
-        with doing(f"compiling DeepSpeed's {builder.name}, once on this machine"):
-            return compiled(builder, *arguments, **options)
+    def named_build(builder: OpBuilder, verbose: bool = True) -> object:
+        from torch.utils import cpp_extension
 
-    def wait(baton: FileBaton) -> None:
-        lock = Path(baton.lock_file_path)
-        while lock.exists():
-            changed = max((path.stat().st_mtime for path in lock.parent.glob("*")), default=time.time())
-            if time.time() - changed > BUILD_SECONDS:
+        lock: tuple[str, object] = ("FileBaton", _LimitedBaton)
+        if hasattr(cpp_extension, "FileLock"):
+            lock = ("FileLock", partial(cpp_extension.FileLock, timeout=BUILD_SECONDS))
+        folder = cpp_extension._get_build_directory(builder.name, False)
+        what = f"compiling or loading DeepSpeed's {builder.name} in {folder}"
+        with doing(what), _replaced(cpp_extension, *lock):
+            try:
+                return build(builder, verbose)
+            except TimeoutError:
                 raise HostError(
-                    f"{lock} is held by another process, but nothing was built beside it for {BUILD_SECONDS:g} s; if "
-                    "that process was killed, remove the file and start again"
-                )
-            time.sleep(baton.wait_seconds)
+                    f"{folder}/lock has been held for {BUILD_SECONDS:g} s by a build of DeepSpeed's {builder.name}; if "
+                    "none is running, delete that file and start again"
+                ) from None
 
-    with _replaced(OpBuilder, "jit_load", jit_load), _replaced(FileBaton, "wait", wait):
+    with _replaced(OpBuilder, "jit_load", named_build):
         yield
 
 

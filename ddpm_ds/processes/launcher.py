@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import os
 import re
+import runpy
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 import pynvml
 
 from ddpm_ds.command_line import OneLineParser
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError, one_line
 from ddpm_ds.files import expanded
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS, read_hostfile, this_host
 from ddpm_ds.processes.ranks import GIVEN_DEVICES
@@ -199,3 +201,17 @@ def _filter(option: str, text: str) -> dict[str, set[int]]:
         except ValueError:
             raise SpecError(f"{option} {text}: {named!r} is no list of slots; write HOST:0,1@HOST:0") from None
     return found
+
+
+def main() -> None:
+    """Run DeepSpeed's launcher; what its checks refuse before it starts anything is one line and exit code 2."""
+    try:
+        runpy.run_module("deepspeed.launcher.runner", run_name="__main__", alter_sys=True)
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        why = one_line(str(error))
+        print(f"ddpm_ds: error: DeepSpeed's launcher: {why}; deepspeed --help explains its options", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

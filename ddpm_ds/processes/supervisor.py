@@ -180,7 +180,7 @@ class _Start:
             open_to_all = {name: value for name, value in found.items() if name not in private}
             write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "deepspeed.launcher.runner", *self.launch.command(self.port)],
+                [sys.executable, "-m", "ddpm_ds.processes.launcher", *self.launch.command(self.port)],
                 env=self._environment(private, travels),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -106,7 +106,7 @@ def about(
     **more: Any,
 ) -> dict[str, Any]:
     """Return the facts of every report in JSON, the versions of some ``packages`` among them, and ``more``."""
-    words = [word for word in sys.argv if not word.startswith("--local_rank")]
+    words = [word for word in sys.argv if not word.startswith(("--local_rank", "--local-rank"))]
     return {
         "name": setting.plan.spec.name,
         "command": shlex.join(["deepspeed", "--num_gpus", os.environ["LOCAL_WORLD_SIZE"], *words]),

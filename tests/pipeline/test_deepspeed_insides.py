@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import os
 import textwrap
 import threading
 from collections import Counter
@@ -36,7 +35,9 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, For
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from filelock import FileLock
 from torch.distributed import HashStore, distributed_c10d
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ddpm_ds.errors import HostError
@@ -336,24 +337,75 @@ def test_zero_asks_for_free_memory_in_numbers_and_ours_in_any_names(monkeypatch:
     assert used[0].available_memory() == 5
 
 
-def test_a_build_is_named_and_a_lock_that_a_killed_one_left_is_waited_for_within_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
+class Extension(OpBuilder):
+    """An extension that no compiler is needed for, since it is never compiled."""
+
+    def __init__(self, source: Path) -> None:
+        super().__init__("tiny")
+        self.source = source
+
+    def absolute_name(self) -> str:
+        return "nowhere.tiny"
+
+    def sources(self) -> list[str]:
+        return [str(self.source)]
+
+
+@pytest.fixture
+def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Extension:
+    """An extension to be built in ``tmp_path/tiny``."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(insides, "BUILD_SECONDS", 0.2)
+    (tmp_path / "tiny.cpp").touch()
+    return Extension(tmp_path / "tiny.cpp")
+
+
+def refused_build(extension: Extension) -> str:
+    """The error of a build that waits for another one, while it is shown."""
+    shown: list[str] = []
 
     @contextlib.contextmanager
     def doing(what: str) -> Iterator[None]:
-        said.append(what)
+        shown.append(what)
         yield
 
-    lock = tmp_path / "lock"
+    with insides.named_builds(doing), pytest.raises(HostError) as error:
+        extension.load()
+    assert shown == [f"compiling or loading DeepSpeed's tiny in {extension.source.with_suffix('')}"]
+    return str(error.value)
+
+
+def test_a_build_that_another_process_locks_is_named_and_not_waited_for_without_end(extension: Extension) -> None:
+    lock = extension.source.with_suffix("") / "lock"
+    lock.parent.mkdir()
+    with FileLock(lock):
+        said = refused_build(extension)
+    rest = "if none is running, delete that file and start again"
+    assert said == f"{lock} has been held for 0.2 s by a build of DeepSpeed's tiny; {rest}"
+
+
+def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = extension.source.with_suffix("") / "lock"
+
+    def load_before_2_14(**_: Any) -> str:
+        baton = cpp_extension.FileBaton(str(lock))
+        if baton.try_acquire():
+            return "built"
+        baton.wait()
+        return "loaded"
+
+    monkeypatch.delattr(cpp_extension, "FileLock", raising=False)
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton, raising=False)
+    monkeypatch.setattr(cpp_extension, "load", load_before_2_14)
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    lock.parent.mkdir()
     lock.touch()
-    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder, verbose=True: FileBaton(str(lock), 0.01).wait())
-    with insides.builds_named(doing):
-        threading.Timer(0.2, lock.unlink).start()
-        OpBuilder.jit_load(SimpleNamespace(name="cpu_adam"))
-        lock.touch()
-        os.utime(lock, (0, 0))
-        with pytest.raises(HostError, match=rf"^{lock} is held by another process, .* 600 s; .* remove the file"):
-            OpBuilder.jit_load(SimpleNamespace(name="cpu_adam"))
-    assert said == ["compiling DeepSpeed's cpu_adam, once on this machine"] * 2
+    assert refused_build(extension).startswith(
+        f"{lock} has been held for 0.2 s by a build of DeepSpeed's tiny; if none"
+    )
+    monkeypatch.setattr(insides, "BUILD_SECONDS", 1e9)
+    threading.Timer(0.05, lock.unlink).start()
+    with insides.named_builds(contextlib.nullcontext):
+        assert extension.load() == "loaded"

@@ -7,14 +7,16 @@ import os
 import re
 import shlex
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.launcher import runner
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
 from ddpm_ds.processes import launcher, ranks
 from ddpm_ds.processes.launcher import SSH_ALIVE, local_options, read_launch, ssh_environment
 from ddpm_ds.processes.ranks import GIVEN_DEVICES
@@ -174,6 +176,33 @@ def test_what_could_not_start_is_said_in_one_line(options: str, said: str, hostf
     with pytest.raises(SpecError) as error:
         read_launch(shlex.split(f"{options.format(file=hostfile, own=OWN)} {SCRIPT}"))
     assert said.format(file=hostfile) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("-i localhost:5,6", "No slot '5' specified on host 'localhost'"),
+        ("-e worker-9", "Hostname 'worker-9' not found in hostfile"),
+        ("-i localhost -e localhost:0", "include_str and exclude_str are mutually exclusive."),
+        ("-i localhost --num_gpus 1", "Cannot specify num_nodes/gpus with include/exclude"),
+        ("--num_nodes 2", "Num nodes is >1 but no extra nodes available via hostfile"),
+        ("--no_ssh --node_rank 7", "Launching training without ssh, but --node_rank is not set correctly."),
+        ("--force_multi --launcher nobodys", "Unknown launcher nobodys"),
+    ],
+)
+def test_what_only_deepspeed_can_check_is_one_line_too(
+    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: host)
+    monkeypatch.setattr(sys, "argv", ["launcher", "--hostfile", "/dev/null", *options.split(), *SCRIPT.split()])
+    monkeypatch.delitem(sys.modules, "deepspeed.launcher.runner")  # else runpy warns that it is imported
+    with pytest.raises(SystemExit) as ended:
+        launcher.main()
+    assert ended.value.code == EXIT_BAD_INPUT
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"ddpm_ds: error: DeepSpeed's launcher: {said}; deepspeed --help explains its options"
+    )
 
 
 def test_without_pdsh_the_other_way_is_named(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
