@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpm_ds.files import MOST_CONFIG_BYTES, read_json
 from ddpm_ds.processes.facts import sources, versions
 from ddpm_ds.processes.hosts import route_towards
 from ddpm_ds.secret import is_secret
@@ -214,7 +215,7 @@ def _read_spec(path: str, overrides: Sequence[str]) -> tuple[Document, Path | No
 
 def _read_json(path: str) -> Document:
     try:
-        return Document(_flat(json.loads(Path(path).read_text(encoding="utf-8"))))
+        return Document(_flat(read_json(Path(path), MOST_CONFIG_BYTES)))
     except OSError as error:
         return Document(error=f"{path}: {error.strerror}")
     except ValueError as error:

@@ -13,6 +13,7 @@ config.json. Other modules treat latents as images of another size and number of
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -30,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, parse_json, read_bytes, sha256_of
+from ddpm_ds.files import open_regular, open_tensors, parse_json, read_bytes, sha256_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -237,9 +238,6 @@ class Coder:
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
         if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
-        for name, weight in model.state_dict().items():
-            if not weight.isfinite().all():
-                raise _unusable(self.autoencoder.name, f"{name} in {WEIGHTS} has values that are not finite")
         return model.eval().requires_grad_(False)
 
     def encode(self, images: Tensor) -> Tensor:
@@ -308,11 +306,19 @@ def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
 
 @functools.lru_cache(maxsize=8)
 def _sha256(path: Path, size: int, changed: int) -> str:
+    with open_tensors(path) as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+            if not tensors.get_tensor(name).isfinite().all():
+                raise OSError(errno.EINVAL, f"{name} has a value that is not finite", str(path))
     return sha256_of(path)
 
 
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of a large file, cached in this process until the file changes; raises OSError."""
+    """Return the SHA-256 of weights, which must be finite, cached in this process until the file changes.
+
+    Raises:
+        OSError: they can't be read, or are not finite; ``strerror`` is the reason.
+    """
     with open_regular(path) as file:
         facts = os.fstat(file.fileno())
     return _sha256(path, facts.st_size, facts.st_mtime_ns)

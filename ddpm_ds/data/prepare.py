@@ -9,7 +9,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import stat
 import sys
 import threading
@@ -19,6 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from hashlib import sha256
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,7 +186,7 @@ def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpe
         for part, latents in encoded(pixels, coder, numbers):
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [])
 
-    write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of)
+    write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of, pixels.meta.origin)
 
 
 def _plan(kind: Kind, shape: tuple[int, int, int], images: int, image_bytes: float, origin: str) -> Plan:
@@ -332,8 +332,7 @@ _decoding: Decoding
 def _begin(file: str, large: Lock) -> None:
     """Initialise a worker process that decodes; it ends with its parent process. ``file`` holds the decoding."""
     global _decoding
-    with open(file, "rb") as pickled:
-        _decoding = pickle.load(pickled)
+    _decoding = ForkingPickler.loads(Path(file).read_bytes())
     _decoding.large = large
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -360,7 +359,7 @@ def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
             count, context, _begin, (f"/proc/{os.getpid()}/fd/{memory.fileno()}", context.Lock())
         ) as pool,
     ):
-        memory.write(pickle.dumps(decoding))
+        memory.write(ForkingPickler.dumps(decoding))
         memory.flush()
 
         def chunks(numbers: range) -> Iterator[Chunk]:

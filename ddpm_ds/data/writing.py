@@ -15,6 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -122,7 +123,7 @@ def _claimed(claim: Path, wait: bool) -> Iterator[bool]:
             break
         except FileExistsError:
             with suppress(OSError, ValueError):  # just removed, or not written yet
-                host, process = claim.read_text().split()
+                host, process = read_bytes(claim, 2**10).decode().split()
                 gone = host == socket.gethostname() and not psutil.pid_exists(int(process))
                 if gone or time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
                     claim.unlink(missing_ok=True)
@@ -257,8 +258,11 @@ class _Shards:
     chunks: Chunks
     max_bad_fraction: float
     bar: tqdm[Any]
-    own: set[int] = field(default_factory=set)
-    """Numbers of the files that this process has written."""
+    found: set[int] = field(default_factory=set)
+    """Numbers of the files that were there when this process began, and whose content it has not yet compared."""
+
+    def __post_init__(self) -> None:
+        self.found.update(number for number in range(self.plan.shards) if self._read_record(number) is not None)
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for the others, and return all records."""
@@ -300,49 +304,44 @@ class _Shards:
         return None
 
     def forget_damaged(self, records: Sequence[Record]) -> bool:
-        """Remove the records of files of others that are not what was written; return whether there were any."""
-        damaged = False
-        for number, record in enumerate(records):
-            if number in self.own:
-                continue
+        """Remove the records of files of earlier starts that are damaged; return whether there were any."""
+
+        def is_damaged(number: int) -> bool:
             with suppress(OSError):
-                if sha256_of(self.folder / shard_name(self.plan.kind, number)) == record.sha256:
-                    continue
+                return sha256_of(self.folder / shard_name(self.plan.kind, number)) != records[number].sha256
+            return True
+
+        with ThreadPoolExecutor() as pool:
+            damaged = [number for number, bad in zip(self.found, pool.map(is_damaged, self.found), strict=True) if bad]
+        self.found.clear()
+        for number in damaged:
             (self.folder / _record_name(number)).unlink(missing_ok=True)
-            damaged = True
-        return damaged
+        return bool(damaged)
 
     def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
         """Write one file of images and its record; ``skipped_before`` are the unreadable images of earlier files."""
         plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
         bar.update(max(0, numbers.start - bar.n))
-        temporary = self.folder / f".{uuid4().hex[:8]}"
         labels: list[int] = []
         sizes: list[int] = []
         skipped: list[tuple[str, str]] = []
-        try:
-            with temporary.open("wb") as file:
-                self._write_header(file, len(numbers))
-                for chunk in self.chunks(numbers):
-                    file.writelines(chunk.images)
-                    labels += chunk.labels
-                    sizes += map(len, chunk.images) if plan.kind == "encoded" else []
-                    skipped += chunk.skipped
-                    bar.update(len(chunk.images) + len(chunk.skipped))
-                    self._check_skipped([*skipped_before, *skipped])
-                file.seek(0)
-                self._write_header(file, len(labels))
-            sync(temporary)
-            record = Record(
-                labels=tuple(labels), sizes=tuple(sizes), skipped=tuple(skipped), sha256=sha256_of(temporary)
-            )
-            temporary.replace(self.folder / shard_name(plan.kind, number))
-            temporary.write_text(record.model_dump_json())
-            sync(temporary)
-            temporary.replace(self.folder / _record_name(number))
-            self.own.add(number)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _complete(self.folder / shard_name(plan.kind, number)) as file:
+            self._write_header(file, len(numbers))
+            for chunk in self.chunks(numbers):
+                file.writelines(chunk.images)
+                labels += chunk.labels
+                sizes += map(len, chunk.images) if plan.kind == "encoded" else []
+                skipped += chunk.skipped
+                bar.update(len(chunk.images) + len(chunk.skipped))
+                self._check_skipped([*skipped_before, *skipped])
+            file.seek(0)
+            self._write_header(file, len(labels))
+            file.flush()
+            checksum = sha256_of(Path(file.name))
+        record = Record(labels=tuple(labels), sizes=tuple(sizes), skipped=tuple(skipped), sha256=checksum)
+        with _complete(self.folder / _record_name(number)) as file:
+            file.write(record.model_dump_json().encode())
+        self.found.discard(number)
         return record
 
     def _write_header(self, file: BinaryIO, count: int) -> None:
@@ -351,6 +350,19 @@ class _Shards:
             descr = "<f2" if self.plan.kind == "latents" else "|u1"
             header = {"descr": descr, "fortran_order": False, "shape": (count, *self.plan.shape)}
             np.lib.format.write_array_header_1_0(file, header)
+
+
+@contextmanager
+def _complete(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that is at ``path``, whole and on disk, once the body ends without an error."""
+    temporary = path.with_name(f".{uuid4().hex[:8]}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _describe(
@@ -369,10 +381,12 @@ def _describe(
     if plan.kind == "encoded":
         files[OFFSETS] = np.cumsum([0, *(size for record in records for size in record.sizes)])
     for name, array in files.items():
-        np.save(folder / name, array)
+        with _complete(folder / name) as file:
+            np.save(file, array)
     if skipped:
         report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
-        (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
+        with _complete(folder / SKIPPED) as file:
+            file.write(report.encode(errors="backslashreplace"))
     checksums = {shard_name(plan.kind, number): record.sha256 for number, record in enumerate(records)}
     meta = CacheMeta(
         format=FORMAT,
@@ -388,7 +402,6 @@ def _describe(
         origin=origin,
     )
     # Defaults are left out so that older versions can read a cache of one file of pixels.
-    (folder / META).write_text(meta.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
-    for name in (*files, META, *([SKIPPED] if skipped else [])):
-        sync(folder / name)
+    with _complete(folder / META) as file:
+        file.write((meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode())
     sync(folder)

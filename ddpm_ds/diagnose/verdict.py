@@ -27,6 +27,7 @@ from ddpm_ds.command_line import counted, gib
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
+from ddpm_ds.files import replace_file
 from ddpm_ds.observe.device_speed import measure_device, write_device
 from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
 from ddpm_ds.predict.memory import activation_bytes
@@ -93,7 +94,7 @@ def conclude(run_dir: Path) -> Verdict:
     device = measure_device(facts.job.layers, kind, facts.job.precision)
     found = verdict(replace(facts, device=device))
     write_device(run_dir, device)
-    (run_dir / VERDICT).write_text(text(found, run_dir))
+    replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.files import expanded
+from ddpm_ds.files import expanded, read_bytes
 from ddpm_ds.processes.hosts import (
     ENVIRONMENT_FILE_VARIABLE,
     OF_DEEPSPEED,
@@ -137,7 +137,7 @@ def _run_dir(command: Sequence[str]) -> Path:
 def _written(path: Path) -> tuple[bytes, int]:
     """Return a file's content and the time at which it was written; a checkpoint may be written again."""
     try:
-        return path.read_bytes(), path.stat().st_mtime_ns
+        return read_bytes(path), path.stat().st_mtime_ns
     except OSError:
         return b"", 0
 

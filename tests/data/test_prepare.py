@@ -192,7 +192,7 @@ def test_store_root_that_can_not_be_written_is_one_line(
         prepare(spec_of(store_root=tmp_path / "file"))
     monkeypatch.chdir(tmp_path)
     longest = Path(*["y" * 255] * 16)  # exists, and is too long for anything in it
-    with pytest.raises(DataError, match=r"data.store_root = y.* can't be written \(File name too long\)"):
+    with pytest.raises(DataError, match=r"data.store_root = y.* can't be written \(a name has 255 bytes at most"):
         prepare(spec_of(store_root=longest))
 
 
