@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from ddpm_ds.processes.signals import SUPERVISOR_SIGNALS
 from tests.forking import ServedWorkers
 from tests.launching import place_empty_store
 
@@ -54,12 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    """A test leaves no variables to the next: verbs that run in the test's process say that it is rank 0 of one."""
-    before = dict(os.environ)
+def _own_process() -> Iterator[None]:
+    """A test leaves no variables and no signals to the next: verbs that run in the test's process say that it is rank 0
+    of one, and ignore signals when their work is done."""
+    variables, handlers = dict(os.environ), {number: signal.getsignal(number) for number in SUPERVISOR_SIGNALS}
     yield
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(variables)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
