@@ -365,7 +365,10 @@ def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
         def chunks(numbers: range) -> Iterator[Chunk]:
             ahead: deque[Future[Chunk]] = deque()
             for part in decoding.parts(numbers):
-                ahead.append(pool.submit(_decode, part))
+                try:
+                    ahead.append(pool.submit(_decode, part))
+                except OSError as error:  # of a pipe that a broken pool has closed
+                    raise BrokenProcessPool from error
                 if len(ahead) > 2 * count:
                     yield ahead.popleft().result()
             yield from (future.result() for future in ahead)

@@ -88,7 +88,7 @@ class Rendezvous:
             raise self._different_secrets([0])
         answer = json.loads(text)
         if "why" in answer:
-            raise (PeerLostError if answer["lost"] else HostError)(answer["why"])
+            raise (PeerLostError if answer["lost"] else HostError)(*answer["why"].splitlines())
         said = [answer["said"][place] for place in answer["of"]]
         self.hosts = tuple(one["host"] for one in said)
         return [one["facts"] for one in said]

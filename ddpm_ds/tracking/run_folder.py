@@ -71,10 +71,9 @@ def make_run_dir(run_dir: Path) -> Path:
     """
     path = run_dir
     with disk_errors_said(run_dir):
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(2):
             try:
-                path.mkdir()
+                path.mkdir(parents=True)
                 break
             except FileExistsError:
                 path = run_dir.with_name(f"{run_dir.name}-{number}")
@@ -82,9 +81,10 @@ def make_run_dir(run_dir: Path) -> Path:
 
 
 def remove_if_empty(run_dir: Path) -> None:
-    """Remove the folder that was made for a run that has not begun."""
+    """Remove the folder that was made for a run that has not begun, and the one above it if it has no other."""
     with contextlib.suppress(OSError):
         run_dir.rmdir()
+        run_dir.parent.rmdir()
 
 
 def checkpoints_of(run_dir: Path) -> Path:

@@ -199,6 +199,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
         "stage",
         "    0",
         "preparing",
+        "digits-8px-1ch: 1,797 images in 10 classes: 0 178, ",
         "held-out loss",
         *ends,
         "fp16",
