@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_run_that_is_watched_in_every_way_does_not_lock(
 
 @pytest.mark.long
 def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tmp_path: Path) -> None:
-    """What is in the folder of one host alone is sent to the ranks of the other."""
+    """It asks for the parts that a host lacks, and goes on once they are copied."""
     folders = [tmp_path / host for host in "aabb"]
     for folder in set(folders):
         folder.mkdir()
@@ -85,8 +86,13 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
     assert run(4, str(TRAIN), *first, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
     longer = (*length, "train.images=192")
     second = arguments(Path("run"), longer, "folded_zero2_fp16.json", ("-p", "2"))
+    assert run(4, str(TRAIN), *second, log=log, **hosts) == [2] * 4, log.read_text()[-6000:]
+    assert "bring the parts together: rsync -a HOST:" in log.read_text()
+    for one, other in ("ab", "ba"):
+        shutil.copytree(
+            tmp_path / one / "run" / "checkpoints", tmp_path / other / "run" / "checkpoints", dirs_exist_ok=True
+        )
     assert run(4, str(TRAIN), *second, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
-    assert "go from host" in log.read_text()
     assert points(tmp_path / "a" / "run")[-1]["train/seen_images"] == 192
 
 
