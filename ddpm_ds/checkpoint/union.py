@@ -155,7 +155,8 @@ def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False)
 
 def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | list[str]:
     """Return the checkpoint at ``path``, or the reasons why it can't be used."""
-    looks = [gather(_look(path, groups))[rank] for rank in groups.leaders]
+    seen = gather(_look(path, groups))
+    looks = [seen[rank] for rank in groups.leaders]
     lines = [
         _on_host(groups, rank, look["damage"])
         for rank, look in zip(groups.leaders, looks, strict=True)

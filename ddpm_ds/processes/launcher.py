@@ -140,16 +140,16 @@ def _taking_part(pool: Mapping[str, int], path: str, options: argparse.Namespace
     Raises:
         SpecError: DeepSpeed would refuse the selection, with a traceback.
     """
-    include, exclude, many = options.include or "", options.exclude or "", (options.num_nodes or -1) > 1
+    include, exclude, nodes = options.include or "", options.exclude or "", options.num_nodes or -1
     if include and exclude:
         raise SpecError("--include and --exclude exclude each other; use one of them")
-    if (include or exclude) and ((options.num_nodes or -1) >= 0 or options.num_gpus is not None):
+    if (include or exclude) and (nodes >= 0 or options.num_gpus is not None):
         raise SpecError("--num_nodes and --num_gpus exclude --include and --exclude; use either")
-    if many and not pool:
-        raise SpecError(f"--num_nodes {options.num_nodes} needs the other hosts in a hostfile; name it with --hostfile")
+    if nodes > 1 and not pool:
+        raise SpecError(f"--num_nodes {nodes} needs the other hosts in a hostfile; name it with --hostfile")
     option, text = ("--include", include) if include else ("--exclude", exclude)
     if not text:
-        return tuple(pool)[: options.num_nodes] if (options.num_nodes or -1) > 0 else tuple(pool)
+        return tuple(pool)[:nodes] if nodes > 0 else tuple(pool)
     slots = pool or {"localhost": _devices()}
     where = f"hostfile {path}" if pool else "this host, without a hostfile,"
     named = _filter(option, text)

@@ -170,7 +170,7 @@ def _prepare(
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
         verify=None if first_on_host else False,
-        learned=next(filter(None, gather(images_learned(run_dir, options.resume))), None),
+        learned=next(filter(None, gather(images_learned(run_dir, options.resume) if first_on_host else None)), None),
     )
     check_store(store, plan)
     check_same_images(rendezvous, store.meta.sha256)
