@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.processes.ranks import free_port
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
 OTHERS_SECONDS = 30.0
@@ -77,13 +77,6 @@ def wait_for(
         assert time.monotonic() < until, f"did not happen in time and said {said()[-6000:]}"
         time.sleep(pause)
     return result
-
-
-def free_port() -> int:
-    """A port on the loopback interface that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -36,7 +39,7 @@ from ddpm_ds.errors import HostError
 from ddpm_ds.pipeline.placement import AcrossHosts
 
 BUILD_SECONDS = 1800.0
-"""Time after which the lock of an extension's build counts as forgotten; a build takes minutes on a busy host."""
+"""Time after which an extension's build counts as hung, or its lock as forgotten; one takes minutes on a busy host."""
 
 
 class _NoStageLimit:
@@ -100,6 +103,30 @@ class _LimitedBaton(FileBaton):
 
 
 @contextlib.contextmanager
+def _killing_late_programs() -> Iterator[list[str]]:
+    """Kill the programs that this block starts and that run when it has taken ``BUILD_SECONDS``; list them as typed."""
+    before, ended, killed = psutil.Process().children(recursive=True), threading.Event(), list[str]()
+
+    def watch() -> None:
+        pause = BUILD_SECONDS
+        while not ended.wait(pause):
+            pause = 0.1  # a build that lost one program may try another
+            for program in psutil.Process().children(recursive=True):  # a program before those that it started
+                with contextlib.suppress(psutil.Error):
+                    if program not in before:
+                        killed.append(shlex.join(program.cmdline()))
+                        program.kill()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        watcher.join()
+
+
+@contextlib.contextmanager
 def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
     """Show by ``doing`` which extension DeepSpeed compiles, or loads, and limit its wait for another build of it.
 
@@ -108,7 +135,7 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
     which the kernel unlocks, or before PyTorch 2.14 by ``FileBaton``, which a killed build leaves locked.
 
     Raises:
-        HostError: the lock has been held for ``BUILD_SECONDS``.
+        HostError: the build, or another one that locks it, has taken ``BUILD_SECONDS``; its programs were killed.
     """
     build = OpBuilder.jit_load
 
@@ -120,13 +147,20 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
             lock = ("FileLock", partial(cpp_extension.FileLock, timeout=BUILD_SECONDS))
         folder = cpp_extension._get_build_directory(builder.name, False)
         what = f"compiling or loading DeepSpeed's {builder.name} in {folder}"
-        with doing(what), _replaced(cpp_extension, *lock):
+        with doing(what), _replaced(cpp_extension, *lock), _killing_late_programs() as killed:
             try:
                 return build(builder, verbose)
             except TimeoutError:
                 raise HostError(
                     f"{folder}/lock has been held for {BUILD_SECONDS:g} s by a build of DeepSpeed's {builder.name}; if "
                     "none is running, delete that file and start again"
+                ) from None
+            except Exception:  # what a build raises whose programs are killed
+                if not killed:
+                    raise
+                raise HostError(
+                    f"DeepSpeed's {builder.name} was not compiled within {BUILD_SECONDS:g} s; to see what hangs, type "
+                    f"in {folder} what was ended: {killed[0]}"
                 ) from None
 
     with _replaced(OpBuilder, "jit_load", named_build):

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import platform
+import random
 import re
 import secrets
 import select
@@ -168,10 +169,15 @@ def host_name() -> str:
 
 
 def free_port() -> int:
-    """Return a port of this host on which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+    """Return a port of this host on which nobody listens, below those that systems lend to connections.
+
+    A run that is restarted listens on its port again, and a lent one may be another program's connection by then.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)  # 32,768: the first that Linux lends
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 class Launcher:

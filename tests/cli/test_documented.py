@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ddpm_ds.processes.ranks import free_port
 from tests.forking import REPOSITORY
-from tests.launching import free_port
 from tests.terminal import Terminal
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]

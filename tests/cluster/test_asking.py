@@ -18,7 +18,8 @@ from ddpm_ds.cluster.probe import Probe
 from ddpm_ds.cluster.survey import Conversation, Ended, Failure, PlannedRun, Survey, survey
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import ssh, ssh_to
-from tests.launching import REPOSITORY, free_port
+from ddpm_ds.processes.ranks import free_port
+from tests.launching import REPOSITORY
 
 SSH = """#!/bin/sh
 # Runs the last word as the shell of another host would; hosts named no-* can't be reached.

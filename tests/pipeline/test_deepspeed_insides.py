@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import subprocess
 import textwrap
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import psutil
 import pytest
 import torch
 from deepspeed.accelerator import cuda_accelerator
@@ -382,6 +384,21 @@ def test_a_build_that_another_process_locks_is_named_and_not_waited_for_without_
         said = refused_build(extension)
     rest = "if none is running, delete that file and start again"
     assert said == f"{lock} has been held for 0.2 s by a build of DeepSpeed's tiny; {rest}"
+
+
+def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = extension.source.with_name("hung-c++")
+    compiler.write_text("#!/bin/sh\nsleep 1000\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(insides, "BUILD_SECONDS", 1.0)
+    before = set(psutil.Process().children(recursive=True))
+    said, typed = refused_build(extension).split(": ", 1)
+    folder = extension.source.with_suffix("")
+    assert said == f"DeepSpeed's tiny was not compiled within 1 s; to see what hangs, type in {folder} what was ended"
+    assert set(psutil.Process().children(recursive=True)) <= before
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(typed, shell=True, cwd=folder, timeout=0.5)
 
 
 def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(

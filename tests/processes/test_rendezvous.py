@@ -15,10 +15,11 @@ import pytest
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes import rendezvous
+from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.rendezvous import Rendezvous, refuse_alone
 from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.train import agreement
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port
+from tests.launching import PATIENCE_SECONDS, REPOSITORY
 
 Part = Callable[[Rendezvous], object]
 _environment = threading.Lock()

@@ -27,12 +27,13 @@ from ddpm_ds.processes.ranks import (
     EXIT_FILE_VARIABLE,
     ExitFile,
     ExitRecord,
+    free_port,
     record_exit,
     recorded,
 )
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
 from ddpm_ds.processes.supervisor import exit_code, supervise
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port, wait_for
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 SCRIPT = REPOSITORY / "tests" / "fake_training.py"
 LOST = "exit code 76 (a process was lost or hung)"

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, flatten, keep_unsent
 from ddpm_ds.tracking.worker import Worker
-from tests.launching import PATIENCE_SECONDS, free_port, wait_for
+from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import history, read_run, start
 
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port, wait_for, write_json
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord, free_port
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for, write_json
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
