@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.config.spec_file import load_spec, spec_schema
+from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
 from ddpm_ds.diffusion.diffusers_config import scheduler_config
@@ -46,7 +46,7 @@ def pictures(path: Path, seed: int = 0) -> Path:
 def choices_of(key: str) -> list[str]:
     """The names that the JSON schema of the spec lists for a key."""
     section, field = key.split(".")
-    schema: dict[str, Any] = spec_schema()
+    schema: dict[str, Any] = SPEC.file_schema()
     (definition,) = [
         part for part in schema["$defs"].values() if field in part["properties"] and "enum" in part["properties"][field]
     ]

@@ -15,7 +15,8 @@ from ddpm_ds import load_spec, load_trained, open_run
 from ddpm_ds.cli.main import make_parser
 from ddpm_ds.command_line import bandwidth, cache_folder, counted, file_path, gib, memory_size, teraflops
 from ddpm_ds.config.ds_config import read_ds_config, resolve
-from ddpm_ds.config.spec import RunSpec, Section
+from ddpm_ds.config.section import Section
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import SpecError, UserError
 from ddpm_ds.processes.launcher import read_launch

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.config.ds_keys import KEYS, REFUSED
-from ddpm_ds.config.spec import RunSpec, Section
+from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
+from ddpm_ds.config.section import Section
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LONGEST_LINE, MOST_FAULTS, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -176,7 +177,7 @@ def fuzzed(**strategies: Any) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 changes = st.tuples(st.sampled_from(SPEC_KEYS) | st.text(max_size=12), values)
-json_changes = st.tuples(st.sampled_from([*KEYS, *REFUSED]) | st.text(max_size=12), values)
+json_changes = st.tuples(st.sampled_from([*DS_CONFIG.all_keys(), *REFUSED]) | st.text(max_size=12), values)
 
 
 @fuzzed(changed=st.lists(changes, min_size=1, max_size=3))

@@ -165,25 +165,20 @@ def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "schema",
         help="print what a run spec or a DeepSpeed JSON may hold",
-        description="Print the JSON schema of run specs, for editors (launch/specs/run.schema.json), or the tables of\n"
-        "docs/spec.md and docs/ds_configs.md.",
+        description="Print the JSON schema of run specs (launch/specs/run.schema.json) or of DeepSpeed JSONs, for\n"
+        "editors, or the tables of docs/spec.md or docs/ds_configs.md.",
     )
-    parser.add_argument(
-        "--markdown", choices=("spec", "ds_config"), help="print the reference as Markdown instead of the schema"
-    )
+    parser.add_argument("what", nargs="?", choices=("spec", "ds_config"), default="spec", help="default: spec")
+    parser.add_argument("--markdown", action="store_true", help="print the reference as Markdown instead of the schema")
     parser.set_defaults(run=_schema)
 
 
 def _schema(options: argparse.Namespace) -> None:
-    from ddpm_ds.config.ds_keys import ds_config_markdown
-    from ddpm_ds.config.spec_file import spec_markdown, spec_schema
+    from ddpm_ds.config.ds_model import DS_CONFIG
+    from ddpm_ds.config.spec_file import SPEC
 
-    if options.markdown == "spec":
-        print(spec_markdown(), end="")
-    elif options.markdown == "ds_config":
-        print(ds_config_markdown(), end="")
-    else:
-        print(json.dumps(spec_schema(), indent=2))
+    format = DS_CONFIG if options.what == "ds_config" else SPEC
+    print(format.markdown() if options.markdown else json.dumps(format.file_schema(), indent=2) + "\n", end="")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from ddpm_ds.config.spec_file import expected, shown
+from ddpm_ds.config.section import expected, shown
 from ddpm_ds.errors import SpecError
 
 P = ParamSpec("P")
@@ -53,8 +53,8 @@ def _said(error: ValidationError, arguments: Mapping[str, Any], model: type[Base
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":  # from a check of our own, already one line
         return message
-    if problem["type"] == "path":
-        return f"{name} = {shown(arguments[name])} can't be a path: {message}"
+    if problem["type"] == "rule":
+        return f"{name} = {shown(arguments[name])} {message}"
     if isinstance(arguments[name], BaseModel) and within:  # a spec that was changed without being checked
         return f"{'.'.join([name, *within])} = {shown(problem['input'])}: {message[:1].lower()}{message[1:]}"
     takes = expected(model.model_json_schema(schema_generator=_Words)["properties"][name])

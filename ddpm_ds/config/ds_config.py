@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,22 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES
-from ddpm_ds.config.ds_keys import (
-    BLOCK,
-    FILE_OR_NULL,
-    KEYS,
-    REFUSED,
-    SYNONYMS,
-    children,
-    is_off,
-    nested,
-    zero_only_keys,
-)
+from ddpm_ds.config.ds_model import DS_CONFIG, UNUSED, ZERO_ONLY_KEYS, CutMethod, DsConfig, given_at
+from ddpm_ds.config.section import is_off, shown
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import JSON_PREFIX, shown
+from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
-from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, expanded, parse_json, preset, presets, read_json
+from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -67,28 +59,30 @@ class _Faults:
             raise DsConfigError(*self._messages)
 
 
-def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> None:
-    """Refuse keys that are unknown, misspelt, of a wrong type, ignored or broken under a pipeline (docs/ds_configs.md),
-    or that contradict each other or the spec.
+HALF: tuple[Literal["fp16"], Literal["bf16"]] = ("fp16", "bf16")
+"""Names of the precisions that are blocks of the JSON."""
 
-    Raises :class:`DsConfigError`, one line for each fault, naming file, key, value and fix.
+
+def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> dict[str, Any]:
+    """Return a DeepSpeed JSON with its keys checked (docs/ds_configs.md) and its values in the types of their fields.
+
+    Raises:
+        DsConfigError: keys are unknown or misspelt, have wrong values, would be ignored or break under a pipeline, or
+            contradict each other or the spec; one line for each fault, naming file, key, value and fix.
     """
     faults = _Faults(path)
-    readable = _read_block(config, "", config, faults)
+    readable = _readable(config, faults)
     _check_together(readable, faults)
+    blocks = readable.model_dump(mode="json", exclude_unset=True, exclude=UNUSED)
     if spec is not None:
-        _check_beside_spec(readable, spec, faults)
+        _check_beside_spec(blocks, spec, faults)
     faults.check()
-
-
-def enabled(config: Mapping[str, Any], block: str) -> bool:
-    """Return whether a block of a checked config is switched on."""
-    return bool(config.get(block, {}).get("enabled", False))
+    return blocks
 
 
 def precision(config: Mapping[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
     """Return the precision of a checked config."""
-    return "fp16" if enabled(config, "fp16") else "bf16" if enabled(config, "bf16") else "fp32"
+    return next((name for name in HALF if config.get(name, {}).get("enabled")), "fp32")
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
@@ -100,101 +94,75 @@ def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
     """Return whether a config is one of fp16 that ZeRO must train: with DeepSpeed's own Adam, whose fp16 optimizer
     without ZeRO flattens all weights into one.
     """
-    return enabled(config, "fp16") and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
+    return precision(config) == "fp16" and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
 
 
-def _read_block(block: dict[str, Any], prefix: str, config: dict[str, Any], faults: _Faults) -> dict[str, Any]:
-    """Return a copy of a block of ``config`` without the keys that have a fault."""
-    readable: dict[str, Any] = {}
-    for name, value in block.items():
-        dotted = f"{prefix}{name}"
-        key, refusal = KEYS.get(dotted), REFUSED.get(dotted)
-        if "." in name:  # else mistaken for a key inside a block; DeepSpeed has no dotted keys
-            faults.add(dotted, f"is unknown: a dot is no block; write {nested(dotted, value)}")
-        elif refusal:
-            if not refusal.lets_through(value):
-                has_new = refusal.instead is not None and _find(config, refusal.instead) is not None
-                advice = "remove it" if has_new else refusal.advice(value)
-                faults.add(dotted, f"= {shown(value)} is refused: {refusal.reason}; {advice}")
-        elif key is None:
-            faults.add(dotted, _unknown(name, prefix, config, faults))
-        elif value == "auto" and not key.auto:
-            faults.add(dotted, f'= "auto" should be {key.kind.words}; nothing fills it')
-        elif value != "auto" and not key.kind.accepts(value):
-            auto = ' or "auto"' if key.auto else ""
-            advice = key.kind.meant(value) or (key.why and f"; {key.why}")
-            faults.add(dotted, f"= {shown(value)} should be {key.kind.words}{auto}{advice}")
-        else:
-            inside = key.kind is BLOCK
-            readable[name] = _read_block(value, f"{dotted}.", config, faults) if inside else copy.copy(value)
-    return readable
+def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
+    """Return the model of the keys that have no fault of their own."""
+    values = copy.deepcopy(config)
+    while True:
+        try:
+            return DS_CONFIG.read(values)
+        except ValidationError as error:
+            found = DS_CONFIG.faults(error, values)
+        for location, message in found.items():
+            key = ".".join(location)
+            faults.add(key, message.removeprefix(key).strip())
+            meant, block = DS_CONFIG.meant(location) if location else "", DS_CONFIG.at(location[:-1])
+            if meant and block and location[-1] not in block.model_fields and given_at(config, meant) is None:
+                faults.also_about(meant)
+            if not location:
+                faults.check()
+            inside = values
+            for name in location[:-1]:
+                inside = inside[name]
+            del inside[location[-1]]
 
 
-def _find(config: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value of a key inside blocks; None if it is not given."""
-    *blocks, name = dotted.split(".")
-    for block in blocks:
-        inside = config.get(block)
-        config = inside if isinstance(inside, dict) else {}
-    return config.get(name)
-
-
-def _unknown(name: str, prefix: str, config: dict[str, Any], faults: _Faults) -> str:
-    near = difflib.get_close_matches(name, children(prefix.removesuffix(".")), n=1)
-    elsewhere = [dotted for dotted in KEYS if dotted.rpartition(".")[2] == name]
-    meant = SYNONYMS.get(name) or (prefix + near[0] if near else elsewhere[0] if len(elsewhere) == 1 else "")
-    if meant in KEYS:
-        if _find(config, meant) is None:
-            faults.also_about(meant)
-        return f"is unknown; did you mean {meant}?"
-    if meant and difflib.get_close_matches(name, near, cutoff=0.8):
-        return f"is unknown, and {meant} is refused: {REFUSED[meant].reason}; remove it"
-    return "is unknown to DeepSpeed and to this project; remove it"
-
-
-def _check_together(config: dict[str, Any], faults: _Faults) -> None:
+def _check_together(config: DsConfig, faults: _Faults) -> None:
     """Find keys that contradict each other, among those that have no fault of their own."""
-    if enabled(config, "fp16") and enabled(config, "bf16"):
+    zero, params, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
+    if config.fp16.enabled and config.bf16.enabled:
         faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
-    if zero_stage(config) == 0:
-        for block, name in zero_only_keys():
-            if (value := config.get(block, {}).get(name, "auto")) != "auto":
+    given = config.model_dump(mode="json", exclude_unset=True)
+    if zero.stage == 0:
+        for key in ZERO_ONLY_KEYS:
+            if (value := given_at(given, key)) not in (None, "auto"):
                 advice = "remove it" if is_off(value) else f"remove it or {with_zero}"
-                faults.add(f"{block}.{name}", f"= {shown(value)} has no effect without ZeRO; {advice}", stage)
-        if enabled(config, "fp16") and (value := config["fp16"].get("hysteresis", 1)) != 1:
-            fault = f"= {value} is ignored without ZeRO; write 1 or {with_zero}"
+                faults.add(key, f"= {shown(value)} has no effect without ZeRO; {advice}", stage)
+        if config.fp16.enabled and config.fp16.model_fields_set & {"hysteresis"} and config.fp16.hysteresis != 1:
+            fault = f"= {config.fp16.hysteresis} is ignored without ZeRO; write 1 or {with_zero}"
             faults.add("fp16.hysteresis", fault, stage, "fp16.enabled")
-        if fp16_needs_zero(config):
+        if config.fp16.enabled and not params.torch_adam:
             fault = (
                 "= false, the default, needs ZeRO in fp16, since this project can't read what DeepSpeed's own Adam "
                 f"then keeps; write true or {with_zero}"
             )
             faults.add("optimizer.params.torch_adam", fault, stage, "fp16.enabled")
-    if "grad_accum_dtype" in config.get("data_types", {}) and precision(config) == "fp32":
+    if config.data_types.grad_accum_dtype and not (config.fp16.enabled or config.bf16.enabled):
         fault = "has no effect in fp32; remove it"
         faults.add("data_types.grad_accum_dtype", fault, "fp16.enabled", "bf16.enabled")
     device = "zero_optimization.offload_optimizer.device"
-    if "device" not in config.get("zero_optimization", {}).get("offload_optimizer", {"device": "none"}):
+    if "offload_optimizer" in zero.model_fields_set and "device" not in zero.offload_optimizer.model_fields_set:
         faults.add(device, f"is missing, so that nothing is offloaded; remove the block or use --set ds.{device}=cpu")
-    if "type" not in config.get("optimizer", {}):
+    if config.optimizer.type is None:
         faults.add("optimizer.type", "is missing; use --set ds.optimizer.type=AdamW")
-    params = config.get("optimizer", {}).get("params", {})
     for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
-        if variant in params and not params.get("torch_adam"):
-            needs = "it needs torch_adam = true, or remove it" if params[variant] else "remove it"
+        if variant in params.model_fields_set and not params.torch_adam:
+            needs = "it needs torch_adam = true, or remove it" if getattr(params, variant) else "remove it"
             faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
-    if params.get("fused") and params.get("foreach"):
+    if params.fused and params.foreach:
         faults.add("optimizer.params.fused", "and foreach are both true; keep one")
-    pipeline = config.get("pipeline", {})
-    if _given(pipeline, "stages", None) != 1:  # a planned schedule of one stage is recorded as 1F1B
-        _check_planned(pipeline, _given(pipeline, "schedule", "planned"), faults)
-    if "scheduler" in config:
-        kind = config["scheduler"].get("type")
+    if pipeline.stages != 1:  # a planned schedule of one stage is recorded as 1F1B
+        schedule = "planned" if pipeline.schedule == "auto" else pipeline.schedule
+        _check_planned(given.get("pipeline", {}), schedule, faults)
+    if "scheduler" in config.model_fields_set:
+        kind = config.scheduler.type
         if kind is None:
             faults.add("scheduler.type", "is missing; remove the scheduler or use --set ds.scheduler.type=WarmupLR")
-        for name in config["scheduler"].get("params", {}):
-            if kind is not None and name not in SCHEDULER_PARAMS[kind]:
+        for name in config.scheduler.params.model_fields_set if kind else ():
+            if name not in SCHEDULER_PARAMS[kind]:
                 faults.add(f"scheduler.params.{name}", f"is not a setting of {kind}; remove it")
 
 
@@ -279,7 +247,7 @@ def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -
         faults.add("scheduler.type", f"= {kind} needs a warm-up; use --set optimizer.warmup_images={images}")
         faults.also_about("scheduler.params.warmup_num_steps")
     for dotted, decided in _decided_by_spec(config, spec).items():
-        given = _find(config, dotted)
+        given = given_at(config, dotted)
         if given not in (None, "auto", decided.value):
             fix = f"use --set ds.{dotted}=auto"
             if decided.spec_key is not None:
@@ -293,10 +261,6 @@ BUCKET_ELEMENTS = 2**23
 """Elements of ZeRO's buckets set to "auto": large enough for a network, small enough for a CPU's memory."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a weight, a gradient or an element of a message between stages, by precision."""
-
-
-CutMethod = Literal["flops", "measured", "parameters", "uniform"]
-"""Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
 
 @dataclass(frozen=True)
@@ -466,11 +430,9 @@ def resolve(
     `stages` comes from the command line and overrides the JSON. Raises :class:`DsConfigError` if the JSON contradicts
     the spec, :class:`LayoutError` if the processes or the batch can't be divided evenly.
     """
-    check_ds_config(config, path, spec)
+    blocks = check_ds_config(config, path, spec)
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
-    blocks = copy.deepcopy(config)
-    _normalise(blocks)
     _fill_from_spec(blocks, spec)
     layout = _layout(config, blocks, spec, world_size, stages)
     if layout.stages > 1:
@@ -495,18 +457,6 @@ def resolve(
         compile=blocks.pop("compile", False),
         blocks={**blocks, "pipeline": own} if own else blocks,
     )
-
-
-def _normalise(block: dict[str, Any], prefix: str = "") -> None:
-    """Turn every count in a checked block into an int, since JSON may write it as 5e8 or 2.0, and expand paths."""
-    for name, value in block.items():
-        key = KEYS.get(f"{prefix}{name}")
-        if isinstance(value, dict):
-            _normalise(value, f"{prefix}{name}.")
-        elif key is not None and key.kind.whole and isinstance(value, float | list):
-            block[name] = [int(cut) for cut in value] if isinstance(value, list) else int(value)
-        elif key is not None and key.kind is FILE_OR_NULL and value is not None:
-            block[name] = str(expanded(value))
 
 
 def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded", "planned"]:

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
 
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, MOST_IMAGES, SHORTEST_EMA
+from ddpm_ds.config.section import Section, broken_rule, no_switch
 from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.diffusion.choices import (
     MOST_SIGMA,
@@ -74,7 +75,7 @@ MOST_PICTURE_PIXELS = 2**26
 def _possible(path: Path | str) -> Path:
     path = expanded(path)
     if fault := path_fault(path):
-        raise PydanticCustomError("path", "{fault}", {"fault": fault})
+        raise broken_rule(f"can't be a path: {fault}")
     return path
 
 
@@ -86,7 +87,7 @@ GivenPath = Annotated[Path | str, AfterValidator(_possible)]
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise PydanticCustomError("text", "a title can't hold control characters")
+        raise broken_rule("should be text of 1 to 200 printable characters")
     return text
 
 
@@ -108,21 +109,6 @@ def _listed(what: str, choices: Mapping[str, Any]) -> Any:
     """Return a field's documentation that lists these names, each described by its registry entry."""
     about = f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
-
-
-class Section(BaseModel):
-    """Frozen section of the spec, in which an unknown key is an error.
-
-    It is checked whenever it is given to a checked function or model, since ``model_copy`` checks nothing.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        revalidate_instances="always",
-    )
 
 
 class DataSpec(Section):
@@ -205,7 +191,7 @@ class UnetSpec(Section):
     second normalisation (ADM)."""
     sinusoid_order: Literal["sin_cos", "cos_sin"] = "sin_cos"
     """Order of the halves of the sinusoidal embedding (diffusers: `flip_sin_to_cos` true is cos_sin)."""
-    sinusoid_shift: Literal[0, 1] = 1
+    sinusoid_shift: Annotated[Literal[0, 1], BeforeValidator(no_switch)] = 1
     """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
     downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
     """Zero padding of the strided convolution: on all sides (diffusers: 1), or right and bottom only as in DDPM (0)."""
@@ -509,17 +495,6 @@ class RunSpec(Section):
         if faults:
             raise ValueError(*faults)
         return self
-
-
-def with_current_names(values: Any) -> Any:
-    """Return the values of a spec with the key names of version 0.1, such as rewind, replaced by today's."""
-    section = values.get("bad_numbers") if isinstance(values, dict) else None
-    if not isinstance(section, dict):
-        return values
-    section = {"max_rollbacks" if key == "max_rewinds" else key: value for key, value in section.items()}
-    if section.get("policy") == "rewind":
-        section["policy"] = "rollback"
-    return {**values, "bad_numbers": section}
 
 
 def _check_source(spec: RunSpec) -> None:

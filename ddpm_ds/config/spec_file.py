@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ddpm_ds.command_line import limit
-from ddpm_ds.config.spec import GivenPath, RunSpec, Section, with_current_names
+from ddpm_ds.config.section import Format, shown
+from ddpm_ds.config.spec import GivenPath, RunSpec
 from ddpm_ds.errors import MOST_FAULTS, SpecError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, preset, presets, read_text
 
@@ -23,14 +22,10 @@ JSON_PREFIX = "ds."
 
 MOST_NODES = 10_000
 """Maximum number of values in a YAML text, including repetitions by aliases."""
-MOST_EXACT = 2**53
-"""Largest number up to which floats represent every whole number."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML within limits, to which a duplicate key is an error, 1e-4 a number, 1e6 a whole number and a date
-    text.
-    """
+    """Loader of YAML within limits, to which a duplicate key is an error, 1e-4 a number and a date text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -69,9 +64,7 @@ class _Loader(yaml.SafeLoader):
         try:
             if node.tag in _NUMBERS:
                 check_digits(node.value)
-            value = super().construct_object(node, deep)
-            exact = isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT
-            return int(value) if exact else value  # fields of numbers take both
+            return super().construct_object(node, deep)
         except ValueError as error:
             raise yaml.MarkedYAMLError(None, None, str(error), node.start_mark) from None
 
@@ -119,6 +112,7 @@ SYNONYMS = {
     "prediction_type": "diffusion.objective",
     "num_inference_steps": "sampler.steps",
     "guidance_scale": "sampler.guidance",
+    "max_rewinds": "bad_numbers.max_rollbacks",
 }
 """Names that people type, in any section, for a key, which may be followed by its unit."""
 
@@ -161,15 +155,14 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
             origins[_override(values, item)] = f"--set {item}"
         except SpecError as error:
             faults += error.args
-    values = with_current_names(values)
     try:
-        # Strict by JSON's rules: a list may be a tuple and text a path, but "64" is no number and true is not 1.
-        spec = RunSpec.model_validate_json(json.dumps(values, default=str), strict=True)
+        spec = SPEC.read(values)
     except ValidationError as error:
         everything, refused = " ".join([str(path), *origins.values()]), bool(faults)
-        for key, message in _problems(error, values):
-            if key or not refused:
-                faults.append(f"{origins.get(key, str(path) if key else everything)}: {message}")
+        for location, messages in SPEC.faults(error, values).items():
+            if location or not refused:
+                origin = origins.get(".".join(location), str(path)) if location else everything
+                faults += [f"{origin}: {message}" for message in messages.splitlines()]
     if faults:
         raise SpecError(*faults[:MOST_FAULTS])
     return spec
@@ -177,37 +170,7 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
 
 def section_error(name: str, error: ValidationError, values: Mapping[str, Any]) -> SpecError:
     """Return the error for the ``values`` of a section of the spec that was made by itself, in Python."""
-    return SpecError(*(message for _, message in _problems(error, {name: values}, (name,))))
-
-
-def spec_schema() -> dict[str, Any]:
-    """Return the JSON schema of the run spec, for editors that complete and check YAML."""
-    schema = RunSpec.model_json_schema()
-    for section in (schema, *schema["$defs"].values()):
-        for part in (section, *section["properties"].values()):
-            if "description" in part:  # join a docstring's lines
-                part["description"] = " ".join(part["description"].split())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def spec_markdown() -> str:
-    """Return every section, field, type, default and docstring as Markdown."""
-    schema = spec_schema()
-    lines: list[str] = []
-    fields = schema["properties"].items()
-    sections = {name: schema["$defs"][field["$ref"].rpartition("/")[2]] for name, field in fields if "$ref" in field}
-    for name, section in {"": schema, **sections}.items():
-        lines += [f"## `{name}`" if name else "## Top level", "", section["description"], ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, field in section["properties"].items():
-            if "$ref" in field:
-                kind, default = f"section [`{key}`](#{key})", "" if key in section["required"] else "all defaults"
-            else:
-                kind = expected(field)
-                default = "**required**" if key in section.get("required", ()) else f"`{json.dumps(field['default'])}`"
-            lines.append(f"| `{key}` | {kind} | {default} | {field.get('description', '')} |".replace("  ", " "))
-        lines.append("")
-    return "\n".join(lines)
+    return SpecError(*SPEC.faults(error, {name: values}, (name,)).values())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -245,145 +208,30 @@ def _override(values: dict[str, Any], item: str) -> str:
     if key.startswith(JSON_PREFIX):
         raise SpecError(f"--set {item}: this command reads no DeepSpeed JSON; leave it out")
     *sections, name = location = key.split(".")
-    if _section_at(location):
-        raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {key}.{_fields(location)[0]}")
+    if (section := SPEC.at(location)) is not None:
+        first = f"{key}.{next(iter(section.model_fields))}"
+        raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {first}")
     place = values
-    for depth, section in enumerate(sections, start=1):
-        if not _section_at(sections[:depth]):
-            raise SpecError(f"--set {item}: {_unknown(sections[:depth], _meant(sections[:depth]))}")
-        place = place.setdefault(section, {})
+    for depth, inside in enumerate(sections, start=1):
+        if SPEC.at(sections[:depth]) is None:
+            raise SpecError(f"--set {item}: {_unknown(sections[:depth], None, values, SPEC.meant(sections[:depth]))}")
+        place = place.setdefault(inside, {})
         if not isinstance(place, dict):
             raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
     place[name] = parse_yaml(text, f"--set {item}")
     return key
 
 
-def _problems(error: ValidationError, values: Mapping[str, Any], within: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Return the dotted key and the message of each problem, without missing keys that were only misspelt.
-
-    ``within`` is the section in which the error was found, () for the whole spec.
-    """
-    found: dict[str, str] = {}
-    meant: set[str] = set()
-    for problem in sorted(error.errors(), key=lambda problem: problem["type"] == "missing")[:MOST_FAULTS]:
-        location = _field_location((*within, *problem["loc"]))
-        key = ".".join(location)
-        match problem["type"]:
-            case "value_error":  # from RunSpec's own checks, already one line each
-                return [("", fault) for fault in problem["ctx"]["error"].args]
-            case "extra_forbidden":
-                near = _meant(location)
-                meant.add(near.partition(" ")[0])
-                found[key] = _unknown(location, near)
-            case "json_invalid":  # the one fault that a JSON text of our own can have
-                found[key] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
-            case "path":
-                found[key] = f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
-            case "missing" if location == (*within, *problem["loc"]):
-                if key not in meant:
-                    found[key] = f"{key} is missing; it takes {_expected_at(location)}"
-            case _:
-                found[key] = f"{key} = {shown(_at(values, location))} should be {_expected_at(location)}"
-    return list(found.items())
-
-
-def _at(values: Any, location: Sequence[str]) -> Any:
-    for name in location:
-        values = values[name]
-    return values
-
-
-def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
-    """Return the part of pydantic's location that names a field, without list items and union members."""
-    names = tuple(map(str, location))
-    return next((names[:depth] for depth in range(1, len(names)) if not _section_at(names[:depth])), names)
-
-
-def _section_at(location: Sequence[str]) -> type[Section] | None:
-    model: Any = RunSpec
-    for name in location:
-        field = model.model_fields.get(name)
-        model = field.annotation if field else None
-        if not (isinstance(model, type) and issubclass(model, Section)):
-            return None
-    return model
-
-
-def _fields(location: Sequence[str]) -> list[str]:
-    section = _section_at(location)
-    return list(section.model_fields) if section else []
-
-
-def _meant(location: Sequence[str]) -> str:
-    """Return the key that an unknown one may mean, perhaps with a unit; "" if there is none."""
-    *sections, name = location
-    known = _fields(sections)
-    if (synonym := SYNONYMS.get(".".join(location)) or SYNONYMS.get(name)) and name not in known:
-        return synonym
-    if near := difflib.get_close_matches(name, known, n=1):
-        return ".".join([*sections, near[0]])
-    elsewhere = [f"{other}.{name}" for other in _fields(()) if name in _fields((other,))]
-    return " or ".join(elsewhere) if len(elsewhere) < 3 else ""
-
-
-def _unknown(location: Sequence[str], meant: str) -> str:
-    *sections, name = location
-    key, known = ".".join(location), _fields(sections)
-    if name in known:
+def _unknown(location: Sequence[str], value: object, values: Mapping[str, Any], meant: str) -> str:
+    key, section = ".".join(location), SPEC.at(location[:-1])
+    known = [*section.model_fields] if section else []
+    if location[-1] in known:
         return f"{key} is a value, not a section; set it alone"
     return f"{key} is unknown{f'; did you mean {meant}?' if meant else '; known here: ' + ', '.join(known)}"
 
 
-def shown(value: Any) -> str:
-    """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line."""
-    try:
-        text = json.dumps(value, default=str)
-    except (TypeError, ValueError):  # a list that holds itself, or thousands of digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _expected_at(location: Sequence[str]) -> str:
-    if _section_at(location):
-        return f"a section with {', '.join(_fields(location))}"
-    *sections, name = location
-    section = _section_at(sections)
-    assert section is not None
-    return expected(section.model_json_schema()["properties"][name])
-
-
-def expected(schema: Mapping[str, Any]) -> str:
-    """Describe a field's JSON schema in words."""
-    if "$ref" in schema:
-        return f"a {schema['$ref'].rpartition('/')[2]}"
-    if "anyOf" in schema:
-        return " or ".join(expected(option) for option in schema["anyOf"])
-    if "enum" in schema or "const" in schema:
-        return " or ".join(json.dumps(choice) for choice in schema.get("enum", [schema.get("const")]))
-    match schema["type"]:
-        case "integer" | "number" as kind:
-            signs = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
-            number = "a whole number" if kind == "integer" else "a number"
-            if "minimum" in schema and "maximum" in schema:
-                return f"{number} from {limit(schema['minimum'])} to {limit(schema['maximum'])}"
-            limits = [f"{sign} {limit(schema[name])}" for name, sign in signs if name in schema]
-            return " ".join([number, " and ".join(limits)]).strip()
-        case "array" if "prefixItems" in schema:
-            return f"[{', '.join(expected(item) for item in schema['prefixItems'])}]"
-        case "array":
-            length = f" of {schema.get('minItems', 0)} to {schema['maxItems']}" if "maxItems" in schema else ""
-            return f"a list{length}, each {expected(schema['items'])}"
-        case "boolean":
-            return "true or false"
-        case "string":
-            text = "a path" if schema.get("format") == "path" else "text"
-            like = f" like {schema['pattern'].strip('^$')}" if "pattern" in schema else ""
-            most = f" of 1 to {schema['maxLength']} printable characters" if "maxLength" in schema else ""
-            return text + most + like
-        case kind:
-            return str(kind)
-
-
+SPEC = Format(RunSpec, SYNONYMS, _unknown)
+"""The run spec as a kind of file."""
 SPECS = presets("launch/specs")
 """Folder of the run specs that come with this package."""
 DEFAULT_SPEC = SPECS / "digits.yaml"

@@ -33,7 +33,6 @@ from ddpm_ds.config.spec import (
     RunSpec,
     SamplerSpec,
     UnetSpec,
-    with_current_names,
 )
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.device import DTYPES, usable_device
@@ -196,7 +195,7 @@ def _load_checkpoint(
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
     try:
-        spec = RunSpec.model_validate(with_current_names(reader.manifest.spec))
+        spec = RunSpec.model_validate(reader.manifest.spec)
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"

@@ -21,7 +21,7 @@ from typing import Any
 
 from ddpm_ds.command_line import processes as number_of_processes
 from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open, set_key
-from ddpm_ds.config.ds_keys import zero_only_keys
+from ddpm_ds.config.ds_model import ZERO_ONLY_KEYS
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
@@ -265,6 +265,6 @@ def _leave_out_what_zero_reads(config: dict[str, Any]) -> None:
     if config.get("zero_optimization", {}).get("stage", 0) != 0:
         return
     config.get("fp16", {}).pop("hysteresis", None)
-    for block, name in zero_only_keys():
+    for block, _, name in (key.partition(".") for key in ZERO_ONLY_KEYS):
         if isinstance(config.get(block), dict):
             config[block].pop(name, None)

@@ -18,7 +18,7 @@ from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
-from ddpm_ds.config.spec import RunSpec, with_current_names
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_json, read_text
@@ -269,7 +269,7 @@ def leave_other_course(
         A line for the user, or None if nothing had to be removed.
     """
     try:
-        recorded = with_current_names(parse_yaml(read_text(run_dir / "spec.yaml"), "spec.yaml"))
+        recorded = parse_yaml(read_text(run_dir / "spec.yaml"), "spec.yaml")
         before = RunSpec.model_validate(recorded).model_dump(mode="json")
         config = read_json(run_dir / "ds_config.json")
         old, new = ({name: each.get(name) for name in NUMBERS} for each in (config, ds_config))
@@ -294,6 +294,6 @@ def leave_other_course(
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's spec with keys added since it was written, if this version can read it."""
     try:
-        return RunSpec.model_validate(with_current_names(spec)).model_dump(mode="json")
+        return RunSpec.model_validate(spec).model_dump(mode="json")
     except ValidationError:
         return spec

@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from ddpm_ds.cli.main import WITHDRAWN, main
-from ddpm_ds.config.ds_keys import ds_config_markdown
-from ddpm_ds.config.spec_file import spec_markdown, spec_schema
+from ddpm_ds.config.ds_model import DS_CONFIG
+from ddpm_ds.config.spec_file import SPEC
 from tests.launching import PATIENCE_SECONDS, wait_for
 
 DIGITS = Path(__file__).resolve().parents[2] / "launch" / "specs" / "digits.yaml"
 
 
 def test_schema_prints_the_json_schema_and_the_references(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == spec_schema()
-    assert main(["schema", "--markdown", "spec"]) == main(["schema", "--markdown", "ds_config"]) == 0
-    assert capsys.readouterr().out == spec_markdown() + ds_config_markdown()
+    for words, file in (([], SPEC), (["spec"], SPEC), (["ds_config"], DS_CONFIG)):
+        assert main(["schema", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == file.file_schema()
+        assert main(["schema", "--markdown", *words]) == 0
+        assert capsys.readouterr().out == file.markdown()
 
 
 def test_prepare_writes_a_store_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddpm_ds.config.spec import RunSpec, Section, with_current_names
-from ddpm_ds.config.spec_file import SPECS, load_spec
-from ddpm_ds.errors import SpecError
+from ddpm_ds.config.section import Section
+from ddpm_ds.config.spec import RunSpec
 
 VALUES: dict[str, Any] = {
     "name": "tiny",
@@ -119,12 +118,3 @@ def test_betas_only_matter_to_the_schedule_that_has_them() -> None:
 def test_infinity_is_no_learning_rate(value: float) -> None:
     with pytest.raises(ValidationError):
         spec(optimizer__learning_rate=value)
-
-
-def test_a_rollback_may_be_called_by_its_former_name() -> None:
-    spec = load_spec(SPECS / "digits.yaml", ["bad_numbers.policy=rewind", "bad_numbers.max_rewinds=5"])
-    assert (spec.bad_numbers.policy, spec.bad_numbers.max_rollbacks) == ("rollback", 5)
-    former = {**spec.model_dump(mode="json"), "bad_numbers": {"policy": "rewind", "max_rewinds": 5}}
-    assert RunSpec.model_validate(with_current_names(former)) == spec, "of a checkpoint"
-    with pytest.raises(SpecError, match=r"bad_numbers\.max_rollbacks = 0 should be a whole number from 1 to 1,000,000"):
-        load_spec(SPECS / "digits.yaml", ["bad_numbers.max_rewinds=0"])

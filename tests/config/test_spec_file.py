@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpm_ds.config.spec import RunSpec, Section
-from ddpm_ds.config.spec_file import SPECS, load_spec, spec_markdown, spec_schema
+from ddpm_ds.config.section import Section
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import SPEC, SPECS, load_spec
 from ddpm_ds.errors import SpecError
 from tests.launching import REPOSITORY
 
@@ -201,12 +202,12 @@ def test_a_missing_file_is_answered_with_the_nearest_one() -> None:
 
 def test_the_committed_schema_is_current() -> None:
     committed = json.loads((SPECS / "run.schema.json").read_text())
-    assert committed == spec_schema(), "run: ddpm-ds schema > launch/specs/run.schema.json"
+    assert committed == SPEC.file_schema(), "run: ddpm-ds schema > launch/specs/run.schema.json"
 
 
 def test_the_committed_reference_is_current() -> None:
     committed = (REPOSITORY / "docs" / "spec.md").read_text()
-    assert committed.endswith(spec_markdown()), "replace the reference by what `ddpm-ds schema --markdown spec` prints"
+    assert committed.endswith(SPEC.markdown()), "replace the reference by what `ddpm-ds schema spec --markdown` prints"
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.autoencoder", "data.store_root", "train.initial_weights"])

@@ -1,0 +1,329 @@
+"""Models of the two configuration files: their base class, one-line messages for their faults, and their reference.
+
+The run spec and the DeepSpeed JSON are trees of :class:`Section`, frozen pydantic models in which an unknown key is an
+error. A field's docstring is its documentation; everything else about it is read from its JSON schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+from ddpm_ds.command_line import limit
+from ddpm_ds.errors import MOST_FAULTS
+
+MOST_EXACT = 2**53
+"""Largest number up to which floats represent every whole number."""
+
+
+class Section(BaseModel):
+    """Frozen section of a configuration file, in which an unknown key is an error.
+
+    It is checked whenever it is given to a checked function or model, since ``model_copy`` checks nothing.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        revalidate_instances="always",
+    )
+
+
+def broken_rule(rule: str) -> PydanticCustomError:
+    """Return the error of a validator whose value breaks a rule, such as "can't be a path: it has a null byte"."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule})
+
+
+def no_switch(value: object) -> object:
+    """Refuse true and false where 0 and 1 are choices, since Python has them equal."""
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def because(reason: str) -> dict[str, Any]:
+    """Return the ``json_schema_extra`` of a field that says why other values are refused."""
+    return {"reason": reason}
+
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class Format(Generic[S]):
+    """Kind of configuration file, and what is said about its keys."""
+
+    model: type[S]
+    synonyms: Mapping[str, str]
+    """Names that people type, in any section, for a dotted key, which may be followed by its unit."""
+    unknown: Callable[[Sequence[str], object, Mapping[str, Any], str], str]
+    """Function that returns what to say about an unknown key, given its location, its value, the whole file and the
+    dotted key that it may mean ("" if there is none)."""
+    section: str = "a section"
+    """Words for a section."""
+
+    def read(self, values: Mapping[str, Any]) -> S:
+        """Return the model of ``values``, which are strict by JSON's rules: "64" is no number, and true is not 1.
+
+        A whole number may be written as 5e8 or 2.0, a list may be a tuple, and text a path.
+
+        Raises:
+            ValidationError: a key or value is wrong; :meth:`faults` tells it in words.
+        """
+        return self.model.model_validate_json(json.dumps(_exact(values), default=str), strict=True)
+
+    def faults(
+        self, error: ValidationError, values: Mapping[str, Any], within: tuple[str, ...] = ()
+    ) -> dict[tuple[str, ...], str]:
+        """Return a message for each wrong key of ``values``, by location, without missing keys that were misspelt.
+
+        A fault of no key in particular, which the model's own check found, has the location () and a line for each
+        message. ``within`` is the section that was read, () for a whole file.
+        """
+        found: dict[tuple[str, ...], str] = {}
+        meant: set[str] = set()
+        last = ("rule", "missing")  # what breaks a rule is told so, and what is missing may be misspelt
+        for problem in sorted(error.errors(), key=lambda problem: problem["type"] in last):
+            location = self._field((*within, *problem["loc"]))
+            key = ".".join(location)
+            match problem["type"]:
+                case "value_error":
+                    return {(): "\n".join(problem["ctx"]["error"].args)}
+                case "extra_forbidden":
+                    meant.add(self.meant(location).partition(" ")[0])
+                    found[location] = self.unknown_at(location, values)
+                case "json_invalid":  # the one fault that a JSON text of our own can have
+                    found[()] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
+                case "rule":
+                    found[location] = f"{key} = {shown(_exact(_at(values, location)))} {problem['msg']}"
+                case "missing" if location == (*within, *problem["loc"]):
+                    if key not in meant:
+                        found[location] = f"{key} is missing; it takes {self.takes(location)}"
+                case _:
+                    value = _exact(_at(values, location))
+                    fix = self._fix(location, value)
+                    found[location] = f"{key} = {shown(value)} should be {self.takes(location)}{fix}"
+        return dict(sorted(found.items(), key=lambda fault: _position(values, fault[0]))[:MOST_FAULTS])
+
+    def at(self, location: Sequence[str]) -> type[Section] | None:
+        """Return the section at a location; None if a value is there, or nothing."""
+        model: Any = self.model
+        for name in location:
+            field = model.model_fields.get(name)
+            model = field.annotation if field else None
+            if not (isinstance(model, type) and issubclass(model, Section)):
+                return None
+        return model
+
+    def unknown_at(self, location: Sequence[str], values: Mapping[str, Any]) -> str:
+        """Return what to say about an unknown key."""
+        return self.unknown(location, _at(values, location), values, self.meant(location))
+
+    def meant(self, location: Sequence[str]) -> str:
+        """Return the dotted key that an unknown one may mean, perhaps with a unit; "" if there is none."""
+        *sections, name = location
+        known = self._names(sections)
+        if (synonym := self.synonyms.get(".".join(location)) or self.synonyms.get(name)) and name not in known:
+            return synonym
+        if near := difflib.get_close_matches(name, self._free(sections), n=1):
+            return ".".join([*sections, near[0]])
+        elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
+        return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 3) else ""
+
+    def all_keys(self, within: tuple[str, ...] = ()) -> Iterable[str]:
+        """Return all dotted keys, a section before those in it."""
+        for name in self._names(within):
+            yield ".".join((*within, name))
+            yield from self.all_keys((*within, name))
+
+    def takes(self, location: Sequence[str]) -> str:
+        """Return words for what the field at a location takes."""
+        if self.at(location):
+            return f"{self.section} with {', '.join(self._names(location))}"
+        return expected(self.schema(location))
+
+    def schema(self, location: Sequence[str]) -> Mapping[str, Any]:
+        """Return the JSON schema of the field at a location; {} if there is none."""
+        *sections, name = location
+        section = self.at(sections)
+        return _fields_of(section).get(name, {}) if section else {}
+
+    def field(self, key: str) -> FieldInfo:
+        """Return the field of a dotted key."""
+        *sections, name = key.split(".")
+        section = self.at(sections)
+        assert section is not None
+        return section.model_fields[name]
+
+    def file_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the file, for editors that complete and check it."""
+        schema = self.model.model_json_schema()
+        for section in (schema, *schema["$defs"].values()):
+            for part in (section, *section["properties"].values()):
+                if "description" in part:  # join a docstring's lines
+                    part["description"] = " ".join(part["description"].split())
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+    def markdown(self, level: int = 2) -> str:
+        """Return every section, field, type, default and docstring as Markdown with headings of this level."""
+        schema = self.file_schema()
+        lines: list[str] = []
+
+        def add(name: str, section: Mapping[str, Any]) -> None:
+            within = []
+            lines.extend([f"{'#' * level} `{name}`" if name else f"{'#' * level} Top level", ""])
+            lines.extend([section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"])
+            for key, field in section["properties"].items():
+                dotted = f"{name}.{key}" if name else key
+                if "$ref" in field and "reason" in field:
+                    kind, default = f'{self.section} {{"enabled": false}}', ""
+                elif "$ref" in field:
+                    within.append((dotted, schema["$defs"][field["$ref"].rpartition("/")[2]]))
+                    link = f"#{dotted.replace('.', '')}"
+                    kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
+                    default = "" if key in section.get("required", ()) else "all defaults"
+                else:
+                    kind = expected(field)
+                    required = key in section.get("required", ())
+                    default = "**required**" if required else f"`{json.dumps(field['default'])}`"
+                meaning = [field.get("description", "")]
+                meaning += [f"Anything else is refused: {field['reason']}."] if "reason" in field else []
+                line = f"| `{key}` | {kind} | {default} | {' '.join(filter(None, meaning))} |"
+                lines.append(line.replace("  ", " "))
+            lines.append("")
+            for dotted, inside in within:
+                add(dotted, inside)
+
+        add("", schema)
+        return "\n".join(lines)
+
+    def _field(self, location: Sequence[int | str]) -> tuple[str, ...]:
+        """Return the part of pydantic's location that names a field, without list items and union members."""
+        names = tuple(map(str, location))
+        return next((names[:depth] for depth in range(1, len(names)) if not self.at(names[:depth])), names)
+
+    def _names(self, location: Sequence[str]) -> list[str]:
+        section = self.at(location)
+        return list(section.model_fields) if section else []
+
+    def _free(self, location: Sequence[str]) -> list[str]:
+        """Return the names in a section that have more than one value."""
+        return [name for name in self._names(location) if "const" not in self.schema((*location, name))]
+
+    def _fix(self, location: tuple[str, ...], value: object) -> str:
+        """Return what to do about a wrong value: what it clearly means, such as "False" or null, or the reason."""
+        if is_off(value) and self.at(location):
+            section = self.at(location[:-1])
+            return "" if section is None or section.model_fields[location[-1]].is_required() else "; remove it"
+        schema = self.schema(location)
+        choices = [choice for option in (schema, *schema.get("anyOf", ())) for choice in _choices(option)]
+        spelt = {json.dumps(choice).strip('"').lower(): choice for choice in choices}
+        off = [choice for choice in choices if is_off(choice)]
+        if is_off(value) and off:
+            return f"; write {json.dumps(off[0])}"
+        if value != "auto" and (near := difflib.get_close_matches(str(value).lower(), spelt, n=1)):
+            return f"; did you mean {json.dumps(spelt[near[0]])}?"
+        reasons = (self.schema(location[:depth]).get("reason") for depth in range(len(location), 0, -1))
+        reason = next(filter(None, reasons), "nothing fills it" if value == "auto" else "")
+        return f"; {reason}" if reason else ""
+
+
+def is_off(value: object) -> bool:
+    """Return whether a value switches its key off, in one of the forms that people write."""
+    if isinstance(value, dict):
+        return is_off(value.get("enabled", value.get("device")))
+    return value is None or value in (False, "none")
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line."""
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError):  # a list that holds itself, or thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@functools.cache
+def _fields_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the JSON schema of each field of a section."""
+    fields: Mapping[str, Mapping[str, Any]] = section.model_json_schema()["properties"]
+    return fields
+
+
+def _at(values: Any, location: Sequence[str]) -> Any:
+    for name in location:
+        values = values[name]
+    return values
+
+
+def _position(values: Any, location: Sequence[str]) -> list[float]:
+    """Return the place of a key in a file, which orders keys as they were written; missing ones are last."""
+    place: list[float] = []
+    for name in location:
+        if not isinstance(values, dict) or name not in values:
+            return [*place, math.inf]
+        place.append([*values].index(name))
+        values = values[name]
+    return place
+
+
+def _exact(value: Any) -> Any:
+    """Return a value in which floats that are whole numbers are integers, which fields of either kind take."""
+    if isinstance(value, dict):
+        return {key: _exact(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exact(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT else value
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the only values that a JSON schema allows; [] if they are not listed."""
+    if schema.get("type") == "boolean" and "const" not in schema:
+        return [True, False]
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
+
+
+def expected(schema: Mapping[str, Any]) -> str:
+    """Describe a field's JSON schema in words."""
+    if "$ref" in schema:
+        return f"a {schema['$ref'].rpartition('/')[2]}"
+    if "anyOf" in schema:
+        return " or ".join(expected(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(json.dumps, _choices(schema)))
+    match schema["type"]:
+        case "integer" | "number" as kind:
+            signs = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+            number = "a whole number" if kind == "integer" else "a number"
+            if schema.get("multipleOf") == 2:
+                number = "an even whole number"
+            if "minimum" in schema and "maximum" in schema:
+                return f"{number} from {limit(schema['minimum'])} to {limit(schema['maximum'])}"
+            limits = [f"{sign} {limit(schema[name])}" for name, sign in signs if name in schema]
+            return " ".join([number, " and ".join(limits)]).strip()
+        case "array" if "prefixItems" in schema:
+            return f"[{', '.join(expected(item) for item in schema['prefixItems'])}]"
+        case "array":
+            length = f" of {schema.get('minItems', 0)} to {schema['maxItems']}" if "maxItems" in schema else ""
+            return f"a list{length}, each {expected(schema['items'])}"
+        case "boolean":
+            return "true or false"
+        case "string":
+            text = "a path" if schema.get("format") == "path" else "text"
+            like = f" like {schema['pattern'].strip('^$')}" if "pattern" in schema else ""
+            most = f" of 1 to {schema['maxLength']} printable characters" if "maxLength" in schema else ""
+            return text + most + like
+        case kind:
+            return str(kind)
