@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 
 from ddpm_ds import load_trained, sample
 from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive, writing
+from ddpm_ds.config.choices import SAMPLERS
 from ddpm_ds.data.pictures import grid
-from ddpm_ds.diffusion.choices import SAMPLERS
 from ddpm_ds.errors import UserError
 
 KINDS = ("ddim", "dpm_solver", "heun")

@@ -16,10 +16,20 @@ from torch import Tensor
 
 from ddpm_ds.cli import main as verbs
 from ddpm_ds.cli import train
+from ddpm_ds.config.choices import (
+    OBJECTIVES,
+    SAMPLERS,
+    SCHEDULES,
+    SOURCES,
+    Choice,
+    SamplerChoice,
+    ScheduleChoice,
+    SourceChoice,
+)
 from ddpm_ds.config.spec import DataSpec, DiffusionSpec
-from ddpm_ds.data.sources import SOURCES, SourceKind
+from ddpm_ds.data.sources import OPENERS
 from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, NoiseSchedule, Objective, SamplerKind, ddim
+from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, NoiseSchedule, Steps, Target, ddim
 
 REGISTRIES: dict[str, dict[str, Any]] = {
     "data.source": SOURCES,
@@ -27,7 +37,14 @@ REGISTRIES: dict[str, dict[str, Any]] = {
     "diffusion.objective": OBJECTIVES,
     "sampler.kind": SAMPLERS,
 }
-"""All registries, by the key of the spec that takes their names."""
+"""All names, by the key of the spec that takes them."""
+DOING: dict[str, dict[str, Any]] = {
+    "data.source": OPENERS,
+    "diffusion.schedule": NOISE,
+    "diffusion.objective": TARGETS,
+    "sampler.kind": STEPS,
+}
+"""What is behind the names."""
 NEW = {"data.source": "npz", "diffusion.schedule": "flat", "diffusion.objective": "minus_eps", "sampler.kind": "jump"}
 """The names that :func:`register` adds."""
 
@@ -45,20 +62,19 @@ def _flat(spec: DiffusionSpec) -> Tensor:
 
 def register() -> None:
     """Add one choice of each kind."""
-    SOURCES["npz"] = SourceKind("arrays of numpy", _npz, path="FILE.npz")
-    SCHEDULES["flat"] = NoiseSchedule("equal betas", _flat, diffusers=None)
-    OBJECTIVES["minus_eps"] = Objective(
-        "the noise to take away",
+    SOURCES["npz"] = SourceChoice("arrays of numpy", path="FILE.npz")
+    OPENERS["npz"] = _npz
+    SCHEDULES["flat"] = ScheduleChoice("equal betas")
+    NOISE["flat"] = NoiseSchedule(_flat, diffusers=None)
+    OBJECTIVES["minus_eps"] = Choice("the noise to take away")
+    TARGETS["minus_eps"] = Target(
         target=lambda x0, eps, level: -eps,
         to_x0=lambda prediction, x_t, level: (x_t + level.noise * prediction) / level.signal,
-        error=OBJECTIVES["eps"].error,
+        error=TARGETS["eps"].error,
         diffusers=None,
     )
-    SAMPLERS["jump"] = SamplerKind(
-        "ddim in few steps",
-        lambda spec, alpha_bar: [ddim(*pair, eta=0.0) for pair in pairwise(alpha_bar)],
-        steps=3,
-    )
+    SAMPLERS["jump"] = SamplerChoice("ddim in few steps", steps=3)
+    STEPS["jump"] = Steps(lambda spec, alpha_bar: [ddim(*pair, eta=0.0) for pair in pairwise(alpha_bar)])
 
 
 def main(run_dir: Path, pictures: str) -> None:

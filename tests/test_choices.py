@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import cache_path
-from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
+from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
 from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.errors import SpecError
 from tests import extended
-from tests.extended import NEW, REGISTRIES
+from tests.extended import DOING, NEW, REGISTRIES
 from tests.launching import REPOSITORY, run_ranks, tiny_spec
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -33,6 +34,7 @@ def registered() -> Iterator[None]:
     yield
     for key, name in NEW.items():
         REGISTRIES[key].pop(name)
+        DOING[key].pop(name)
 
 
 def pictures(path: Path, seed: int = 0) -> Path:
@@ -84,6 +86,16 @@ def test_the_spec_takes_what_is_registered_and_lists_it_where_a_name_is_unknown(
     assert str(caught.value) == f'--set {key}=nothing: {key} = "nothing" should be {listed}'
 
 
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_every_name_has_something_behind_it(key: str) -> None:
+    assert list(REGISTRIES[key]) == list(DOING[key])
+
+
+def test_the_spec_knows_which_schedules_have_continuous_levels() -> None:
+    continuous = {name for name, kind in NOISE.items() if isinstance(kind, ContinuousSchedule)}
+    assert continuous == {name for name, choice in SCHEDULES.items() if choice.continuous}
+
+
 def test_a_source_with_a_path_says_what_it_takes_it_for(registered: None) -> None:
     with pytest.raises(SpecError, match=r"data\.path is missing; source npz needs it: --set data\.path=FILE\.npz"):
         load_spec(DIGITS, ["data.source=npz"])
@@ -123,8 +135,8 @@ def test_what_diffusers_does_not_know_is_refused_by_name(registered: None, key: 
 
 
 def test_no_name_of_diffusers_stands_for_two_of_ours() -> None:
-    schedules = [one.diffusers for one in SCHEDULES.values() if one.diffusers not in ("trained_betas", None)]
-    predictions = [one.diffusers for one in OBJECTIVES.values()]
+    schedules = [one.diffusers for one in NOISE.values() if one.diffusers not in ("trained_betas", None)]
+    predictions = [one.diffusers for one in TARGETS.values()]
     for names in (schedules, predictions):
         assert len(set(names)) == len(names)
 

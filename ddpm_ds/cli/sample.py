@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import OneLineParser, add_overwrite, batch, file_path, image_number, positive, seed
+from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.diffusion.choices import SAMPLERS, samplers_with
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.files import MOST_DIGITS
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
@@ -234,9 +234,12 @@ def sampler_from(
         raise SpecError(
             f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
         )
+    from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
+
     try:
         check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, latents=latents)
-    except ValueError as error:
+        check_guidance(changed, diffusion)
+    except (ValueError, SpecError) as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
         said = said.replace("--kind", "--sampler")
         raise SpecError(said.replace("use kind ", "use --sampler ")) from None

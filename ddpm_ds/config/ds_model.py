@@ -7,7 +7,7 @@ here, and so is refused. ``docs/ds_configs.md`` prints these models.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -446,13 +446,13 @@ def nested(key: str, value: object) -> str:
     return json.dumps(value)[1:-1]
 
 
-def _unknown(location: Sequence[str], value: object, values: Mapping[str, Any], meant: str) -> str:
-    key, name = ".".join(location), location[-1]
-    if "." in name:  # else mistaken for a key inside a block; DeepSpeed has no dotted keys
+def _unknown(key: str, value: object, values: Mapping[str, Any]) -> str | None:
+    name = key.rpartition(".")[2]
+    if given_at(values, key) is not value:  # DeepSpeed has no dotted keys
         return f"{key} is unknown: a dot is no block; write {nested(key, value)}"
     if reason := REFUSED.get(key) or REFUSED.get(name):
         return f"{key} = {shown(value)} is refused: {reason}; {_instead(key, value, values)}"
-    return f"{key} is unknown{f'; did you mean {meant}?' if meant else ' or not supported here; remove it'}"
+    return None
 
 
 def _instead(key: str, value: object, values: Mapping[str, Any]) -> str:
@@ -468,7 +468,7 @@ def _instead(key: str, value: object, values: Mapping[str, Any]) -> str:
 
 UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(field.default, Off)}
 """Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
-DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, "a block")
+DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""
-ZERO_ONLY_KEYS = [key for key in DS_CONFIG.all_keys() if (DS_CONFIG.field(key).json_schema_extra or {}) == ONLY_ZERO]
+ZERO_ONLY_KEYS = [key for key in DS_CONFIG.all_keys() if (DS_CONFIG.field_at(key).json_schema_extra or {}) == ONLY_ZERO]
 """Keys that DeepSpeed ignores without ZeRO."""

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -65,13 +65,17 @@ class Format(Generic[S]):
     """Kind of configuration file, and what is said about its keys."""
 
     model: type[S]
-    synonyms: Mapping[str, str]
+    synonyms: Mapping[str, str] = field(default_factory=dict)
     """Names that people type, in any section, for a dotted key, which may be followed by its unit."""
-    unknown: Callable[[Sequence[str], object, Mapping[str, Any], str], str]
-    """Function that returns what to say about an unknown key, given its location, its value, the whole file and the
-    dotted key that it may mean ("" if there is none)."""
+    unknown: Callable[[str, object, Mapping[str, Any]], str | None] = lambda key, value, values: None
+    """Function that returns what to say about an unknown dotted key before it is compared with others, given its value
+    and the whole file; None if that is nothing."""
+    name: str = ""
+    """Name of the section that is read alone; "" for a whole file."""
     section: str = "a section"
     """Words for a section."""
+    lists_known: bool = True
+    """Whether the keys of a section are few enough to be listed where one is unknown."""
 
     def read(self, values: Mapping[str, Any]) -> S:
         """Return the model of ``values``, which are strict by JSON's rules: "64" is no number, and true is not 1.
@@ -83,35 +87,33 @@ class Format(Generic[S]):
         """
         return self.model.model_validate_json(json.dumps(_exact(values), default=str), strict=True)
 
-    def faults(
-        self, error: ValidationError, values: Mapping[str, Any], within: tuple[str, ...] = ()
-    ) -> dict[tuple[str, ...], str]:
+    def faults(self, error: ValidationError, values: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
         """Return a message for each wrong key of ``values``, by location, without missing keys that were misspelt.
 
         A fault of no key in particular, which the model's own check found, has the location () and a line for each
-        message. ``within`` is the section that was read, () for a whole file.
+        message.
         """
         found: dict[tuple[str, ...], str] = {}
         meant: set[str] = set()
         last = ("rule", "missing")  # what breaks a rule is told so, and what is missing may be misspelt
         for problem in sorted(error.errors(), key=lambda problem: problem["type"] in last):
-            location = self._field((*within, *problem["loc"]))
-            key = ".".join(location)
+            location = self._field(problem["loc"])
+            key = self.dotted(location)
             match problem["type"]:
                 case "value_error":
                     return {(): "\n".join(problem["ctx"]["error"].args)}
                 case "extra_forbidden":
                     meant.add(self.meant(location).partition(" ")[0])
-                    found[location] = self.unknown_at(location, values)
+                    found[location] = self.unknown_at(location, _at(values, location), values)
                 case "json_invalid":  # the one fault that a JSON text of our own can have
                     found[()] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
                 case "rule":
-                    found[location] = f"{key} = {shown(_exact(_at(values, location)))} {problem['msg']}"
-                case "missing" if location == (*within, *problem["loc"]):
+                    found[location] = f"{key} = {shown(_number(_at(values, location)))} {problem['msg']}"
+                case "missing" if location == problem["loc"]:
                     if key not in meant:
                         found[location] = f"{key} is missing; it takes {self.takes(location)}"
                 case _:
-                    value = _exact(_at(values, location))
+                    value = _number(_at(values, location))
                     fix = self._fix(location, value)
                     found[location] = f"{key} = {shown(value)} should be {self.takes(location)}{fix}"
         return dict(sorted(found.items(), key=lambda fault: _position(values, fault[0]))[:MOST_FAULTS])
@@ -126,9 +128,21 @@ class Format(Generic[S]):
                 return None
         return model
 
-    def unknown_at(self, location: Sequence[str], values: Mapping[str, Any]) -> str:
-        """Return what to say about an unknown key."""
-        return self.unknown(location, _at(values, location), values, self.meant(location))
+    def dotted(self, location: Sequence[str]) -> str:
+        """Return the key at a location as a message names it."""
+        return ".".join(filter(None, (self.name, *location)))
+
+    def unknown_at(self, location: Sequence[str], value: object, values: Mapping[str, Any]) -> str:
+        """Return what to say about an unknown key of a file with these values."""
+        key, meant, known = self.dotted(location), self.meant(location), self._names(location[:-1])
+        if said := self.unknown(key, value, values):
+            return said
+        if location[-1] in known:
+            return f"{key} is a value, not {self.section}; set it alone"
+        if meant:
+            return f"{key} is unknown; did you mean {meant}?"
+        few = f"; known here: {', '.join(known)}" if self.lists_known else " or not supported here; remove it"
+        return f"{key} is unknown{few}"
 
     def meant(self, location: Sequence[str]) -> str:
         """Return the dotted key that an unknown one may mean, perhaps with a unit; "" if there is none."""
@@ -137,7 +151,7 @@ class Format(Generic[S]):
         if (synonym := self.synonyms.get(".".join(location)) or self.synonyms.get(name)) and name not in known:
             return synonym
         if near := difflib.get_close_matches(name, self._free(sections), n=1):
-            return ".".join([*sections, near[0]])
+            return self.dotted([*sections, near[0]])
         elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
         return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 3) else ""
 
@@ -159,7 +173,7 @@ class Format(Generic[S]):
         section = self.at(sections)
         return _fields_of(section).get(name, {}) if section else {}
 
-    def field(self, key: str) -> FieldInfo:
+    def field_at(self, key: str) -> FieldInfo:
         """Return the field of a dotted key."""
         *sections, name = key.split(".")
         section = self.at(sections)
@@ -184,21 +198,21 @@ class Format(Generic[S]):
             within = []
             lines.extend([f"{'#' * level} `{name}`" if name else f"{'#' * level} Top level", ""])
             lines.extend([section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"])
-            for key, field in section["properties"].items():
+            for key, part in section["properties"].items():
                 dotted = f"{name}.{key}" if name else key
-                if "$ref" in field and "reason" in field:
+                if "$ref" in part and "reason" in part:
                     kind, default = f'{self.section} {{"enabled": false}}', ""
-                elif "$ref" in field:
-                    within.append((dotted, schema["$defs"][field["$ref"].rpartition("/")[2]]))
+                elif "$ref" in part:
+                    within.append((dotted, schema["$defs"][part["$ref"].rpartition("/")[2]]))
                     link = f"#{dotted.replace('.', '')}"
                     kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
                     default = "" if key in section.get("required", ()) else "all defaults"
                 else:
-                    kind = expected(field)
+                    kind = expected(part)
                     required = key in section.get("required", ())
-                    default = "**required**" if required else f"`{json.dumps(field['default'])}`"
-                meaning = [field.get("description", "")]
-                meaning += [f"Anything else is refused: {field['reason']}."] if "reason" in field else []
+                    default = "**required**" if required else f"`{json.dumps(part['default'])}`"
+                meaning = [part.get("description", "")]
+                meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
                 line = f"| `{key}` | {kind} | {default} | {' '.join(filter(None, meaning))} |"
                 lines.append(line.replace("  ", " "))
             lines.append("")
@@ -232,7 +246,7 @@ class Format(Generic[S]):
         off = [choice for choice in choices if is_off(choice)]
         if is_off(value) and off:
             return f"; write {json.dumps(off[0])}"
-        if value != "auto" and (near := difflib.get_close_matches(str(value).lower(), spelt, n=1)):
+        if value != "auto" and (near := difflib.get_close_matches(shown(value).strip('"').lower(), spelt, n=1)):
             return f"; did you mean {json.dumps(spelt[near[0]])}?"
         reasons = (self.schema(location[:depth]).get("reason") for depth in range(len(location), 0, -1))
         reason = next(filter(None, reasons), "nothing fills it" if value == "auto" else "")
@@ -243,7 +257,7 @@ def is_off(value: object) -> bool:
     """Return whether a value switches its key off, in one of the forms that people write."""
     if isinstance(value, dict):
         return is_off(value.get("enabled", value.get("device")))
-    return value is None or value in (False, "none")
+    return value is None or (isinstance(value, int | float | str) and value in (False, "none"))
 
 
 def shown(value: Any) -> str:
@@ -285,6 +299,11 @@ def _exact(value: Any) -> Any:
         return {key: _exact(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
         return [_exact(item) for item in value]
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    """Return a value, as an integer if it is a float that is a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT else value
 
 

@@ -16,18 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_core import PydanticKnownError
 
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, MOST_IMAGES, SHORTEST_EMA
-from ddpm_ds.config.section import Section, broken_rule, no_switch
-from ddpm_ds.data.sources import SOURCES
-from ddpm_ds.diffusion.choices import (
-    MOST_SIGMA,
-    OBJECTIVES,
-    SAMPLERS,
-    SCHEDULES,
-    ContinuousSchedule,
-    begins_with_noise_alone,
-    samplers_with,
-    visited_sigmas,
-)
+from ddpm_ds.config.choices import MOST_SIGMA, OBJECTIVES, SAMPLERS, SCHEDULES, SOURCES, Choice, samplers_with
+from ddpm_ds.config.section import Format, Section, broken_rule, no_switch
+from ddpm_ds.errors import SpecError
 from ddpm_ds.files import expanded, path_fault
 
 # Every number has a range. It ends far beyond useful values, but early enough that whatever is computed from the number
@@ -105,7 +96,7 @@ def _one_of(choices: Mapping[str, Any]) -> AfterValidator:
     return AfterValidator(known)
 
 
-def _listed(what: str, choices: Mapping[str, Any]) -> Any:
+def _listed(what: str, choices: Mapping[str, Choice]) -> Any:
     """Return a field's documentation that lists these names, each described by its registry entry."""
     about = f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
@@ -246,7 +237,7 @@ class DiffusionSpec(Section):
     def process_values(self) -> dict[str, Any]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
-        if not isinstance(schedule, ContinuousSchedule):
+        if not schedule.continuous:
             keys += [
                 "timesteps",
                 "zero_terminal_snr",
@@ -352,9 +343,7 @@ class SamplerSpec(Section):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            from ddpm_ds.config.spec_file import section_error  # it imports this module
-
-            raise section_error("sampler", error, values) from None
+            raise SpecError(*Format(type(self), name="sampler").faults(error, values).values()) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined] # pydantic: read in a spec without __init__
 
@@ -402,21 +391,19 @@ class SamplerSpec(Section):
     def steps_of(self, diffusion: DiffusionSpec) -> int:
         """Return the number of steps from noise to image, with the default for null."""
         usual = SAMPLERS[self.kind].steps
-        if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
+        if SCHEDULES[diffusion.schedule].continuous:
             steps = self.steps or usual
             assert steps is not None, "check_sampler refuses it"
             return steps
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
-        """Return the evaluations of the U-Net per image; classifier-free guidance doubles those in its interval."""
+        """Return the most evaluations of the U-Net per image: classifier-free guidance doubles those in its interval,
+        which may leave out some.
+        """
         steps = self.steps_of(diffusion)
         visits = 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
-        if not self.guides:
-            return visits
-        if self.guidance_between == ALL_SIGMAS:  # without importing PyTorch
-            return 2 * visits
-        return visits + sum(map(self.guides_at, visited_sigmas(self, diffusion)))
+        return 2 * visits if self.guides else visits
 
 
 class SamplesSpec(Section):
@@ -618,7 +605,7 @@ def _check_trackers(spec: RunSpec) -> None:
 def _check_diffusion(spec: RunSpec) -> None:
     diffusion = spec.diffusion
     schedule = SCHEDULES[diffusion.schedule]
-    if isinstance(schedule, ContinuousSchedule):
+    if schedule.continuous:
         if diffusion.objective != schedule.objective:
             raise ValueError(
                 f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; "
@@ -737,7 +724,7 @@ def check_sampler(
             "none"
         )
     schedule = SCHEDULES[diffusion.schedule]
-    if isinstance(schedule, ContinuousSchedule):
+    if schedule.continuous:
         if sampler.steps is None and kind.steps is None:
             raise ValueError(
                 f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has "
@@ -754,7 +741,7 @@ def check_sampler(
             "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
             "trailing"
         )
-    if kind.corrects and begins_with_noise_alone(diffusion):
+    if kind.corrects and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr):
         beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
         raise ValueError(
             f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
@@ -771,7 +758,7 @@ def check_sampler(
             raise ValueError(
                 f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
             )
-    if sampler.churn and not isinstance(schedule, ContinuousSchedule):
+    if sampler.churn and not schedule.continuous:
         raise ValueError(
             f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
             "timesteps; use churn 0"
@@ -784,13 +771,6 @@ def check_sampler(
     low, high = sampler.guidance_between
     if low >= high:
         raise ValueError(f"sampler.guidance_between = {low:g},{high:g} must rise from the lowest noise level guided")
-    if sampler.guidance != 1.0 and sampler.guidance_between != ALL_SIGMAS:
-        sigmas = visited_sigmas(sampler, diffusion)
-        if not any(map(sampler.guides_at, sigmas)):
-            raise ValueError(
-                f"sampler.guidance_between = {low:g},{high:g} holds none of the noise levels of the steps, which are "
-                f"from {min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that holds some"
-            )
 
 
 _CHECKS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +168,6 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
     return spec
 
 
-def section_error(name: str, error: ValidationError, values: Mapping[str, Any]) -> SpecError:
-    """Return the error for the ``values`` of a section of the spec that was made by itself, in Python."""
-    return SpecError(*SPEC.faults(error, {name: values}, (name,)).values())
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, MOST_CONFIG_BYTES)
@@ -214,7 +209,7 @@ def _override(values: dict[str, Any], item: str) -> str:
     place = values
     for depth, inside in enumerate(sections, start=1):
         if SPEC.at(sections[:depth]) is None:
-            raise SpecError(f"--set {item}: {_unknown(sections[:depth], None, values, SPEC.meant(sections[:depth]))}")
+            raise SpecError(f"--set {item}: {SPEC.unknown_at(sections[:depth], None, values)}")
         place = place.setdefault(inside, {})
         if not isinstance(place, dict):
             raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
@@ -222,15 +217,7 @@ def _override(values: dict[str, Any], item: str) -> str:
     return key
 
 
-def _unknown(location: Sequence[str], value: object, values: Mapping[str, Any], meant: str) -> str:
-    key, section = ".".join(location), SPEC.at(location[:-1])
-    known = [*section.model_fields] if section else []
-    if location[-1] in known:
-        return f"{key} is a value, not a section; set it alone"
-    return f"{key} is unknown{f'; did you mean {meant}?' if meant else '; known here: ' + ', '.join(known)}"
-
-
-SPEC = Format(RunSpec, SYNONYMS, _unknown)
+SPEC = Format(RunSpec, SYNONYMS)
 """The run spec as a kind of file."""
 SPECS = presets("launch/specs")
 """Folder of the run specs that come with this package."""

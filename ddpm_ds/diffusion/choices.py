@@ -1,8 +1,7 @@
-"""Noise schedules, objectives and samplers that a run spec can name, with everything that each choice decides.
+"""Noise schedules, objectives and samplers: the mathematics behind the names in :mod:`ddpm_ds.config.choices`.
 
 A schedule has timesteps (DDPM) or continuous noise levels (EDM, flow matching). To add a choice, write its function
-here and an entry in SCHEDULES, OBJECTIVES or SAMPLERS; the spec, its JSON schema, training, sampling, export and the
-command lines read the entry. The spec is read without PyTorch, so this module imports PyTorch only to compute.
+here, an entry in NOISE, TARGETS or STEPS, and one under the same name there; training, sampling and export read them.
 """
 
 from __future__ import annotations
@@ -13,40 +12,52 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from ddpm_ds.config.choices import SAMPLERS
 from ddpm_ds.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-    from ddpm_ds.diffusion.levels import NoiseLevel
 
-MOST_SIGMA = 1e6
-"""Largest noise over signal; pure noise, where the ratio is infinite, counts as this."""
 MAX_BETA = 0.999
 """Largest beta, which avoids a singularity at the last step (Nichol and Dhariwal 2021, section 3.2)."""
+
+
+class NoiseLevel(NamedTuple):
+    """Factors of the image and of the noise in x_t; each broadcasts over (N, C, H, W)."""
+
+    signal: Tensor
+    """Factor of the image; with timesteps sqrt(alpha_bar)."""
+    noise: Tensor
+    """Factor of the noise; with timesteps sqrt(1 - alpha_bar)."""
+    data: float = 1.0
+    """Assumed standard deviation of images; except in flow matching, (signal data)^2 + noise^2 is 1."""
+
+    @classmethod
+    def of(cls, alpha_bar: Tensor) -> NoiseLevel:
+        """Return the level for a float64 alpha_bar, in the same shape and dtype."""
+        return cls(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
+
+    def each(self) -> NoiseLevel:
+        """Return levels (N,) reshaped to (N, 1, 1, 1)."""
+        return NoiseLevel(self.signal[:, None, None, None], self.noise[:, None, None, None], self.data)
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
     """Variance of the noise that each of T steps of the forward process adds; the U-Net is told the timestep."""
 
-    about: str
-    """Words for the documentation of the spec."""
     betas: Callable[[DiffusionSpec], Tensor]
     """Function that returns the variances, (T,) float64 on the CPU."""
     diffusers: str | None
     """Name as a `beta_schedule` of diffusers, or `trained_betas` to export the list of betas; None is not exported."""
-    reads_beta_range: bool = False
-    """Whether it goes from `diffusion.beta_start` to `diffusion.beta_end`."""
 
 
 @dataclass(frozen=True)
 class ContinuousSchedule:
     """Continuous noise levels; the U-Net is told `t`, a function of the level."""
 
-    about: str
-    """Words for the documentation of the spec."""
     time: Callable[[DiffusionSpec, Tensor], Tensor]
     """Function of standard normal draws that returns the t of training, in their shape and dtype."""
     level: Callable[[DiffusionSpec, Tensor], NoiseLevel]
@@ -57,10 +68,6 @@ class ContinuousSchedule:
     """Mean if `diffusion.noise_mean` is null."""
     noise_std: float
     """Standard deviation if `diffusion.noise_std` is null."""
-    objective: str
-    """Name of the objective."""
-    begins_with_noise_alone: bool
-    """Whether sampling begins at pure noise, where sigma, noise over signal, is infinite."""
     diffusers: str | None
     """Name as a class of schedulers of diffusers; None is not exported."""
 
@@ -103,7 +110,7 @@ def _betas_of(remaining: Tensor) -> Tensor:
 
 def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
     """Scale standard normal draws to the mean and standard deviation of the spec."""
-    kind = SCHEDULES[spec.schedule]
+    kind = NOISE[spec.schedule]
     assert isinstance(kind, ContinuousSchedule)
     mean = kind.noise_mean if spec.noise_mean is None else spec.noise_mean
     std = kind.noise_std if spec.noise_std is None else spec.noise_std
@@ -112,8 +119,6 @@ def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
 
 def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
     """Return the level sigma = exp(4 t), scaled to unit variance. Source: Karras et al. 2022, table 1."""
-    from ddpm_ds.diffusion.levels import NoiseLevel
-
     sigma = (4.0 * t).exp()
     scale = (sigma**2 + spec.sigma_data**2).rsqrt()  # c_in
     return NoiseLevel(scale, scale * sigma, spec.sigma_data)
@@ -144,71 +149,48 @@ def evaluations(spec: SamplerSpec, ends: Sequence[float], begins: Sequence[float
     return [begins[0], *(t for end, begin in rest for t in (end, begin))]
 
 
-def visited_sigmas(sampler: SamplerSpec, diffusion: DiffusionSpec) -> list[float]:
-    """Return noise over signal at each evaluation of a sampler, from noise to image; at most :data:`MOST_SIGMA`."""
-    from ddpm_ds.diffusion.levels import levels_of
-
-    return [visit.sigma for visit in levels_of(diffusion).visits(sampler)]
-
-
 def _flow_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
     """Return the level on the line from image (t = 0) to noise (t = 1000). Source: Lipman et al. 2023."""
-    from ddpm_ds.diffusion.levels import NoiseLevel
-
     return NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES)
 
 
 FLOW_TIMES = 1000.0
 """Time at which flow matching reaches pure noise, on the scale for which the sinusoidal embedding is made."""
 
-SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
-    "linear": NoiseSchedule("betas on a line, DDPM", _linear, "linear", reads_beta_range=True),
-    "cosine": NoiseSchedule("Improved DDPM", _cosine, "squaredcos_cap_v2"),
+NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
+    "linear": NoiseSchedule(_linear, "linear"),
+    "cosine": NoiseSchedule(_cosine, "squaredcos_cap_v2"),
     # diffusers' "sigmoid" is a different schedule: a sigmoid of the betas, not of alpha_bar.
-    "sigmoid": NoiseSchedule("Jabri et al.", _sigmoid, "trained_betas"),
+    "sigmoid": NoiseSchedule(_sigmoid, "trained_betas"),
     "edm": ContinuousSchedule(
-        "log-normal sigmas, Karras et al.",
         time=lambda spec, normal: _noise(spec, normal) / 4.0,  # c_noise = log(sigma) / 4
         level=_edm_level,
         visited=_edm_visited,
         noise_mean=-1.2,
         noise_std=1.2,
-        objective="v",
-        begins_with_noise_alone=False,
         diffusers="EDMEulerScheduler",
     ),
     "flow": ContinuousSchedule(
-        "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
         time=lambda spec, normal: FLOW_TIMES * _noise(spec, normal).sigmoid(),
         level=_flow_level,
         visited=lambda spec, steps: [FLOW_TIMES * (steps - number) / steps for number in range(steps)],
         noise_mean=0.0,
         noise_std=1.0,
-        objective="velocity",
-        begins_with_noise_alone=True,
         diffusers=None,
     ),
 }
 """Noise schedules by `diffusion.schedule`."""
 
 
-def begins_with_noise_alone(spec: DiffusionSpec) -> bool:
-    """Return whether the noisiest level is pure noise."""
-    kind = SCHEDULES[spec.schedule]
-    return kind.begins_with_noise_alone if isinstance(kind, ContinuousSchedule) else spec.zero_terminal_snr
-
-
 def timestep_schedules() -> dict[str, NoiseSchedule]:
     """Return the schedules with timesteps, by name."""
-    return {name: kind for name, kind in SCHEDULES.items() if isinstance(kind, NoiseSchedule)}
+    return {name: kind for name, kind in NOISE.items() if isinstance(kind, NoiseSchedule)}
 
 
 @dataclass(frozen=True)
-class Objective:
+class Target:
     """Prediction target of the U-Net, and how the clean image and the loss weight follow from it."""
 
-    about: str
-    """Words for the documentation of the spec."""
     target: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
     """Function of x0 and eps (N, C, H, W) and the noise level that returns the target, (N, C, H, W)."""
     to_x0: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
@@ -220,38 +202,37 @@ class Objective:
     """Name as a `prediction_type` of diffusers; None is not exported."""
 
 
-OBJECTIVES = {
-    "eps": Objective(
-        "the noise",
+TARGETS = {
+    "eps": Target(
         target=lambda x0, eps, level: eps,
         to_x0=lambda prediction, x_t, level: (x_t - level.noise * prediction) / level.signal,
         error=lambda ratio: ratio,
         diffusers="epsilon",
     ),
-    "x0": Objective(
-        "the clean image",
+    "x0": Target(
         target=lambda x0, eps, level: x0,
         to_x0=lambda prediction, x_t, level: prediction,
         error=lambda ratio: ratio * 0.0 + 1.0,
         diffusers="sample",
     ),
-    "v": Objective(
-        "Salimans and Ho; under edm what Karras et al. call -F",
+    "v": Target(
         target=lambda x0, eps, level: level.signal * level.data * eps - level.noise / level.data * x0,
         to_x0=lambda prediction, x_t, level: level.data * (level.signal * level.data * x_t - level.noise * prediction),
         error=lambda ratio: ratio + 1.0,
         diffusers="v_prediction",
     ),
-    "velocity": Objective(
-        "noise minus image, flow matching",
+    "velocity": Target(
         target=lambda x0, eps, level: eps - x0,
         to_x0=lambda prediction, x_t, level: (x_t - level.noise * prediction) / (level.signal + level.noise),
         error=lambda ratio: (ratio.sqrt() + 1.0) ** 2,
         diffusers=None,
     ),
 }
-"""Objectives by `diffusion.objective`. Sources: DDPM, eq. 14 and 15 (eps); Salimans and Ho 2022, section 4 (v), whose v
-is the -F of Karras et al. 2022, eq. 8, for images of standard deviation 1; Lipman et al. 2023 (velocity)."""
+"""What the U-Net predicts, by `diffusion.objective`.
+
+Sources: DDPM, eq. 14 and 15 (eps); Salimans and Ho 2022, section 4 (v), whose v is the -F of Karras et al. 2022, eq. 8,
+for images of standard deviation 1; Lipman et al. 2023 (velocity).
+"""
 
 
 class Coefficients(NamedTuple):
@@ -264,27 +245,14 @@ class Coefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SamplerKind:
-    """Kind of sampler: the coefficients of its steps, its options, and the timesteps that it visits by default."""
+class Steps:
+    """Steps of a kind of sampler."""
 
-    about: str
-    """Words for the documentation of the spec."""
     coefficients: Callable[[SamplerSpec, Sequence[float]], list[Coefficients]]
     """Function of the spec and alpha_bar at the visited timesteps that returns the coefficients of all steps but the
     last."""
-    steps: int | None
-    """Default number of evaluations of the U-Net per image; None means all timesteps."""
-    options: frozenset[str] = frozenset()
-    """Options that it reads, among `eta`, `variance` and `churn`."""
-    corrects: bool = False
-    """Whether each step but the last is corrected by a second evaluation at its end."""
     leaves_out_zero: bool = False
     """Whether leading and linspace spacing compute one step more and leave out timestep 0."""
-
-
-def samplers_with(option: str) -> str:
-    """Return the names of the samplers that read an option, for messages, such as ``ddim or other``."""
-    return " or ".join(name for name, kind in SAMPLERS.items() if option in kind.options)
 
 
 def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
@@ -356,29 +324,17 @@ def _log_snr(alpha_bar: float) -> float:
     return math.log(alpha_bar / (1.0 - alpha_bar)) if alpha_bar else -math.inf
 
 
-SAMPLERS = {
-    "ddpm": SamplerKind(
-        "ancestral, DDPM",
+STEPS = {
+    "ddpm": Steps(
         lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)],
-        steps=None,
-        options=frozenset({"variance"}),
     ),
-    "ddim": SamplerKind(
-        "DDIM, with as much noise as `eta` says",
-        lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)],
-        steps=50,
-        options=frozenset({"eta"}),
-    ),
-    "dpm_solver": SamplerKind(
-        "DPM-Solver++ 2M, fast and deterministic",
+    "ddim": Steps(lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)]),
+    "dpm_solver": Steps(
         lambda spec, levels: [
             dpm_solver(*pair, before) for before, pair in zip([None, *levels], pairwise(levels), strict=False)
         ],
-        steps=20,
         leaves_out_zero=True,
     ),
-    "heun": SamplerKind(
-        "EDM's, of second order, twice the evaluations", _heun, steps=18, options=frozenset({"churn"}), corrects=True
-    ),
+    "heun": Steps(_heun),
 }
-"""Samplers by `sampler.kind`."""
+"""Steps of samplers, by `sampler.kind`."""

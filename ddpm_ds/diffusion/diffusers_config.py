@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import DiffusionSpec, Rho, SamplerSpec, Sigma, Timesteps
-from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule, timestep_schedules
+from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule, timestep_schedules
 from ddpm_ds.diffusion.levels import betas
 
 LONGEST_VALUE = 80
@@ -65,7 +66,7 @@ UNLIMITED = 1e6
 
 def scheduler_class(diffusion: DiffusionSpec) -> str:
     """Return the name of the class that takes the arguments of :func:`scheduler_config`."""
-    ours = SCHEDULES[diffusion.schedule]
+    ours = NOISE[diffusion.schedule]
     return ours.diffusers or "" if isinstance(ours, ContinuousSchedule) else "DDPMScheduler"
 
 
@@ -76,8 +77,8 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
     Raises:
         ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
-    ours = SCHEDULES[diffusion.schedule]
-    schedule, objective = ours.diffusers, OBJECTIVES[diffusion.objective].diffusers
+    ours = NOISE[diffusion.schedule]
+    schedule, objective = ours.diffusers, TARGETS[diffusion.objective].diffusers
     for key, value, name in (
         ("diffusion.schedule", diffusion.schedule, schedule),
         ("diffusion.objective", diffusion.objective, objective),
@@ -155,7 +156,7 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
             update={"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
         )
     found = _SchedulerArguments.read(config)
-    objective = next(name for name, ours in OBJECTIVES.items() if ours.diffusers == found.prediction_type)
+    objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":
         raise refused("rescale_betas_zero_snr", True, "the noise can't be learned where there is nothing else")
     changes = {
@@ -191,7 +192,9 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
     start, end = (found.beta_start, found.beta_end) if trained is None else (trained[0], trained[-1])
     for name, ours in schedules.items():
-        values = {"schedule": name} | ({"beta_start": start, "beta_end": end} if ours.reads_beta_range else {})
+        values = {"schedule": name} | (
+            {"beta_start": start, "beta_end": end} if SCHEDULES[name].reads_beta_range else {}
+        )
         if trained is None:
             same = found.beta_schedule == ours.diffusers != EXPLICIT
         else:

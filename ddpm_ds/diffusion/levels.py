@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import MOST_SIGMA, OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, evaluations
+from ddpm_ds.config.choices import MOST_SIGMA
+from ddpm_ds.config.spec import ALL_SIGMAS, DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, ContinuousSchedule, NoiseLevel, evaluations
+from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
 
 
 def betas(spec: DiffusionSpec) -> Tensor:
     """Return the variance of the noise that each step adds, (T,) float64; the schedules are in
-    :data:`ddpm_ds.diffusion.choices.SCHEDULES`.
+    :data:`ddpm_ds.diffusion.choices.NOISE`.
 
     With `zero_terminal_snr` the signal sqrt(alpha_bar) is moved and stretched so that it ends at 0 and begins where it
     did: the last beta is 1. Source: Lin et al. 2024, "Common diffusion noise schedules and sample steps are flawed",
@@ -32,7 +34,7 @@ def betas(spec: DiffusionSpec) -> Tensor:
     Raises:
         SpecError: a beta of the linear schedule is not below 1.
     """
-    schedule = SCHEDULES[spec.schedule]
+    schedule = NOISE[spec.schedule]
     assert not isinstance(schedule, ContinuousSchedule), "it has no timesteps"
     beta = schedule.betas(spec)
     if not spec.zero_terminal_snr:
@@ -50,26 +52,6 @@ def alpha_bars(spec: DiffusionSpec) -> Tensor:
         SpecError: a beta of the linear schedule is not below 1.
     """
     return torch.cumprod(1.0 - betas(spec), dim=0)
-
-
-class NoiseLevel(NamedTuple):
-    """Factors of the image and of the noise in x_t; each broadcasts over (N, C, H, W)."""
-
-    signal: Tensor
-    """Factor of the image; with timesteps sqrt(alpha_bar)."""
-    noise: Tensor
-    """Factor of the noise; with timesteps sqrt(1 - alpha_bar)."""
-    data: float = 1.0
-    """Assumed standard deviation of images; except in flow matching, (signal data)^2 + noise^2 is 1."""
-
-    @classmethod
-    def of(cls, alpha_bar: Tensor) -> NoiseLevel:
-        """Return the level for a float64 alpha_bar, in the same shape and dtype."""
-        return cls(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
-
-    def each(self) -> NoiseLevel:
-        """Return levels (N,) reshaped to (N, 1, 1, 1)."""
-        return NoiseLevel(self.signal[:, None, None, None], self.noise[:, None, None, None], self.data)
 
 
 class Visit(NamedTuple):
@@ -143,7 +125,7 @@ class Continuous:
     dtype = torch.float32
 
     def __init__(self, spec: DiffusionSpec) -> None:
-        schedule = SCHEDULES[spec.schedule]
+        schedule = NOISE[spec.schedule]
         assert isinstance(schedule, ContinuousSchedule)
         self._spec, self._schedule = spec, schedule
 
@@ -177,7 +159,24 @@ def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timest
     Raises:
         SpecError: the schedule is impossible.
     """
-    return Continuous(spec) if isinstance(SCHEDULES[spec.schedule], ContinuousSchedule) else Timesteps(spec, device)
+    return Continuous(spec) if isinstance(NOISE[spec.schedule], ContinuousSchedule) else Timesteps(spec, device)
+
+
+def check_guidance(sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
+    """Check that some steps of a sampler are in its interval of guidance.
+
+    Raises:
+        SpecError: none is, or the schedule is impossible.
+    """
+    if sampler.guidance == 1.0 or sampler.guidance_between == ALL_SIGMAS:
+        return
+    sigmas = [visit.sigma for visit in levels_of(diffusion).visits(sampler)]
+    if not any(map(sampler.guides_at, sigmas)):
+        low, high = sampler.guidance_between
+        raise SpecError(
+            f"sampler.guidance_between = {low:g},{high:g} holds none of the noise levels of the steps, which are from "
+            f"{min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that holds some"
+        )
 
 
 def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
@@ -208,7 +207,7 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
             of_x0 = -2.0 * signal * slope * (1.0 + snr) ** 2 / (1.0 + snr * math.exp(-spec.sigmoid_bias))
         case unknown:
             assert_never(unknown)
-    return of_x0 / OBJECTIVES[spec.objective].error(snr)
+    return of_x0 / TARGETS[spec.objective].error(snr)
 
 
 def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:
@@ -226,7 +225,7 @@ def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:
     steps, timesteps = sampler.steps_of(diffusion), diffusion.timesteps
     if steps == timesteps:
         return tuple(reversed(range(timesteps)))
-    points = steps + 1 if SAMPLERS[sampler.kind].leaves_out_zero else steps
+    points = steps + 1 if STEPS[sampler.kind].leaves_out_zero else steps
     # With S < T neighbours differ by more than 1 before rounding, so they stay distinct: 1 + 1 / S is far above the
     # error of floats, and two halves that round to the same even number differ by exactly 1.
     match sampler.spacing:

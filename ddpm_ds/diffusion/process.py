@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES
+from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
 from ddpm_ds.keyed import Stream
 
@@ -95,7 +95,7 @@ class Diffusion:
             "l2": F.mse_loss,
             "huber": partial(F.huber_loss, delta=self.spec.huber_delta),
         }
-        target = OBJECTIVES[self.spec.objective].target(x0, eps, self.level(t))
+        target = TARGETS[self.spec.objective].target(x0, eps, self.level(t))
         # (N, H, W, C) views: the gradients of PyTorch's losses are contiguous in the order of the dimensions.
         prediction, target = prediction.float().permute(0, 2, 3, 1), target.float().permute(0, 2, 3, 1)
         return kinds[self.spec.loss](prediction, target, reduction="none").flatten(1).mean(dim=1)  # (N,)

@@ -1,7 +1,7 @@
 """Samplers, which turn noise into images with one evaluation of the U-Net per step.
 
 A step mixes x_t, the predicted clean image x0, the previous step's x0 and fresh noise. Samplers differ in the four
-coefficients, which :data:`ddpm_ds.diffusion.choices.SAMPLERS` computes in float64 from alpha_bar; an x_t whose standard
+coefficients, which :data:`ddpm_ds.diffusion.choices.STEPS` computes in float64 from alpha_bar; an x_t whose standard
 deviation is not 1 adds one factor. A :class:`Drawing` is the state of some unfinished images; any denoiser can drive
 it, such as a pipeline of stages.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, Coefficients
+from ddpm_ds.diffusion.choices import STEPS, TARGETS, Coefficients
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.keyed import Stream
 
@@ -31,7 +31,7 @@ class Sampler:
 
     def __init__(self, sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
         self.spec = sampler
-        self._to_x0 = OBJECTIVES[diffusion.objective].to_x0
+        self._to_x0 = TARGETS[diffusion.objective].to_x0
         levels = levels_of(diffusion)
         # A float64 scalar keeps float32 images float32, and on the CPU it makes no device wait.
         self.visits = levels.visits(sampler)
@@ -43,7 +43,7 @@ class Sampler:
         """Factor of the standard normal noise with which sampling begins."""
         self.guided = tuple(sampler.guides_at(visit.sigma) for visit in self.visits)
         """Whether images are guided at each visit."""
-        parts = SAMPLERS[sampler.kind].coefficients(sampler, [visit.alpha_bar for visit in self.visits])
+        parts = STEPS[sampler.kind].coefficients(sampler, [visit.alpha_bar for visit in self.visits])
         self._coefficients = [
             Coefficients(part.x_t * there.size / here.size, *(factor * there.size for factor in part[1:]))
             for part, (here, there) in zip(parts, pairwise(self.visits), strict=True)

@@ -33,10 +33,11 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
+from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
-from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule
+from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
@@ -169,7 +170,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     generator = torch.Generator().manual_seed(0)
     x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
-    if isinstance(SCHEDULES[trained.diffusion.schedule], ContinuousSchedule):
+    if SCHEDULES[trained.diffusion.schedule].continuous:
         t = torch.randn(4, generator=generator)
     else:
         t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
@@ -196,10 +197,10 @@ def _schedule_difference(
 ) -> tuple[float, str]:
     """Return how much diffusers' noise levels differ from ours, and the name of the quantity that was compared."""
     spec = trained.diffusion
-    if not isinstance(SCHEDULES[spec.schedule], ContinuousSchedule):
+    if not SCHEDULES[spec.schedule].continuous:
         return (scheduler.alphas_cumprod.double() - alpha_bars(spec)).abs().max().item(), "alphas_cumprod"
     level = levels_of(spec).level(t.double()).each()
-    ours = OBJECTIVES[spec.objective].to_x0(prediction, x_t, level)
+    ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
     theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
     return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
 

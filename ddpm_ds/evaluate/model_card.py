@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from jinja2 import Template
 
-from ddpm_ds.diffusion.choices import SCHEDULES, ContinuousSchedule
+from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.runs import Run
 
@@ -102,7 +102,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     (channels, size, _), (colours, pixels, _) = trained.image_shape, trained.picture_shape
     diffusion, spec, autoencoder, losses = trained.diffusion, trained.spec, trained.autoencoder, last_losses(trained)
     classes, task = trained.unet_spec.classes, "unconditional-image-generation"
-    continuous = isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule)
+    continuous = SCHEDULES[diffusion.schedule].continuous
     tags = ["diffusers", "ddpm", "ddpm_ds", "class-conditional" if classes else task]
     front = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     if not classes:

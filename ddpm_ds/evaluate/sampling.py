@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_SEED
 from ddpm_ds.config.spec import Batch, SamplerSpec, check_sampler
+from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
 from ddpm_ds.evaluate.outputs import ImageFolder, Request
@@ -98,6 +99,7 @@ def sample(
         check_sampler(sampler, trained.diffusion, classes=classes, guide=guide is not None, latents=latents)
     except ValueError as error:
         raise SpecError(str(error)) from None
+    check_guidance(sampler, trained.diffusion)
     if guide is not None:
         check_guide(guide, trained, [sampler])
     if labels == "all":

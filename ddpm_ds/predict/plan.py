@@ -19,7 +19,7 @@ from ddpm_ds.config.ds_config import (
     read_ds_config,
     resolve,
 )
-from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
+from ddpm_ds.config.spec import ALL_SIGMAS, HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.pipeline.cuts import Stage, describe, folds, partition
 from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts, run_exchange, traffic
@@ -115,6 +115,10 @@ def plan_run(
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
     """
     spec = load_spec(spec_path, spec_overrides(overrides))
+    if spec.sampler.guidance_between != ALL_SIGMAS:
+        from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
+
+        check_guidance(spec.sampler, spec.diffusion)
     config, chosen = read_ds_config(ds_path, overrides), None
     check_ds_config(config, ds_path, spec)
     if stages is None and leaves_stages_open(config, world_size):

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import check_picture
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.residence import Residence
-from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError, fault_said

@@ -68,7 +68,7 @@ def values_of(block: object) -> Iterator[object]:
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
     for key in DS_CONFIG.all_keys():
-        yield key, DS_CONFIG.field(key)
+        yield key, DS_CONFIG.field_at(key)
 
 
 def test_defaults_are_those_of_the_installed_deepspeed() -> None:

@@ -27,10 +27,11 @@ import pytest
 from PIL import Image
 from tqdm import tqdm
 
+from ddpm_ds.config.choices import SOURCES, SourceChoice
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.sources import SOURCES, SourceKind, UnreadableImage, open_source
+from ddpm_ds.data.sources import OPENERS, Opener, UnreadableImage, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
 from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS
 from ddpm_ds.errors import DataError
@@ -408,9 +409,11 @@ def test_the_page_that_adds_a_source_adds_one_that_is_prepared(
     module, entry = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "csv_source.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
-    kinds: dict[str, SourceKind] = {}
-    exec(entry, {"SOURCES": kinds, "SourceKind": SourceKind, **vars(importlib.import_module("csv_source"))})
-    monkeypatch.setitem(SOURCES, "csv", kinds["csv"])
+    choices, openers = dict[str, SourceChoice](), dict[str, Opener]()
+    names = {"SOURCES": choices, "OPENERS": openers, "SourceChoice": SourceChoice}
+    exec(entry, names | vars(importlib.import_module("csv_source")))
+    monkeypatch.setitem(SOURCES, "csv", choices["csv"])
+    monkeypatch.setitem(OPENERS, "csv", openers["csv"])
     (folder / "list.csv").write_text("".join(f"cats/{i}.png,cat\n" for i in range(6)) + "dogs/0.png,a dog\n")
     store = prepare(spec_of(source="csv", path=folder / "list.csv", channels=3))
     assert store.meta.classes == ("a dog", "cat") and store.labels.tolist() == [1] * 6 + [0]

@@ -16,12 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import DS_CONFIGS
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.diffusion.choices import OBJECTIVES
+from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
+from ddpm_ds.predict.plan import plan_run
 from tests.diffusion.sampling import sample
 from tests.launching import tiny_spec
 
@@ -58,12 +62,12 @@ def test_edm_trains_the_loss_of_karras_et_al() -> None:
     prediction = network(level.signal * x0 + level.noise * eps, t[:, None, None, None])
     denoise = edm_denoiser(network)
     expected = torch.stack([denoise(*pair) for pair in zip(x, sigma.tolist(), strict=True)])
-    found = OBJECTIVES["v"].to_x0(prediction, level.signal * x0 + level.noise * eps, level)
+    found = TARGETS["v"].to_x0(prediction, level.signal * x0 + level.noise * eps, level)
     torch.testing.assert_close(found, expected)
     # eq. 2 with the weight of table 1 is the unweighted error of the prediction
     weight = (sigma**2 + 0.6**2) / (sigma * 0.6) ** 2
     loss = weight * (expected - x0).square().mean(dim=(1, 2, 3))
-    error = (prediction - OBJECTIVES["v"].target(x0, eps, level)).square().mean(dim=(1, 2, 3))
+    error = (prediction - TARGETS["v"].target(x0, eps, level)).square().mean(dim=(1, 2, 3))
     torch.testing.assert_close(error, loss, rtol=1e-6, atol=0.0)
 
 
@@ -72,9 +76,9 @@ def test_flow_matching_predicts_the_way_from_image_to_noise() -> None:
     level, time = Continuous(FLOW).level(t).each(), (t / 1000)[:, None, None, None]
     x_t = level.signal * x0 + level.noise * eps
     torch.testing.assert_close(x_t, (1 - time) * x0 + time * eps)
-    target = OBJECTIVES["velocity"].target(x0, eps, level)
+    target = TARGETS["velocity"].target(x0, eps, level)
     torch.testing.assert_close(target, eps - x0)
-    torch.testing.assert_close(OBJECTIVES["velocity"].to_x0(target, x_t, level), x0)
+    torch.testing.assert_close(TARGETS["velocity"].to_x0(target, x_t, level), x0)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
         variance = (level.signal * 0.5) ** 2 + level.noise**2
         centred = x_t - level.signal * 0.3
         x0, eps = 0.3 + level.signal * 0.25 / variance * centred, level.noise / variance * centred
-        return OBJECTIVES["v"].target(x0, eps, level)
+        return TARGETS["v"].target(x0, eps, level)
 
     errors = []
     for steps in (32, 64, 128):
@@ -228,17 +232,24 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
             "churn = 3 raises continuous noise levels, and schedule linear has timestep",
         ),
         ({}, {"guidance_between": [5, 0.3]}, "guidance_between = 5,0.3 must rise from the lowest"),
-        ({}, {"guidance": 2, "guidance_between": [158, 200]}, "holds none of the noise levels.* from 0.173 to 157;"),
-        (
-            {"schedule": "edm", "objective": "v"},
-            {"guidance": 2, "guidance_between": [80, 90]},
-            "holds none of the noise levels.* from 0.002 to 80; choose an interval that holds some",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_said(diffusion: Any, sampler: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         tiny_spec(diffusion=diffusion, sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("process", "between", "said"),
+    [
+        ([], "[158,200]", "holds none of the noise levels.* from 0.173 to 157;"),
+        (["diffusion.schedule=edm", "diffusion.objective=v"], "[80,90]", "holds none of the noise.* from 0.002 to 80;"),
+    ],
+)
+def test_an_interval_of_guidance_that_no_step_is_in_is_refused(process: list[str], between: str, said: str) -> None:
+    changes = ["unet.classes=10", "train.label_drop=0.1", "sampler.guidance=2", f"sampler.guidance_between={between}"]
+    with pytest.raises(SpecError, match=said):
+        plan_run(SPECS / "digits.yaml", [*process, *changes], DS_CONFIGS / "zero0_fp32.json", world_size=1, stages=1)
 
 
 def test_a_number_of_timesteps_does_not_bound_the_steps_of_edm() -> None:

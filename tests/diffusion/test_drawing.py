@@ -144,7 +144,7 @@ def test_guidance_goes_from_the_prediction_without_label_through_that_with_it_wi
     weights = [guidance if between[0] < sigma <= between[1] else 1.0 for sigma in sigmas_of(process, 10)]
     assert set(weights) == {1.0, guidance} and len(weights) == guided.calls
     assert guided.evaluations == tuple(2 if weight == guidance else 1 for weight in weights)
-    assert sum(guided.evaluations) == sampler.spec.evaluations_of(diffusion)
+    assert sum(guided.evaluations) <= sampler.spec.evaluations_of(diffusion) == 2 * guided.calls
     for weight in weights:
         asked = guided.inputs()
         assert [len(part) for part in asked] == [4 if weight == guidance else 2] * 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec
-from ddpm_ds.diffusion.choices import MAX_BETA, OBJECTIVES, timestep_schedules
+from ddpm_ds.diffusion.choices import MAX_BETA, TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, weights
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.errors import SpecError
@@ -88,21 +88,21 @@ def level_of(alpha_bar: Tensor) -> NoiseLevel:
 
 
 @pytest.mark.parametrize("schedule", timestep_schedules())
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", TARGETS)
 def test_the_exact_prediction_gives_back_the_image(objective: str, schedule: Any) -> None:
     alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule))
     level, (x0, eps) = level_of(alpha_bar), sample(len(alpha_bar))
-    prediction = OBJECTIVES[objective].target(x0, eps, level)
+    prediction = TARGETS[objective].target(x0, eps, level)
     x_t = level.signal * x0 + level.noise * eps
-    torch.testing.assert_close(OBJECTIVES[objective].to_x0(prediction, x_t, level), x0)
+    torch.testing.assert_close(TARGETS[objective].to_x0(prediction, x_t, level), x0)
 
 
 def test_targets_by_hand() -> None:
     level = NoiseLevel(torch.tensor(0.6), torch.tensor(0.8))
     x0, eps = torch.tensor(0.5), torch.tensor(2.0)
-    assert OBJECTIVES["eps"].target(x0, eps, level).item() == 2.0
-    assert OBJECTIVES["x0"].target(x0, eps, level).item() == 0.5
-    assert OBJECTIVES["v"].target(x0, eps, level).item() == pytest.approx(0.6 * 2.0 - 0.8 * 0.5)
+    assert TARGETS["eps"].target(x0, eps, level).item() == 2.0
+    assert TARGETS["x0"].target(x0, eps, level).item() == 0.5
+    assert TARGETS["v"].target(x0, eps, level).item() == pytest.approx(0.6 * 2.0 - 0.8 * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_p2_weights_by_hand(objective: str, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("bias", [-3.0, 0.0, 2.0])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", TARGETS)
 def test_sigmoid_weights_are_those_of_time_without_steps(objective: str, bias: float) -> None:
     """The error of eps weighs -d lambda / dt sigmoid(bias - lambda), with lambda = log(snr) differentiated exactly."""
     timesteps = 1000
@@ -154,7 +154,7 @@ def test_sigmoid_weights_are_those_of_time_without_steps(objective: str, bias: f
 
 
 @pytest.mark.parametrize("weighting", ["min_snr", "sigmoid", "p2"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", TARGETS)
 def test_weights_are_finite_for_every_schedule_that_can_be_asked_for(objective: str, weighting: Any) -> None:
     extremes: list[dict[str, Any]] = [
         {"beta_start": 1e-15, "beta_end": 1e-14},

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, timestep_schedules
+from ddpm_ds.diffusion.choices import TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, visited
 from ddpm_ds.diffusion.samplers import Sampler
 from tests.diffusion.sampling import sample
@@ -49,7 +49,7 @@ def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor,
         variance = (level.signal * s) ** 2 + level.noise**2
         centred = x_t.double() - level.signal * mu
         x0, eps = mu + level.signal * s**2 / variance * centred, level.noise / variance * centred
-        return OBJECTIVES[diffusion.objective].target(x0, eps, level)
+        return TARGETS[diffusion.objective].target(x0, eps, level)
 
     return denoise
 
@@ -144,7 +144,7 @@ def test_each_variance_of_ddpm_is_exact_for_the_data_it_is_exact_for(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", TARGETS)
 @pytest.mark.parametrize("schedule", timestep_schedules())
 def test_clipping_keeps_half_precision_predictions_harmless_at_no_signal(
     schedule: Any, objective: Any, kind: Any

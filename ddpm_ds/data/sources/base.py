@@ -14,7 +14,6 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -93,26 +92,8 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SourceKind:
-    """Kind of source, and which keys of the spec it reads."""
-
-    about: str
-    """Words for the documentation of the spec."""
-    open: Callable[[DataSpec, bool], Source]
-    """Function that opens it; its second argument is whether to show bars. Raises DataError."""
-    path: str | None = None
-    """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
-    name: str | None = None
-    """Word for what `data.name` names; None means that it reads no name. A source with both words reads either."""
-    labels: str = "its images have one each"
-    """Where the labels come from, for an error."""
-    keys: tuple[str, ...] = ()
-    """Other keys that it reads, among `split`, `image_column` and `label_column`."""
-
-    def reads(self, key: str) -> bool:
-        """Return whether it reads a key of the spec."""
-        return key in self.keys or getattr(self, key, None) is not None
+Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"
+"""Function that opens a source; its second argument is whether to show bars. Raises DataError."""
 
 
 @contextlib.contextmanager

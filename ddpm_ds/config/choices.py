@@ -1,0 +1,130 @@
+"""Names that a run spec can choose: sources of images, noise schedules, objectives and samplers.
+
+Here is what the spec and the command lines know of each: its words, and which keys it reads. What it does is under the
+same name in :mod:`ddpm_ds.data.sources` or :mod:`ddpm_ds.diffusion.choices`; a test compares the names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_SIGMA = 1e6
+"""Largest noise over signal; pure noise, where the ratio is infinite, counts as this."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name, and the words for it in the documentation of the spec."""
+
+    about: str
+
+
+@dataclass(frozen=True)
+class SourceChoice(Choice):
+    """Kind of source of images, and the keys that it reads."""
+
+    path: str | None = None
+    """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
+    name: str | None = None
+    """Word for what `data.name` names; None means that it reads no name. A source with both words reads either."""
+    labels: str = "its images have one each"
+    """Where the labels come from, for an error."""
+    keys: tuple[str, ...] = ()
+    """Other keys that it reads, among `split`, `image_column` and `label_column`."""
+
+    def reads(self, key: str) -> bool:
+        """Return whether it reads a key of the spec."""
+        return key in self.keys or getattr(self, key, None) is not None
+
+
+@dataclass(frozen=True)
+class ScheduleChoice(Choice):
+    """Noise schedule: with timesteps (DDPM), or with continuous noise levels (EDM, flow matching)."""
+
+    reads_beta_range: bool = False
+    """Whether it goes from `diffusion.beta_start` to `diffusion.beta_end`."""
+    objective: str | None = None
+    """Objective of a schedule with continuous levels; None means that it has timesteps, and takes any."""
+    begins_with_noise_alone: bool = False
+    """Whether sampling begins at pure noise, where sigma, noise over signal, is infinite."""
+
+    @property
+    def continuous(self) -> bool:
+        """Whether it has continuous noise levels instead of timesteps."""
+        return self.objective is not None
+
+
+@dataclass(frozen=True)
+class SamplerChoice(Choice):
+    """Kind of sampler, its default and the options that it reads."""
+
+    steps: int | None
+    """Default number of evaluations of the U-Net per image; None means all timesteps."""
+    options: frozenset[str] = frozenset()
+    """Options that it reads, among `eta`, `variance` and `churn`."""
+    corrects: bool = False
+    """Whether each step but the last is corrected by a second evaluation at its end."""
+
+
+SOURCES = {
+    "digits": SourceChoice("scikit-learn's, 8x8 pixels"),
+    "cifar10": SourceChoice("torchvision's, downloaded"),
+    "folder": SourceChoice(
+        "image files, `path` names their folder",
+        path="FOLDER",
+        labels="folders in data.path are classes, so move the images of each class to a folder of its own",
+    ),
+    "zip": SourceChoice(
+        "image files in the zip archive `path`, as EDM's tools write",
+        path="FILE",
+        labels="its dataset.json has them, or else its folders are classes",
+    ),
+    "arrays": SourceChoice(
+        "`path` is a .npy or .npz of images", path="FILE", labels="they are the array labels of a .npz"
+    ),
+    "webdataset": SourceChoice(
+        "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg"
+    ),
+    "huggingface": SourceChoice(
+        "a data set of the datasets library, of parquet or of arrow files at `path`, or on the hub by `name`",
+        path="PATH",
+        name="OWNER/NAME",
+        labels="name their column with --set data.label_column=COLUMN",
+        keys=("split", "image_column", "label_column"),
+    ),
+    "torchvision": SourceChoice("one of torchvision's by `name`, downloaded", name="CIFAR100", keys=("split",)),
+}
+"""Sources by `data.source`."""
+SCHEDULES = {
+    "linear": ScheduleChoice("betas on a line, DDPM", reads_beta_range=True),
+    "cosine": ScheduleChoice("Improved DDPM"),
+    "sigmoid": ScheduleChoice("Jabri et al."),
+    "edm": ScheduleChoice("log-normal sigmas, Karras et al.", objective="v"),
+    "flow": ScheduleChoice(
+        "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
+        objective="velocity",
+        begins_with_noise_alone=True,
+    ),
+}
+"""Noise schedules by `diffusion.schedule`."""
+OBJECTIVES = {
+    "eps": Choice("the noise"),
+    "x0": Choice("the clean image"),
+    "v": Choice("Salimans and Ho; under edm what Karras et al. call -F"),
+    "velocity": Choice("noise minus image, flow matching"),
+}
+"""What the U-Net predicts, by `diffusion.objective`."""
+SAMPLERS = {
+    "ddpm": SamplerChoice("ancestral, DDPM", steps=None, options=frozenset({"variance"})),
+    "ddim": SamplerChoice("DDIM, with as much noise as `eta` says", steps=50, options=frozenset({"eta"})),
+    "dpm_solver": SamplerChoice("DPM-Solver++ 2M, fast and deterministic", steps=20),
+    "heun": SamplerChoice(
+        "EDM's, of second order, twice the evaluations", steps=18, options=frozenset({"churn"}), corrects=True
+    ),
+}
+"""Samplers by `sampler.kind`."""
+
+
+def samplers_with(option: str) -> str:
+    """Return the names of the samplers that read an option, for messages, such as ``ddim or other``."""
+    return " or ".join(name for name, kind in SAMPLERS.items() if option in kind.options)
