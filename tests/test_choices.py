@@ -15,8 +15,8 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import load_spec, spec_schema
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
-from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.errors import SpecError
+from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from tests import extended
 from tests.extended import NEW, REGISTRIES
 from tests.launching import REPOSITORY, run_ranks, tiny_spec

@@ -35,12 +35,13 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule
-from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
+from ddpm_ds.evaluate.diffusers.folder import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder
+from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
+from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
 from ddpm_ds.evaluate.outputs import new_folder
-from ddpm_ds.evaluate.trained import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
-from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
+from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.model import UNet
 
 Precision = Literal["fp32", "fp16"]
@@ -229,7 +230,7 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
     if folder.has_schedule:
-        values["diffusion"] = folder.diffusion(before.diffusion).model_dump(mode="json")
+        values["diffusion"] = folder.process(before.diffusion)[0].model_dump(mode="json")
     values["train"]["initial_weights"] = str(weights)
     try:
         return RunSpec.model_validate_json(json.dumps(values))
