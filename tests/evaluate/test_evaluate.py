@@ -225,8 +225,6 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
         (("--guidance", "1,2,1"), "'1,2,1' has one value twice"),
         (("--sampler", "ddim,best"), "'best' is none of "),
         (("--sampler", "ddim,heun", "--eta", "0.5"), "--eta = 0.5 is of ddim, not of heun"),
-        (("--guidances", "1,2"), "evaluate --guidances was withdrawn in version 0.3; --guidance takes several"),
-        (("--ema-lengths", "0.1"), "evaluate --ema-lengths was withdrawn in version 0.3; use --ema-length"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(
