@@ -16,8 +16,8 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
-from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.errors import SpecError
+from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from tests import extended
 from tests.extended import DOING, NEW, REGISTRIES
 from tests.launching import REPOSITORY, run_ranks, tiny_spec

@@ -1,16 +1,18 @@
-"""launch/quality.py: which runs it starts, how many at a time, and what its tables say of them."""
+"""launch/quality.py: which runs it starts, how many at a time, what its classifier and its tables say of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import quality
 
 from ddpm_ds.cli.main import main as ddpm_ds
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.prepare import prepare
 
 
 def planted(seed: int, factor: float = 1.0) -> quality.Run:
@@ -36,24 +38,26 @@ def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_
 ) -> None:
     commands: list[list[str]] = []
 
+    def scores(images: quality.Pixels) -> dict[str, float]:
+        assert images.shape in {(8, 1, 8, 8), (16, 1, 8, 8)}
+        return {"digits_frechet": 0.5, "digits_recognised": 0.5, "digits_class_balance": 0.5}
+
     def run(command: Sequence[str], **_: object) -> SimpleNamespace:
         words = list(command[3:])
         commands.append(words)
-        if words[0] == "evaluate":
-            names = ("digits_frechet_8", "digits_recognised", "digits_class_balance")
-            scores = [{"name": name, "value": 0.5} for name in names]
-            folder = Path(words[words.index("--out") + 1], f"scored-on-{words[words.index('--count') + 1]}")
-            folder.mkdir(parents=True)
-            (folder / "scores.json").write_text(json.dumps({"scores": scores}))
+        if words[0] == "sample":
+            count = int(words[words.index("--count") + 1])
+            np.savez(words[words.index("--out") + 1], np.zeros((count, 8, 8, 1), np.uint8))
         return SimpleNamespace(returncode=0)
 
     told = SimpleNamespace(evaluations={"eval/loss": [0.9, 0.3]}, metrics={"train/loss": [0.7]})
     monkeypatch.setattr(quality.subprocess, "run", run)
+    monkeypatch.setattr(quality, "classifier", lambda: SimpleNamespace(scores=scores))
     monkeypatch.setattr(quality, "open_run", lambda _: told)
     words = ["--out", str(tmp_path), "--images", "640", "--count", "8", "--rows"]
     assert quality.main([*words, "ddpm,2 replicas", "--seeds", "1"]) == 0
     assert [(command[0], command[2]) for command in commands[:2]] == [("train", "1"), ("train", "2")]
-    assert [command[0] for command in commands[2:]] == ["evaluate"] * 2
+    assert [command[0] for command in commands[2:]] == ["sample"] * 2
     assert quality.main([*words, "ddpm,2 replicas,edm", "--seeds", "2", "--layout-seeds", "2"]) == 0
     seeds = [next(word for word in command if "seed" in word) for command in commands[4:] if command[0] == "train"]
     assert sorted(seeds) == ["train.seed=0", "train.seed=1", "train.seed=1", "train.seed=1"] and len(commands) == 12
@@ -61,7 +65,7 @@ def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_
     assert quality.main([*words, "ddpm,2 replicas", "--seeds", "3"]) == 0
     assert len(commands) == 14, "one more seed of DDPM, and of a layout one is enough"
     assert quality.main([*words, "ddpm", "--seeds", "1", "--count", "16"]) == 0
-    assert [command[0] for command in commands[14:]] == ["train", "evaluate"], "which finds the run trained"
+    assert [command[0] for command in commands[14:]] == ["train", "sample"], "which finds the run trained"
     with pytest.raises(SystemExit):
         quality.main([*words, "ddpm,vp"])
     assert "--rows has 'vp'; there are ddpm, edm" in capsys.readouterr().err
@@ -69,6 +73,30 @@ def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_
     with pytest.raises(SystemExit):
         quality.main(["--out", str(tmp_path / "file")])
     assert "can't be made (File exists); name another folder" in capsys.readouterr().err
+
+
+def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_nothing_else(tmp_path: Path) -> None:
+    digits = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path))
+    images, labels = digits.images[:], digits.labels
+    classifier = quality.DigitsClassifier(images, labels)
+    unseen = classifier.held_out
+    read = classifier.probabilities(images[unseen])
+    assert len(unseen) == 450 and (read.argmax(1) == labels[unseen]).mean() > 0.97 and 0.95 < read.max(1).mean() < 1.0
+    noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, (300, 1, 8, 8), np.uint8)
+    for other in (noise, np.full_like(noise, 127), np.zeros_like(noise)):
+        assert classifier.probabilities(other).max(1).mean() < 0.35
+    large = images[unseen].repeat(2, 2).repeat(2, 3).repeat(3, 1)  # prepared larger and in colour
+    assert classifier.probabilities(large).argmax(1).tolist() == read.argmax(1).tolist()
+    real, drawn = classifier.scores(images[unseen]), classifier.scores(noise)
+    assert real["digits_frechet"] < drawn["digits_frechet"] / 10
+    assert real["digits_recognised"] > 0.97 and drawn["digits_recognised"] < 0.3
+    assert real["digits_class_balance"] > 0.99
+
+
+def test_balance_is_relative_entropy() -> None:
+    assert quality.balance(np.full(10, 0.1)) == pytest.approx(1.0)
+    assert quality.balance(np.array([1.0, *[0.0] * 9])) == 0.0
+    assert quality.balance(np.array([0.5, 0.5, *[0.0] * 8])) == pytest.approx(np.log(2) / np.log(10))
 
 
 @pytest.mark.parametrize("name", quality.ROWS)

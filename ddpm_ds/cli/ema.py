@@ -20,7 +20,7 @@ examples
   ddpm-ds ema runs/digits --length 0.1
   ddpm-ds ema runs/digits --length 0.15 --at 64000 --output digits-0.15
   ddpm-ds sample runs/digits/averages/images-000128000-ema-0.1
-  ddpm-ds evaluate runs/digits --ema-lengths 0.05,0.1,0.15
+  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15
       scores of several lengths, without writing their weights
 """
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.cli.sample import add_drawing_options, load
-from ddpm_ds.command_line import ema_length, file_path, number, whole
+from ddpm_ds.cli.sample import add_drawing_options, different, load
+from ddpm_ds.command_line import ema_length, file_path, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
 from ddpm_ds.processes.ranks import set_environment
@@ -26,20 +23,19 @@ GRID_IMAGES = 64
 
 DESCRIPTION = """\
 Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
-features (extra [fid] and a download), a Fréchet distance of raw pixels, and for handwritten digits what a classifier
-of real digits makes of them. The numbers go to a table, to RUN_DIR/evaluations/NAME, and into MLflow as a child of the
-run. docs/evaluation.md says what each is and is not.
+features (extra [fid] and a download), and a Fréchet distance of raw pixels. Lists of samplers, guidances and lengths of
+the average are evaluated one by one. The numbers go to one table, to a folder RUN_DIR/evaluations/NAME for each, and
+into MLflow as children of the run. docs/evaluation.md says what each score is and is not.
 """
 
 EXAMPLES = """\
 examples
   ddpm-ds evaluate runs/digits
-  ddpm-ds evaluate runs/digits --count 2000 --metrics pixel,digits --sampler ddim --steps 100
+  ddpm-ds evaluate runs/digits --count 2000 --metrics pixel --sampler ddim,dpm_solver --steps 100
   ddpm-ds evaluate runs/cifar10 --count 50000 --sampler ddpm --metrics fid
-  ddpm-ds evaluate runs/faces --guidances 1,1.5,2,3 --guidance-between 0.3,5
-      scores over the guidance, and a picture of them
-  ddpm-ds evaluate runs/digits --ema-lengths 0.05,0.1,0.15 --metrics pixel
-      scores over the length of the average, of a run that keeps snapshots (ema.profiles), and a picture of them
+  ddpm-ds evaluate runs/faces --guidance 1,1.5,2,3 --guidance-between 0.3,5
+  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15 --metrics pixel
+      averages of other lengths, of a run that keeps snapshots (ema.profiles)
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
 
 Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
@@ -77,20 +73,13 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
         help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)",
     )
     parser.add_argument(
-        "--ema-lengths",
-        type=_different(ema_length),
-        default=(),
+        "--ema-length",
+        type=different(ema_length),
+        default=(None,),
         metavar="L,...",
-        help="evaluate averages of these relative lengths, made from a run's snapshots, and draw the scores over them",
+        help="evaluate averages of these relative lengths, made from a run's snapshots",
     )
-    parser.add_argument(
-        "--guidances",
-        type=_different(_guidance),
-        default=(),
-        metavar="W,...",
-        help="evaluate with each of these guidances, of each length, and draw the scores over them",
-    )
-    add_drawing_options(parser)
+    add_drawing_options(parser, several=True)
     parser.set_defaults(run=_evaluate)
 
 
@@ -104,70 +93,35 @@ def _metrics(text: str) -> tuple[str, ...]:
     names = text.split(",")
     for name in names:
         if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}")
+            withdrawn = "; launch/quality.py has the classifier of digits" if name == "digits" else ""
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}{withdrawn}")
     return tuple(names)
-
-
-def _guidance(text: str) -> float:
-    return number(text, 0.0, 1e3, "a guidance from 0 to 1,000")
-
-
-def _different(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    """Return a parser of different numbers separated by commas, each parsed by ``kind``."""
-
-    def read(text: str) -> tuple[float, ...]:
-        values = tuple(map(kind, text.split(",")))
-        if len(set(values)) < len(values):
-            raise argparse.ArgumentTypeError(f"{text!r} has one number twice")
-        return values
-
-    return read
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
-    from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
-    from ddpm_ds.evaluate.outputs import writing
-    from ddpm_ds.evaluate.scores import Scorer, open_reference
-    from ddpm_ds.evaluate.sweeps import SweepPoint, sweep_metrics, sweep_table, write_sweep
+    from ddpm_ds.checkpoint.power_ema import Reconstruction
+    from ddpm_ds.evaluate.mlflow_child import check_recordable
+    from ddpm_ds.evaluate.scores import Scorer, open_reference, table
+    from ddpm_ds.tracking.run_folder import snapshots_of
 
-    swept = {"ema_length": options.ema_lengths, "guidance": options.guidances}
-    swept = {name: values for name, values in swept.items() if values}
-    _check_swept(options)
+    lengths = options.ema_length
+    if lengths != (None,):
+        if options.weights == "raw":
+            raise SpecError("--weights raw is not averaged, and --ema-length is of averages; leave one out")
+        for length in lengths:  # before the first image is drawn
+            Reconstruction(snapshots_of(options.path), length)
+    kinds, guidances = options.sampler or (None,), options.guidance or (None,)
+    changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
     scorer, found = None, []
-    for length in options.ema_lengths or (None,):
-        trained, samplers, guide = load(options, options.guidances, ema_length=length)
+    for length in lengths:
+        trained, samplers, guide = load(options, changes, ema_length=length)
         check_recordable(trained)
         if scorer is None:
             reference = open_reference(trained, options.dataset)
             scorer = Scorer(options.metrics, reference, options.inception_weights)
-        for sampler in samplers:
-            folder, scores = _evaluate_one(options, trained, sampler, guide, reference, scorer)
-            point = {} if length is None else {"ema_length": length}
-            point |= {"guidance": sampler.guidance} if options.guidances else {}
-            found.append(SweepPoint(point, folder.name, scores))
-    if not swept:
-        return
-    folder = folder.parent / f"sweep-{'-'.join(swept)}-{_checksum(''.join(point.evaluation for point in found))}"
-    print(f"\n{sweep_table(found)}\n\noutputs    {folder}")
-    seen = "" if trained.images_seen is None else f", {trained.images_seen:,} images"
-    with writing(folder):
-        files = write_sweep(folder, found, f"{(trained.run_dir or Path(trained.origin)).resolve().name}{seen}")
-    trained = replace(trained, weights=options.weights)  # the kind for all points of the sweep
-    record_child(trained, "sweep", swept, metrics=sweep_metrics(found), artifacts=dict.fromkeys(files, ""))
-
-
-def _check_swept(options: argparse.Namespace) -> None:
-    """Raise an error, before the first image is drawn, if the options can't be swept."""
-    from ddpm_ds.checkpoint.power_ema import Reconstruction
-    from ddpm_ds.tracking.run_folder import snapshots_of
-
-    if options.guidances and options.guidance is not None:
-        raise SpecError("--guidance and --guidances exclude each other; name all in --guidances")
-    if options.ema_lengths and options.weights == "raw":
-        raise SpecError("--weights raw is not averaged, and --ema-lengths are those of averages; leave one of them out")
-    for length in options.ema_lengths:
-        Reconstruction(snapshots_of(options.path), length)
+        found += [_evaluate_one(options, trained, sampler, guide, reference, scorer) for sampler in samplers]
+    print(f"\n{table(found)}")
 
 
 def _evaluate_one(
@@ -177,37 +131,37 @@ def _evaluate_one(
     guide: Trained | None,
     reference: DatasetCache,
     scorer: Scorer,
-) -> tuple[Path, list[Score]]:
-    """Draw, score and record images of the given weights and sampler; return the folder and the scores."""
+) -> tuple[Request, list[Score]]:
+    """Draw, score and record images of the given weights and sampler."""
     from ddpm_ds.evaluate.mlflow_child import record_child
-    from ddpm_ds.evaluate.outputs import BatchFolder, Request, titled_grid, writing
+    from ddpm_ds.evaluate.outputs import DrawnImages, Request, titled_grid, writing
     from ddpm_ds.evaluate.sampling import draw_missing
-    from ddpm_ds.evaluate.scores import about, labels_like, table, write_report
+    from ddpm_ds.evaluate.scores import about, labels_like, short, write_report
 
     labels = None if trained.unet_spec.classes is None else labels_like(reference, options.count)
     numbers = {name: getattr(options, name) for name in ("seed", "count", "batch_images")}
     request = Request.of(trained, sampler, labels, guide, **numbers)
-    folder = (options.out or (trained.run_dir or Path()) / "evaluations") / _name(request)
+    origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
+    folder = options.out or (trained.run_dir or Path()) / "evaluations"
+    folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(request.count)}-{request.key}"
     device = next(trained.unet.parameters()).device
     guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
     print(
         f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
         f"{guided}"
-        f"sampler    {request.sampler.kind} in {request.sampler.steps} steps, seed {request.seed}\n"
+        f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
         f"reference  {reference.path}, {len(reference):,} images\n"
         f"outputs    {folder}",
         flush=True,
     )
-    drawn = BatchFolder(folder / "drawn", request)
-    drawn.check()
+    drawn = DrawnImages(folder / "drawn", request)
     try:
         draw_missing(trained, request, drawn, guide=guide)
         images = drawn.images()
-        scores = scorer.scores(images, request.labels_of(request.index), device)
+        scores = scorer.scores(images, device)
     except KeyboardInterrupt:
         print("interrupted: what is drawn is kept, and the same command continues from there")
         raise
-    print(f"\n{table(scores, request)}\n")
     facts = about(request, reference)
     with writing(folder):
         labelled = request.labels_of(request.index[:GRID_IMAGES])
@@ -215,18 +169,4 @@ def _evaluate_one(
         files = write_report(folder, facts, scores, samples)
     metrics = {name: value for score in scores for name, value in score.metrics.items()}
     record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
-    return folder, scores
-
-
-def _name(request: Request) -> str:
-    """Return the folder name of an evaluation: readable facts, and a checksum of all that determines the images."""
-    from ddpm_ds.evaluate.scores import short
-
-    followed = request.model_dump_json(exclude={"origin", "weights", "images_seen", "guide", "batch_images"})
-    sampler = request.sampler
-    parts = (Path(request.origin).resolve().name, request.weights, sampler.kind, sampler.steps, short(request.count))
-    return "-".join(map(str, (*parts, _checksum(followed))))
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return request, scores

@@ -109,10 +109,10 @@ def _export(options: argparse.Namespace) -> None:
 
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
-    from ddpm_ds.evaluate.export import check_in_diffusers, new_folder, rounded, without_labels, write_pipeline
+    from ddpm_ds.evaluate.diffusers.export import check_in_diffusers, rounded, without_labels, write_pipeline
+    from ddpm_ds.evaluate.diffusers.model_card import model_card
     from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
-    from ddpm_ds.evaluate.model_card import model_card
-    from ddpm_ds.evaluate.outputs import titled_grid
+    from ddpm_ds.evaluate.outputs import new_folder, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
@@ -164,7 +164,7 @@ def _row(label: str | None, classes: int | None) -> int | None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from ddpm_ds.evaluate.export import SPEC_FILE, import_weights
+    from ddpm_ds.evaluate.diffusers.export import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
     print("\n".join(import_weights(*given, last_label_is_class=is_class)))

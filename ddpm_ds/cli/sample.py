@@ -8,17 +8,27 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from ddpm_ds.command_line import OneLineParser, add_overwrite, batch, file_path, image_number, positive, seed
+from ddpm_ds.command_line import (
+    OneLineParser,
+    add_overwrite,
+    batch,
+    check_output,
+    file_path,
+    image_number,
+    number,
+    positive,
+    seed,
+    writing,
+)
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
@@ -108,9 +118,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_drawing_options(parser)
 
 
-def add_drawing_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose the weights and how they draw images."""
+def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add the options that choose the weights and how they draw images; with ``several``, the sampler and the guidance
+    are tuples of different ones.
+    """
     add_weights_options(parser)
+    more, many = (",...", different) if several else ("", lambda kind: kind)
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
     parser.add_argument(
@@ -119,7 +132,8 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
     group.add_argument(
         "--sampler",
-        choices=tuple(SAMPLERS),
+        type=many(_sampler),
+        metavar=f"KIND{more}",
         help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps, heun is EDM's",
     )
     group.add_argument("--steps", type=int, metavar="N", help="steps from noise to image (default: see sampler.steps)")
@@ -129,7 +143,10 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--variance", choices=_choices("variance"), help="variance of ddpm's steps")
     group.add_argument("--clip", choices=_choices("clip"), help="how predicted clean images are kept in range")
     group.add_argument(
-        "--guidance", type=float, metavar="W", help="guidance: 1 is none; without --guide 0 leaves out the class"
+        "--guidance",
+        type=many(_guidance),
+        metavar=f"W{more}",
+        help="guidance: 1 is none; without --guide 0 leaves out the class",
     )
     group.add_argument(
         "--guidance-between",
@@ -156,6 +173,28 @@ def add_weights_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
 
 
+def different(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a parser of different values separated by commas, each parsed by ``kind``."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        values = tuple(map(kind, text.split(",")))
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"{text!r} has one value twice")
+        return values
+
+    return read
+
+
+def _sampler(text: str) -> str:
+    if text not in SAMPLERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SAMPLERS)}")
+    return text
+
+
+def _guidance(text: str) -> float:
+    return number(text, 0.0, 1e3, "a guidance from 0 to 1,000")
+
+
 def _interval(text: str) -> tuple[float, float]:
     try:
         low, high = map(float, text.split(","))
@@ -170,12 +209,12 @@ def _choices(field: str) -> tuple[str, ...]:
 
 
 def load(
-    options: argparse.Namespace, guidances: Sequence[float] = (), *, ema_length: float | None = None
+    options: argparse.Namespace, changes: Sequence[Mapping[str, Any]] = ({},), *, ema_length: float | None = None
 ) -> tuple[Trained, list[SamplerSpec], Trained | None]:
     """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
 
-    With ``ema_length`` the weights are the average of that relative length. There is a sampler for each of
-    ``guidances``, or if there are none, one with ``--guidance``.
+    With ``ema_length`` the weights are the average of that relative length. There is a sampler for each of ``changes``,
+    which are values instead of those of the options.
 
     Raises:
         CheckpointError: there are no such weights.
@@ -190,13 +229,13 @@ def load(
     trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, **place)
     samplers = [
         sampler_from(
-            argparse.Namespace(**{**vars(options), "guidance": guidance}),
+            argparse.Namespace(**{**vars(options), **change}),
             trained.sampler,
             trained.diffusion,
             classes=trained.unet_spec.classes,
             latents=trained.autoencoder is not None,
         )
-        for guidance in guidances or (options.guidance,)
+        for change in changes
     ]
     if options.guide is None:
         return trained, samplers, None
@@ -288,7 +327,7 @@ def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
     from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
-    from ddpm_ds.evaluate.outputs import BatchFolder, PngFolder, Request, check_file, titled_grid, write_grid, write_npz
+    from ddpm_ds.evaluate.outputs import DrawnImages, Request, check_new_folder, titled_grid, write_npz, write_pngs
     from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
 
@@ -301,32 +340,29 @@ def _sample(options: argparse.Namespace) -> int:
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
     if options.mlflow:
         check_recordable(trained)
-    partial = out.parent / f".{out.name}.partial"  # with_name() would refuse `.`
-    folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
+    if kind == "folder":
+        check_new_folder(out)
+    else:
+        check_output(out, overwrite=options.overwrite, called="--out ")
+    drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
     log: Callable[[str], None] = print if rank == 0 else lambda line: None
-    done = kind != "folder" and check_file(out, request, overwrite=options.overwrite)
-    if not done:
-        folder.check()
-    if done and rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # left by an earlier process that was killed just before its end
-    if done or (kind == "folder" and len(folder.there()) == request.count):
-        log(f"{out}: already there, {_summary(request)}")
-        return 0
     stored = next(trained.unet.parameters())
     if line := widening(stored.device.type, stored.dtype):
         log(line)
     try:
-        draw_missing(trained, request, folder, rank, world_size, guide=guide)
-        if rank == 0 and isinstance(folder, BatchFolder):
-            if kind == "npz":
-                write_npz(out, folder.images(), request)
+        draw_missing(trained, request, drawn, rank, world_size, guide=guide)
+        if rank == 0:
+            images, labels = drawn.images(), request.labels_of(request.index)
+            if kind == "folder":
+                write_pngs(out, images, request.index)
+            elif kind == "npz":
+                write_npz(out, images, labels)
             else:
-                samples = titled_grid(trained, sampler, folder.images(), request.labels_of(request.index))
-                write_grid(out, samples, request)
-            shutil.rmtree(partial, ignore_errors=True)
+                with writing(out, overwrite=options.overwrite) as file:
+                    titled_grid(trained, sampler, images, labels).save(file, "PNG")
+            drawn.remove()
     except KeyboardInterrupt:
-        kept = len(folder.there())
-        log(f"interrupted: {kept:,} of {request.count:,} images are kept; the same command continues from there")
+        log(f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there")
         return 128 + signal.SIGINT
     log(f"{out}: {_summary(request)}")
     if options.mlflow and rank == 0:

@@ -20,7 +20,7 @@ def check_recordable(trained: Trained) -> None:
 
 def record_child(
     trained: Trained,
-    kind: Literal["evaluate", "export", "sample", "sweep"],
+    kind: Literal["evaluate", "export", "sample"],
     params: Mapping[str, object],
     *,
     metrics: Mapping[str, float] | None = None,
@@ -58,7 +58,7 @@ def record_child(
             "weights": trained.weights,
             "digest": trained.digest,
             "images_seen": str(trained.images_seen),
-            "mlflow.source.name": f"ddpm-ds {'evaluate' if kind == 'sweep' else kind}",
+            "mlflow.source.name": f"ddpm-ds {kind}",
             "version.ddpm_ds": ddpm_ds.__version__,
         },
         parent=parent,

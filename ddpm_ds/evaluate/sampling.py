@@ -23,7 +23,7 @@ from ddpm_ds.config.spec import Batch, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
-from ddpm_ds.evaluate.outputs import ImageFolder, Request
+from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
 from ddpm_ds.processes.store import connect
@@ -175,13 +175,13 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
 def draw_missing(
     trained: Trained,
     request: Request,
-    folder: ImageFolder,
+    drawn: DrawnImages,
     rank: int = 0,
     world_size: int = 1,
     *,
     guide: Trained | None = None,
 ) -> None:
-    """Draw the images of a request that ``folder`` lacks, and return when all processes have finished. Process i draws
+    """Draw the images of a request that are not there, and return when all processes have finished. Process i draws
     every batch whose number is i modulo ``world_size``. ``guide`` must be that of the request.
 
     Raises:
@@ -189,18 +189,16 @@ def draw_missing(
         OutputError: the file system refuses.
         PeerLostError: another process has died or does not answer. Nothing that waits for the others may follow.
     """
-    if rank == 0:
-        folder.claim()
-        if done := len(folder.there()):
-            print(f"{done:,} of {request.count:,} images are there from before", flush=True)
+    if rank == 0 and (done := drawn.count):
+        print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     if world_size == 1:
-        draw_share(trained, request, folder, 0, 1, guide=guide)
+        draw_share(trained, request, drawn, 0, 1, guide=guide)
         return
     use_interface_towards(os.environ["MASTER_ADDR"])
     store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     try:
-        draw_share(trained, request, folder, rank, world_size, guide=guide)
+        draw_share(trained, request, drawn, rank, world_size, guide=guide)
         try:
             dist.monitored_barrier(timeout=WAIT_LIMIT)
         except RuntimeError:
@@ -212,13 +210,13 @@ def draw_missing(
 
 
 def draw_share(
-    trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int, *, guide: Trained | None = None
+    trained: Trained, request: Request, drawn: DrawnImages, rank: int, world_size: int, *, guide: Trained | None = None
 ) -> None:
-    """Draw what ``folder`` lacks of this rank's share, every ``world_size``-th batch; do not wait for other ranks."""
-    there = folder.there()
+    """Draw what is missing of this rank's share, every ``world_size``-th batch; do not wait for other ranks."""
+    missing = set(drawn.missing())
     with tqdm(
         total=request.count,
-        initial=len(there),
+        initial=drawn.count,
         unit=" images",
         bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]",
         mininterval=0.2 if sys.stderr.isatty() else LOG_SECONDS,
@@ -232,8 +230,6 @@ def draw_share(
             bar.update(0)
 
         for batch in request.batches[rank::world_size]:
-            if index := [i for i in batch if i not in there]:
-                folder.keep(index, _draw_batch(trained, request, index, guide, show))
-                bar.update(len(index))
-            if rank == 0 and world_size > 1:
-                bar.update(len(folder.there()) - bar.n)  # includes the images of other processes
+            if batch in missing:
+                drawn.keep(batch, _draw_batch(trained, request, batch, guide, show))
+                bar.update(drawn.count - bar.n)  # includes the images of other processes

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.checkpoint.manifest import read_manifest
@@ -26,14 +25,12 @@ from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, EvaluationError, OutputError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
-from ddpm_ds.evaluate.classifier import DigitsClassifier
 from ddpm_ds.evaluate.inception import (
     Inception,
     Pixels,
     Unavailable,
     find_inception,
     frechet_distance,
-    gaussian,
     inception_scores,
     kid_subset_images,
     pixel_gaussian,
@@ -91,8 +88,8 @@ class Score:
     name: str
     """Name in MLflow, without its ``eval/``."""
     title: str
-    value: float | None
-    """Score of the drawn images; None if only real images have it."""
+    value: float
+    """Score of the drawn images."""
     samples: int
     references: int
     tool: str
@@ -103,8 +100,8 @@ class Score:
     @property
     def metrics(self) -> dict[str, float]:
         """Values of the score by their names in MLflow."""
-        values = {f"eval/{self.name}": self.value, f"eval/{self.name}_real": self.real}
-        return {name: value for name, value in values.items() if value is not None}
+        real = {} if self.real is None else {f"eval/{self.name}_real": self.real}
+        return {f"eval/{self.name}": self.value, **real}
 
 
 class Scorer:
@@ -125,13 +122,6 @@ class Scorer:
         self._reference = reference
         self._inception: tuple[Inception, Path] | None = None  # with the folder for features of the reference
         self._wanted = set(METRICS if asked is None else asked)
-        if "digits" in self._wanted and reference.meta.source != "digits":
-            if asked is not None:
-                raise EvaluationError(
-                    f"--metrics digits: the classifier reads handwritten digits, and {reference.path} is of source "
-                    f"{reference.meta.source}; leave digits out"
-                )
-            self._wanted.remove("digits")
         if needing := [name for name in OF_INCEPTION if name in self._wanted]:
             try:
                 self._inception = find_inception(inception_weights), cache_beside(reference.path)
@@ -140,14 +130,10 @@ class Scorer:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
                 print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
-    def scores(self, images: Pixels, labels: Tensor | None, device: torch.device) -> list[Score]:
-        """Return the scores of uint8 ``images`` (N, C, H, W), which were drawn with ``labels`` (N,), if any."""
+    def scores(self, images: Pixels, device: torch.device) -> list[Score]:
+        """Return the scores of uint8 ``images`` (N, C, H, W)."""
         found = [] if self._inception is None else self._inception_scores(*self._inception, images, device)
-        if "pixel" in self._wanted:
-            found.append(self._pixel_score(images))
-        if "digits" in self._wanted:
-            found += self._digits_scores(images, labels)
-        return found
+        return [*found, self._pixel_score(images)] if "pixel" in self._wanted else found
 
     def _inception_scores(self, inception: Inception, cache: Path, images: Pixels, device: torch.device) -> list[Score]:
         reference = self._reference
@@ -190,27 +176,6 @@ class Scorer:
             details={"dims": dims, "real_is": "between two halves of the reference"},
         )
 
-    def _digits_scores(self, images: Pixels, labels: Tensor | None) -> list[Score]:
-        classifier = DigitsClassifier(self._reference.images[:], self._reference.labels)
-        read, real = classifier.read(images), classifier.real
-        tool = f"classifier of {classifier.trained_on:,} other real digits, ddpm_ds {ddpm_ds.__version__}"
-        shares = {"shares": read.shares, "shares_real": real.shares}
-        accuracy = None if labels is None else read.accuracy(labels.numpy())
-        known = classifier.features(self._reference.images[:])
-        halves = [gaussian(known[half]) for half in np.array_split(shuffled(len(known)), 2)]
-        distance = frechet_distance(gaussian(classifier.features(images)), gaussian(known))
-        named = f"digits_frechet_{short(len(images))}", f"digits: Fréchet distance of {known.shape[1]} features"
-        frechet = Score(*named, distance, len(images), len(known), tool, frechet_distance(*halves))
-        return [frechet] + [
-            Score(f"digits_{name}", title, value, len(images), len(real.labels), tool, of_real, details)
-            for name, title, value, of_real, details in (
-                ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
-                ("recognised", "digits: share recognised", read.recognised, real.recognised, {}),
-                ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),
-                ("accuracy", "digits: read as their label", accuracy, classifier.real_accuracy, {}),
-            )
-        ]
-
 
 def cache_beside(dataset: Path) -> Path:
     """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache.
@@ -236,22 +201,15 @@ HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps
 TEXT_COLUMNS = {0, 5, 7, 9}
 
 
-def table(scores: Sequence[Score], request: Request) -> str:
-    """Return a table with a line for each score and all that it depends on; then the shares of classes, if any."""
-    sampler = request.sampler
-    how = (sampler.kind, str(sampler.steps), request.weights, _guidance(request))
+def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
+    """Return a table of the same scores of some evaluations, with a line for each and all that it depends on."""
     rows = [HEADER]
-    for score in scores:
-        value, real = rounded(score.value), rounded(score.real)
-        rows.append((score.title, value, real, f"{score.samples:,}", f"{score.references:,}", *how, score.tool))
-    lines = aligned(rows, TEXT_COLUMNS)
-    for score in scores:
-        if "shares" in score.details:
-            found: dict[str, Any] = {"samples": score.details["shares"], "of real": score.details["shares_real"]}
-            classes = ("class", *map(str, range(len(found["samples"]))))
-            shares = [(title, *(f"{share:.1%}" for share in row)) for title, row in found.items()]
-            lines += ["", *aligned([classes, *shares], {0})]
-    return "\n".join(lines)
+    for same in zip(*(scores for _, scores in results), strict=True):
+        for score, (request, _) in zip(same, results, strict=True):
+            counts = f"{score.samples:,}", f"{score.references:,}"
+            how = request.sampler.kind, str(request.sampler.steps), request.weights, _guidance(request)
+            rows.append((score.title, rounded(score.value), rounded(score.real), *counts, *how, score.tool))
+    return "\n".join(aligned(rows, TEXT_COLUMNS))
 
 
 def _guidance(request: Request) -> str:

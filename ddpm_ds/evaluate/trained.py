@@ -5,21 +5,16 @@ The package diffusers is not needed to read such a folder.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import os
-import warnings
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
@@ -36,19 +31,13 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.device import DTYPES, usable_device
-from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler, sampled_levels
 from ddpm_ds.errors import CheckpointError, SpecError
-from ddpm_ds.files import expanded, open_regular, open_tensors, read_json, sha256_of
+from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
+from ddpm_ds.files import expanded, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
-from ddpm_ds.unet.diffusers import CLASS_EMBEDDING, from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
-
-WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
-AUTOENCODER_FOLDER = "vqvae"
-"""Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
@@ -158,13 +147,14 @@ def load_trained(
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
     decoder, digest = folder.autoencoder(), sha256_of(folder.weights)
+    diffusion, levels = folder.process()
     if decoder is not None:
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
-        diffusion=folder.diffusion(),
-        sampler=folder.sampler(clip="static" if decoder is None else "none"),
+        diffusion=diffusion,
+        sampler=SamplerSpec(clip="static" if decoder is None else "none", **levels),
         image_shape=(folder.image_channels, folder.image_size, folder.image_size),
         origin=str(found),
         digest=digest,
@@ -249,152 +239,5 @@ def _filled(
         if not tensor.isfinite().all():
             raise CheckpointError(f"{name} of {path} has values that are not finite; use weights from before")
         if not parameters[name].isfinite().all():
-            raise CheckpointError(f"{name} of {path} has values beyond {_name(dtype)}; use fp32")
+            raise CheckpointError(f"{name} of {path} has values beyond {str(dtype).removeprefix('torch.')}; use fp32")
     return unet
-
-
-class DiffusersFolder:
-    """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root).
-
-    The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
-    zeros, is added.
-
-    Raises:
-        CheckpointError: by any method, if a file is missing, can't be read or describes what our U-Net can't express.
-    """
-
-    def __init__(self, path: Path, *, last_label_is_class: bool = False) -> None:
-        self.path, self.last_label_is_class = path, last_label_is_class
-        model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
-        scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
-        self._scheduler = scheduler / SCHEDULER_CONFIG
-        config = _read_json(model / CONFIG)
-        try:
-            found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
-        except ValueError as error:
-            raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
-        self.unet, self.image_channels, self.image_size = found
-        self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
-        self.class_rows: int | None = config.get("num_class_embeds")
-        """Number of rows of the class embedding."""
-        files = [model / name for name in WEIGHTS if (model / name).is_file()]
-        if not files:
-            raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
-        self.weights: Path = files[0]
-
-    @staticmethod
-    def at(path: Path) -> bool:
-        """Return whether ``path`` looks like a diffusers folder."""
-        return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
-
-    def autoencoder(self) -> Autoencoder | None:
-        """Open the autoencoder beside the U-Net; return None if the U-Net draws pixels.
-
-        Raises:
-            DataError: the autoencoder can't be used.
-        """
-        path = self.path / AUTOENCODER_FOLDER
-        if path.is_dir():
-            return Autoencoder.open(path)
-        if self.image_channels not in (1, 3):
-            raise CheckpointError(
-                f"{self.path} draws images of {self.image_channels} channels, which are latents, and holds no "
-                f"autoencoder; add it as {AUTOENCODER_FOLDER}/{CONFIG} with its weights"
-            )
-        return None
-
-    @property
-    def has_schedule(self) -> bool:
-        """Whether the folder holds the noise schedule."""
-        return self._scheduler.is_file()
-
-    def diffusion(self, base: DiffusionSpec | None = None) -> DiffusionSpec:
-        """Return the diffusion process of the folder, with the loss and weighting of ``base``."""
-        if not self.has_schedule:
-            raise CheckpointError(
-                f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
-                f"trained with"
-            )
-        with self._expressible():
-            return diffusion_from_scheduler(_read_json(self._scheduler), base)
-
-    def sampler(self, clip: Literal["none", "static"]) -> SamplerSpec:
-        """Return the default sampler, under edm at the noise levels that the folder names."""
-        with self._expressible():
-            return SamplerSpec(clip=clip, **sampled_levels(_read_json(self._scheduler)))
-
-    @contextlib.contextmanager
-    def _expressible(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            what = "not a diffusion process that ddpm_ds can express"
-            raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
-        stored = _read_weights(self.weights)
-        if self.last_label_is_class and CLASS_EMBEDDING in stored and stored[CLASS_EMBEDDING].ndim == 2:
-            stored[CLASS_EMBEDDING] = pad(stored[CLASS_EMBEDDING], (0, 0, 0, 1))  # a row of zeros after the last
-        misfit = f"{self.weights} does not fit its {CONFIG}: "
-        try:
-            names = stored_names(stored, self.layers)
-        except ValueError as error:
-            raise CheckpointError(f"{misfit}{error}") from None
-        blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
-        for name, expected in to_diffusers(blank, self.layers).items():
-            tensor = stored[names[name]]
-            if tensor.shape != expected.shape or not tensor.is_floating_point():
-                what = f"{names[name]} is {_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
-                raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
-        return {name: tensor.float() for name, tensor in from_diffusers(stored, self.layers).items()}
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, without executing anything in it."""
-    try:
-        if path.suffix == ".safetensors":
-            file = open_tensors(path)
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        _check_archive(path)
-        with warnings.catch_warnings(action="ignore"):  # they are about sparse tensors, which are refused below
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # a forged file can make its reader raise anything
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
-    if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
-        raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
-    return state
-
-
-def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file of torch.save would grow when read; torch.save itself never compresses."""
-    with open_regular(path) as file:
-        if zipfile.is_zipfile(file):
-            parts = zipfile.ZipFile(file).infolist()
-            if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
-                raise ValueError("compressed")
-
-
-def _plain(tensor: object) -> bool:
-    """Return whether this is a tensor with all of its values in memory. A sparse or meta tensor, or one with a stride
-    of 0, could grow to any size when it is copied.
-    """
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        values = read_json(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read ({error.strerror})") from None
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is damaged: it should be a JSON object")
-    return values
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -27,12 +27,12 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
-from ddpm_ds.evaluate import export
-from ddpm_ds.evaluate.export import rounded, write_pipeline
-from ddpm_ds.evaluate.model_card import last_losses, model_card
+from ddpm_ds.evaluate.diffusers import export
+from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
+from ddpm_ds.evaluate.diffusers.model_card import last_losses, model_card
+from ddpm_ds.evaluate.diffusers.unet import AVERAGE, diffusers_config
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
-from ddpm_ds.unet.diffusers import AVERAGE, diffusers_config
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.data.pictures import grid
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import outputs, sampling
-from ddpm_ds.evaluate.outputs import PngFolder, Request, record_of
+from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
@@ -177,21 +177,15 @@ def test_an_npz_is_what_evaluators_of_guided_diffusion_read(
         out = tmp_path / f"{run_dir.name}.npz"
         sample("--count", 2, "--labels", "none", "--out", out, run_dir=run_dir)
         assert np.load(out).files == ["arr_0"]
-    many = ("--count", 2, "--labels", ",".join(["3"] * 20_000), "--out", tmp_path / "many.npz")
-    sample(*many)
-    record = record_of(tmp_path / "many.npz")
-    assert record is not None and record.labels == (3,) * 20_000, "more than the comment of an archive holds"
-    assert "already there" in sample(*many)
 
 
 def test_a_folder_of_pngs_numbered_by_image(planted: Path, tmp_path: Path, sample: Sample) -> None:
-    sample("--count", 3, "--first", 10, "--out", tmp_path / "pngs", "--labels", "3")
-    found = {path.name: np.asarray(Image.open(path)).tolist() for path in (tmp_path / "pngs").glob("*.png")}
-    wanted = expected(planted, 3, torch.tensor([3, 3, 3]), first=10)
-    assert found == {f"0000{10 + i}.png": image.tolist() for i, image in enumerate(wanted[:, 0])}
-    record = json.loads((tmp_path / "pngs" / "sampling.json").read_text())
-    assert (record["seed"], record["labels"], record["sampler"]["steps"]) == (0, [3], 3)
-    assert not {"first", "count", "batch_images"} & set(record)
+    (tmp_path / "empty").mkdir()
+    for out in (tmp_path / "new" / "pngs", tmp_path / "empty"):
+        sample("--count", 3, "--first", 10, "--out", out, "--labels", "3")
+        found = {path.name: np.asarray(Image.open(path)).tolist() for path in out.iterdir()}
+        wanted = expected(planted, 3, torch.tensor([3, 3, 3]), first=10)
+        assert found == {f"0000{10 + i}.png": image.tolist() for i, image in enumerate(wanted[:, 0])}
 
 
 def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
@@ -207,16 +201,29 @@ def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
     assert said.startswith("fp16 on a CPU: stored in fp16, computed in fp32\n")
 
 
-@pytest.mark.parametrize("name", ["x.npz", "pngs", "folder.png"])
-def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample: Sample) -> None:
-    mine = tmp_path / name
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x.npz", "x.npz exists; name another file, or replace it with --overwrite"),
+        ("pngs", "pngs exists and is not empty; name a new folder"),
+        ("folder.png", "folder.png can't be written; name a file in a folder"),
+    ],
+)
+def test_what_exists_is_not_overwritten_and_nothing_is_drawn(
+    name: str, reason: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
+) -> None:
+    mine, drawn = tmp_path / name, watch_drawing()
     if name in ("pngs", "folder.png"):
         mine.mkdir()
         mine = mine / "holiday.png"
-    Image.new("RGB", (4, 4)).save(mine, format="PNG")
-    content = mine.read_bytes()
-    assert "exists and does not say how it was drawn" in sample("--count", 2, "--out", tmp_path / name, code=2)
-    assert mine.read_bytes() == content and len(list(tmp_path.rglob("*"))) <= 2
+    mine.write_bytes(b"mine")
+    assert reason in sample("--count", 2, "--out", tmp_path / name, code=2)
+    assert mine.read_bytes() == b"mine" and len(list(tmp_path.rglob("*"))) <= 2 and drawn == []
+    if name == "x.npz":
+        sample("--count", 2, "--out", mine, "--overwrite")
+        assert np.load(mine)["arr_0"].shape == (2, 8, 8, 1)
+    else:
+        assert reason in sample("--count", 2, "--out", tmp_path / name, "--overwrite", code=2)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +232,15 @@ def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
         (f"--labels {'9' * 5000}", "is none of all, none, a class such as 3"),
-        ("--out /", "/ exists and does not say how it was drawn"),
+        ("--out /", "/ exists and is not empty; name a new folder"),
         ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
         ("--guidance-between 3", "argument --guidance-between: '3' is not two noise levels such as 0.3,5"),
         ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
         ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none, or say --format"),
+        ("--out OUT/x.zip", "the suffix .zip is of no format; use .png, .npz or none, or say --format"),
+        ("--out OUT/nowhere/x.png", "can't be written; name a file in a folder that exists and is yours"),
         ("--out OUT/x.png --format npz", "has the suffix of a grid, not of --format npz"),
         ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),
     ],
@@ -254,7 +263,7 @@ def test_a_u_net_without_classes_takes_no_labels_and_no_guidance(
         assert said in sample(*option, "--out", tmp_path / "x.png", run_dir=without_classes, code=2)
 
 
-def test_a_guide_of_another_size_draws_as_from_python_and_is_part_of_what_is_kept(
+def test_a_guide_of_another_size_draws_as_from_python(
     planted: Path, without_classes: Path, tmp_path: Path, sample: Sample
 ) -> None:
     small = {"channels": 4, "norm_groups": 2}
@@ -264,8 +273,7 @@ def test_a_guide_of_another_size_draws_as_from_python_and_is_part_of_what_is_kep
     ):
         classes = {**sections, "unet": {**sections.get("unet", {}), **small}}
         guide, out = plant(tmp_path / f"{run_dir.name}-guide", **classes), tmp_path / f"{run_dir.name}.npz"
-        arguments = ("--count", 3, "--guidance", 2, "--guide", guide, "--out", out)
-        sample(*arguments, run_dir=run_dir)
+        sample("--count", 3, "--guidance", 2, "--guide", guide, "--out", out, run_dir=run_dir)
         trained, worse = load_trained(run_dir), load_trained(guide)
         sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
         wanted = draw(trained, sampler, torch.arange(3), labels=labels, seed=0, guide=worse)
@@ -273,11 +281,6 @@ def test_a_guide_of_another_size_draws_as_from_python_and_is_part_of_what_is_kep
         assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=sampler, guide=worse))
         plain = draw(trained, FAST_SAMPLER, torch.arange(3), labels=labels, seed=0)
         assert most_apart(drawn, plain) > 5
-        record = record_of(out)
-        assert record is not None and (record.guide, record.guide_digest) == (str(guide), worse.digest)
-        assert sample(*arguments, run_dir=run_dir).startswith(f"{out}: already there")
-        other = plant(tmp_path / f"{run_dir.name}-other", 640, **classes)
-        assert f"{out} was drawn with another guide;" in sample(*arguments, "--guide", other, run_dir=run_dir, code=2)
 
 
 def test_what_cannot_guide_is_one_line(trained: Trained, planted: Path, sample: Sample) -> None:
@@ -326,11 +329,12 @@ def test_the_grid_is_logged_where_that_is_asked_for(
     assert child.artifacts == [("y.png", "")] and child.status == "FINISHED"
 
 
-@pytest.mark.parametrize("name", ["x.npz", "pngs"])
+@pytest.mark.parametrize("name", ["x.npz", "x.png", "pngs"])
 def test_what_was_interrupted_goes_on_where_it_was(
     name: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:
     arguments = ("--count", 10, "--batch-images", 3, "--labels", "0,1")
+    (tmp_path / "through").mkdir()
     sample(*arguments, "--out", tmp_path / "through" / name)
     watch_drawing(2, KeyboardInterrupt())
     said = sample(*arguments, "--out", tmp_path / name, code=130)
@@ -344,58 +348,34 @@ def test_what_was_interrupted_goes_on_where_it_was(
 
 def test_an_interrupted_drawing_is_not_mixed_with_another(tmp_path: Path, sample: Sample, watch_drawing: Watch) -> None:
     arguments = ("--count", 10, "--batch-images", 3, "--out", tmp_path / "x.npz")
-    watch_drawing(0, KeyboardInterrupt())
-    sample(*arguments, "--seed", 5, code=130)  # without a finished batch it binds nobody
     watch_drawing(1, KeyboardInterrupt())
     sample(*arguments, code=130)
-    partial = tmp_path / ".x.npz.partial"
+    (partial,) = tmp_path.iterdir()
     kept = contents(partial)
-    for change, name in (
-        (("--seed", 1), "seed"),
-        (("--steps", 4), "sampler.steps"),
-        (("--labels", 3), "labels"),
-        (("--weights", "raw"), "weights"),
-        (("--precision", "bf16"), "precision"),
-        (("--first", 1), "first"),
-        (("--batch-images", 4), "batch_images"),
+    watch_drawing(0, KeyboardInterrupt())
+    for change in (
+        ("--seed", 1),
+        ("--steps", 4),
+        ("--labels", 3),
+        ("--weights", "raw"),
+        ("--precision", "bf16"),
+        ("--first", 1),
+        ("--batch-images", 4),
     ):
-        said = sample(*arguments, *change, code=2)
-        assert f"{partial} was drawn with another {name}; remove it, or name another --out" in said
-    assert contents(partial) == kept
+        assert "0 of 10 images are kept" in sample(*arguments, *change, code=130)
+    assert contents(partial) == kept and list(tmp_path.iterdir()) == [partial]
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.png"])
-def test_a_finished_file_is_there_already_or_refused(
-    name: str, planted: Path, tmp_path: Path, sample: Sample, watch_drawing: Watch
-) -> None:
-    out = tmp_path / name
-    sample("--count", 4, "--out", out)
-    content, drawn = out.read_bytes(), watch_drawing()
-    record = record_of(out)
-    assert record is not None and (record.sampler, record.count, record.images_seen) == (FAST_SAMPLER, 4, 320)
-    assert sample("--count", 4, "--out", out, "--batch-images", 2).startswith(f"{out}: already there, 4 images")
-    (tmp_path / "moved").symlink_to(planted)
-    assert "already there" in sample("--count", 4, "--out", out, run_dir=tmp_path / "moved")
-    assert f"{out} was drawn with another count; replace it" in sample("--count", 5, "--out", out, code=2)
-    assert "another seed, sampler.eta;" in sample("--count", 4, "--seed", 1, "--eta", 0, "--out", out, code=2)
-    assert drawn == [] and out.read_bytes() == content
+def test_a_request_is_another_if_its_pixels_are(trained: Trained) -> None:
+    worse, other = (trained_of(tiny_spec(), seed=seed) for seed in (2, 3))
+    guided = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
 
+    def key(guide: Trained | None = None, sampler: SamplerSpec = guided, **numbers: int) -> str:
+        return Request.of(trained, sampler, [0, 1], guide, **{"seed": 0, "count": 4, "batch_images": 2, **numbers}).key
 
-def test_a_folder_takes_more_images_of_the_same_kind(
-    tmp_path: Path, sample: Sample, watch_drawing: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "pngs"
-    sample("--count", 4, "--out", out)
-    before = contents(out)
-    drawn = watch_drawing()
-    assert "already there" in sample("--count", 3, "--out", out)
-    assert sample("--count", 7, "--batch-images", 5, "--out", out).startswith("4 of 7 images are there from before\n")
-    sample("--count", 2, "--first", 20, "--out", out)
-    assert drawn == [4, 5, 6, 20, 21] and len(list(out.glob("*.png"))) == 9
-    assert contents(out).items() >= before.items()
-    assert "another seed" in sample("--count", 7, "--seed", 1, "--out", out, code=2)
-    monkeypatch.chdir(out)
-    assert "already there" in sample("--count", 7, "--out", ".")
+    assert len({key(), key(worse), key(other), key(seed=1), key(count=5), key(first=1), key(sampler=FAST_SAMPLER)}) == 7
+    assert key(worse) == key(replace(worse, origin="moved")) == key(worse, batch_images=4)
+    assert key(worse, FAST_SAMPLER) == key(None, FAST_SAMPLER), "which guides nothing"
 
 
 def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
@@ -405,14 +385,15 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
     write_file = outputs.write_file
 
     def full(path: Path, content: bytes) -> None:
-        if path.name == "000000004.npy":
+        if path.name == "000000004-2.npy":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_file(path, content)
 
     with monkeypatch.context() as patch:
         patch.setattr(outputs, "write_file", full)
         said = sample(*arguments, code=2)
-    assert f"{tmp_path / '.x.npz.partial'} can't be written (No space left on device)" in said
+    (partial,) = tmp_path.iterdir()
+    assert f"{partial} can't be written (No space left on device)" in said
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072000000 bytes."),
@@ -427,14 +408,15 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
 def test_processes_draw_every_other_batch_and_together_all(trained: Trained, tmp_path: Path) -> None:
     numbers = {"seed": 0, "first": 1, "count": 11, "batch_images": 3}
     request = Request.of(trained, FAST_SAMPLER, [0, 1], **numbers)
-    folders = [PngFolder(tmp_path / name, request) for name in ("one", "two")]
-    for folder in folders:
-        folder.claim()
-    sampling.draw_share(trained, request, folders[0], 0, 1)
-    for rank, after in ((1, {4, 5, 6, 10, 11}), (0, set(range(1, 12)))):
-        sampling.draw_share(trained, request, folders[1], rank, 2)
-        assert folders[1].there() == after
+    alone, shared = (DrawnImages(tmp_path / name, request) for name in ("one", "two"))
+    sampling.draw_share(trained, request, alone, 0, 1)
+    for rank, missing in ((1, [range(1, 4), range(7, 10)]), (0, [])):
+        sampling.draw_share(trained, request, shared, rank, 2)
+        assert shared.missing() == missing
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    wanted = draw(trained, FAST_SAMPLER, torch.arange(1, 12), labels=torch.arange(1, 12) % 2, seed=0)
+    assert most_apart(torch.from_numpy(np.array(alone.images())), wanted) <= 1
+    assert alone.missing() == [] and [path.name for path in (tmp_path / "one").iterdir()] == ["images.npy"]
 
 
 def test_an_error_of_several_processes_is_one_line(
@@ -451,12 +433,12 @@ def test_an_error_of_several_processes_is_one_line(
 def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_one(
     planted: Path, tmp_path: Path, sample: Sample
 ) -> None:
-    out, partial, said = tmp_path / "x.npz", tmp_path / ".x.npz.partial", tmp_path / "said"
+    out, said = tmp_path / "x.npz", tmp_path / "said"
     arguments = ["--steps", "12", "--count", "99", "--batch-images", "2", "--out"]
     ranks = fork_ranks(2, SCRIPT, str(planted), *FAST, *arguments, str(out), stdout=said, stderr=said)
 
     def kept(rank: int) -> set[str]:
-        return {path.name for path in partial.glob("*.npy") if int(path.stem) // 2 % 2 == rank}
+        return {path.name for path in tmp_path.glob(".x.npz.*/*.npy") if int(path.name[:9]) // 2 % 2 == rank}
 
     try:
         while not (kept(0) and kept(1)):
@@ -475,6 +457,6 @@ def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_on
     done = launch(2, SCRIPT, str(planted), *FAST, *arguments, str(out))
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"\d+ of 99 images are there from before", done.stdout)) == 1
-    assert done.stdout.count("99 images by ddim in 12 steps") == 1 and not partial.exists()
+    assert done.stdout.count("99 images by ddim in 12 steps") == 1 and not list(tmp_path.glob(".x.npz.*"))
     sample(*arguments, tmp_path / "one.npz")
     assert out.read_bytes() == (tmp_path / "one.npz").read_bytes()

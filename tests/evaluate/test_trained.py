@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.evaluate.export import write_pipeline
+from ddpm_ds.evaluate.diffusers.export import write_pipeline
 from ddpm_ds.evaluate.trained import find_trained, load_trained
 from tests.evaluate.planted import plant, same_weights, trained_of, unet_of
 from tests.launching import tiny_spec

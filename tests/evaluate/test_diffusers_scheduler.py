@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.diffusion.diffusers_config import _SchedulerArguments, diffusion_from_scheduler, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, betas
+from ddpm_ds.evaluate.diffusers.scheduler import _SchedulerArguments, process_from_scheduler, scheduler_config
 from tests.launching import REPOSITORY
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
@@ -47,7 +47,7 @@ PROCESSES = [
 
 def test_ddpms_cifar10_scheduler_is_the_process_of_our_cifar10_spec() -> None:
     spec = load_spec(REPOSITORY / "launch" / "specs" / "cifar10.yaml")
-    assert diffusion_from_scheduler(DDPM_CIFAR10) == spec.diffusion
+    assert process_from_scheduler(DDPM_CIFAR10)[0] == spec.diffusion
     written = scheduler_config(spec.diffusion, spec.sampler)
     assert {key: written[key] for key in DDPM_CIFAR10 if not key.startswith("_")}.items() <= DDPM_CIFAR10.items()
 
@@ -55,7 +55,7 @@ def test_ddpms_cifar10_scheduler_is_the_process_of_our_cifar10_spec() -> None:
 @pytest.mark.parametrize("spec", PROCESSES, ids=lambda spec: f"{spec.schedule}-{spec.timesteps}-{spec.objective}")
 def test_there_and_back_is_the_same_process_with_the_loss_of_the_base(spec: DiffusionSpec) -> None:
     config = json.loads(json.dumps(scheduler_config(spec, SamplerSpec())))
-    assert diffusion_from_scheduler(config) == spec
+    assert process_from_scheduler(config)[0] == spec
     kept = {
         "loss": "huber",
         "huber_delta": 0.3,
@@ -64,7 +64,7 @@ def test_there_and_back_is_the_same_process_with_the_loss_of_the_base(spec: Diff
         "input_perturbation": 0.1,
     }
     base = DiffusionSpec.model_validate(kept)
-    assert diffusion_from_scheduler(config, base) == spec.model_copy(update=kept)
+    assert process_from_scheduler(config, base)[0] == spec.model_copy(update=kept)
 
 
 @pytest.mark.parametrize("spec", PROCESSES, ids=lambda spec: f"{spec.schedule}-{spec.timesteps}-{spec.objective}")
@@ -85,14 +85,14 @@ def test_missing_keys_take_the_defaults_of_diffusers() -> None:
     parameters = inspect.signature(diffusers.DDPMScheduler.__init__).parameters
     ours = {name: field.default for name, field in _SchedulerArguments.model_fields.items()}
     assert ours == {name: parameters[name].default for name in ours}
-    assert diffusion_from_scheduler({}) == DiffusionSpec()
+    assert process_from_scheduler({})[0] == DiffusionSpec()
 
 
 def test_betas_given_one_by_one_are_recognised_as_a_schedule_of_ours() -> None:
     for spec in PROCESSES[:-3]:
         rounded = betas(spec).float().tolist()
         config = {"num_train_timesteps": spec.timesteps, "trained_betas": rounded, "beta_schedule": "scaled_linear"}
-        assert diffusion_from_scheduler(config).schedule in (spec.schedule, "linear" if spec.timesteps == 1 else "")
+        assert process_from_scheduler(config)[0].schedule in (spec.schedule, "linear" if spec.timesteps == 1 else "")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_our_process_cannot_express_is_refused_by_name(name: str) -> None:
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"^{message}") as caught:
-        diffusion_from_scheduler({**DDPM_CIFAR10, **change})
+        process_from_scheduler({**DDPM_CIFAR10, **change})[0]
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
@@ -132,6 +132,6 @@ JUNK = st.one_of(
 @given(st.sampled_from(sorted(_SchedulerArguments.model_fields)), JUNK)
 def test_junk_under_any_key_is_one_line_that_names_a_key(key: str, junk: Any) -> None:
     try:
-        diffusion_from_scheduler({**DDPM_CIFAR10, key: junk})
+        process_from_scheduler({**DDPM_CIFAR10, key: junk})[0]
     except ValueError as error:
         assert "\n" not in str(error) and str(error).split(" = ")[0] in _SchedulerArguments.model_fields

@@ -1,4 +1,4 @@
-"""Averages of other lengths on the way to images: ddpm-ds ema, what takes its result, and scores over the length."""
+"""Averages of other lengths on the way to images: ddpm-ds ema, what takes its result, and scores of some lengths."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from ddpm_ds.checkpoint.power_ema import profile_kind
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.evaluate.scores import Score
-from ddpm_ds.evaluate.sweeps import SweepPoint, best, sweep_table, write_sweep
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.planted import FAST, plant, same_weights, unet_of
 from tests.launching import tiny_spec
@@ -113,36 +110,26 @@ def test_a_run_without_snapshots_and_a_snapshot_are_no_weights(
     assert line.endswith("has no ema weights; it has ema-0.05, ema-0.1, of which `ddpm-ds ema` makes weights")
 
 
-def test_scores_are_drawn_over_the_length(
+def test_some_lengths_are_evaluations_of_their_own_in_one_table(
     run_dir: Path, trackers: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["evaluate", run_dir, *FAST, "--count", 12, "--metrics", "pixel", "--ema-lengths"]
+    arguments = ["evaluate", run_dir, *FAST, "--count", 12, "--metrics", "pixel", "--ema-length"]
     out = said([*arguments, "0.1,0.05,0.08"], capfd)
-    (file,) = (run_dir / "evaluations").glob("sweep-ema_length-*/sweep.json")
-    points = json.loads(file.read_text())["points"]
-    assert [point["values"] for point in points] == [{"ema_length": length} for length in (0.1, 0.05, 0.08)]
-    for point in points:
-        report = json.loads((run_dir / "evaluations" / point["evaluation"] / "scores.json").read_text())
-        assert report["weights"] == f"ema-{point['values']['ema_length']}"
-        assert report["scores"][0]["value"] == point["scores"][0]["value"]
-    values = {point["values"]["ema_length"]: point["scores"][0]["value"] for point in points}
+    reports = [json.loads(path.read_text()) for path in (run_dir / "evaluations").glob("*/scores.json")]
+    values = {report["weights"]: f"{report['scores'][0]['value']:.4g}" for report in reports}
+    rows = [line.split() for line in out.split("\n\n")[-1].splitlines() if line.startswith("pixel")]
+    weights = ["ema-0.1", "ema-0.05", "ema-0.08"]
+    assert [(row[11], row[5]) for row in rows] == [(kind, values[kind]) for kind in weights]
     assert len(set(values.values())) == 3, "three other weights"
-    length = min(values, key=values.__getitem__)
-    assert f"{length:g}  " in next(line for line in out.splitlines() if line.endswith("*"))
-    with Image.open(file.with_name("sweep.png")) as picture:
-        assert picture.size == (770, 462)
-    assert [tracker.kind for tracker in trackers] == [*["evaluate"] * 3, "sweep"]
-    name = "sweep/pixel_frechet_12"
-    assert trackers[-1].logged == {name: values[length], f"{name}_ema_length": length}
-    assert trackers[-1].artifacts == [("sweep.json", ""), ("sweep.png", "")]
+    assert [tracker.kind for tracker in trackers] == ["evaluate"] * 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--ema-lengths", "0.05,"], "argument --ema-lengths: '' is not a relative length from 0.001 to 0.28"),
-        (["--ema-lengths", "0.05,0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
-        (["--ema-lengths", "0.05", "--weights", "raw"], "--weights raw is not averaged"),
+        (["--ema-length", "0.05,"], "argument --ema-length: '' is not a relative length from 0.001 to 0.28"),
+        (["--ema-length", "0.05,0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
+        (["--ema-length", "0.05", "--weights", "raw"], "--weights raw is not averaged"),
     ],
 )
 def test_lengths_that_can_not_be_made_are_refused_before_the_first_is_drawn(
@@ -151,20 +138,3 @@ def test_lengths_that_can_not_be_made_are_refused_before_the_first_is_drawn(
     line = said(["evaluate", original, *FAST, "--count", 12, "--metrics", "pixel", *arguments], capfd, code=2)
     assert problem in line and "\n" not in line
     assert not (original / "evaluations").exists()
-
-
-def test_a_second_variable_is_a_line_for_each_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpm_ds.evaluate.sweeps.TITLES", {"ema_length": "length", "guidance": "guidance"})
-    points = [
-        SweepPoint(
-            {"ema_length": length, "guidance": guidance},
-            f"{length}-{guidance}",
-            [Score("fid_10k", "FID", 10 + abs(length - guidance / 20), 10, 10, "test")],
-        )
-        for length in (0.05, 0.1)
-        for guidance in (1.0, 2.0)
-    ]
-    assert best(points, "fid_10k") is points[0]
-    assert sweep_table(points).splitlines()[1:3] == ["      0.05         1      10*", "      0.05         2    10.05"]
-    files = write_sweep(tmp_path / "sweep", points, "a run")
-    assert [file.name for file in files] == ["sweep.json", "sweep.png"]

@@ -143,18 +143,22 @@ class _EdmArguments(Arguments):
     prediction_type: Literal["v_prediction"]  # diffusers' default "epsilon" is the negative of our objective
 
 
-def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | None = None) -> DiffusionSpec:
-    """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``.
+def process_from_scheduler(
+    config: Mapping[str, Any], base: DiffusionSpec | None = None
+) -> tuple[DiffusionSpec, dict[str, float]]:
+    """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``, and the noise
+    levels at which it samples, as fields of the sampler; none for one with timesteps.
 
     Missing keys take the defaults of ``DDPMScheduler``.
 
     Raises:
         ValueError: our process can't express it; one line with the key, its value and what is possible.
     """
-    if (edm := _edm_arguments(config)) is not None:
-        return (base or DiffusionSpec()).model_copy(
-            update={"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
-        )
+    base = base or DiffusionSpec()
+    if config.get("_class_name") in _EdmArguments.class_names:
+        edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
+        changes = {"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
+        return base.model_copy(update=changes), edm.model_dump(include={"sigma_min", "sigma_max", "rho"})
     found = _SchedulerArguments.read(config)
     objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":
@@ -165,24 +169,7 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
         "zero_terminal_snr": found.rescale_betas_zero_snr,
         **_schedule(found),
     }
-    return (base or DiffusionSpec()).model_copy(update=changes)
-
-
-def sampled_levels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the noise levels at which a scheduler samples, as fields of the sampler; none for one with timesteps.
-
-    Raises:
-        ValueError: as :func:`diffusion_from_scheduler`.
-    """
-    edm = _edm_arguments(config)
-    return {} if edm is None else {"sigma_min": edm.sigma_min, "sigma_max": edm.sigma_max, "rho": edm.rho}
-
-
-def _edm_arguments(config: Mapping[str, Any]) -> _EdmArguments | None:
-    """Return the arguments of EDM's scheduler; None for another scheduler."""
-    if config.get("_class_name") not in _EdmArguments.class_names:
-        return None
-    return _EdmArguments.read({"prediction_type": "epsilon", **config})
+    return base.model_copy(update=changes), {}
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:

@@ -17,12 +17,10 @@ diffusion process.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,12 +36,13 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import TARGETS
-from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.evaluate.trained import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
-from ddpm_ds.files import sync, temporary_beside
-from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
+from ddpm_ds.evaluate.diffusers.folder import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder
+from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
+from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
+from ddpm_ds.evaluate.outputs import new_folder
+from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.model import UNet
 
 Precision = Literal["fp32", "fp16"]
@@ -57,34 +56,6 @@ t = 1000 its rounding error is 1e-5.
 """
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
-
-    Raises:
-        OutputError: ``path`` holds something or is the current folder, or the file system refuses.
-    """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
-    path = path.absolute()
-    if path.resolve() == Path.cwd():
-        raise OutputError(f"{path} is the current folder, which can't be replaced; name a new folder")
-    existing = next(folder for folder in path.parents if folder.exists())
-    temporary = temporary_beside(existing / path.name)
-    try:
-        temporary.mkdir()
-        yield temporary
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.replace(path)  # replaces an empty folder of that name
-        sync(path.parent)
-    except OSError as error:
-        if error.strerror is None:
-            raise
-        raise OutputError(f"{path} can't be written ({error.strerror}); name one that can") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @torch.no_grad()
@@ -260,7 +231,7 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
     if folder.has_schedule:
-        values["diffusion"] = folder.diffusion(before.diffusion).model_dump(mode="json")
+        values["diffusion"] = folder.process(before.diffusion)[0].model_dump(mode="json")
     values["train"]["initial_weights"] = str(weights)
     try:
         return RunSpec.model_validate_json(json.dumps(values))

@@ -30,7 +30,7 @@ from ddpm_ds.config.spec import (
     UnetSpec,
     check_extent,
 )
-from ddpm_ds.diffusion.diffusers_config import Arguments, refused
+from ddpm_ds.evaluate.diffusers.scheduler import Arguments, refused
 from ddpm_ds.unet.layers import AttentionLayer, BlockLayer, EmbedLayer, InputLayer, Layer, OutputLayer
 
 
@@ -226,7 +226,7 @@ _BLOCK = {"norm1": "norm1", "conv1": "conv1", "time_projection": "time_emb_proj"
 def to_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Return tensors by diffusers' names from tensors by ours (``4.conv1.weight``), as views."""
     return {
-        name: to_published(tensor)
+        name: tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
         for ours, theirs in tensor_names(layers)
         for name, tensor in zip(theirs, state[ours].chunk(len(theirs)), strict=True)
     }
@@ -238,20 +238,10 @@ def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict
     Raises ValueError if the names are not those of a `UNet2DModel` with these layers.
     """
     stored = stored_names(state, layers)
+    whole = {ours: torch.cat([state[stored[name]] for name in theirs]) for ours, theirs in tensor_names(layers)}
     return {
-        ours: from_published(torch.cat([state[stored[name]] for name in theirs]))
-        for ours, theirs in tensor_names(layers)
+        name: tensor.permute(0, 2, 3, 1).contiguous() if tensor.ndim == 4 else tensor for name, tensor in whole.items()
     }
-
-
-def to_published(tensor: Tensor) -> Tensor:
-    """Return a view of one of our parameters in the shape that PyTorch's layers have."""
-    return tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
-
-
-def from_published(tensor: Tensor) -> Tensor:
-    """Return a parameter of a PyTorch layer in our shape, contiguous."""
-    return tensor.permute(0, 2, 3, 1).contiguous() if tensor.ndim == 4 else tensor
 
 
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
