@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
 from ddpm_ds.command_line import counted, gib
 from ddpm_ds.data.sources.base import printable
 from ddpm_ds.files import VERDICT, replace_file
-from ddpm_ds.observe.device_speed import measure_device, write_device
+from ddpm_ds.observe.device_speed import Device, write_device
 from ddpm_ds.predict.advice import FASTEST_LINK, Change, best_change, traced_predictor
 from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
 from ddpm_ds.predict.memory import activation_bytes
@@ -73,8 +71,8 @@ def verdict(facts: FinishedRun) -> Verdict:
     return Verdict(found, top, evidence, best_change(facts, predictor, found), predictor.machine.devices)
 
 
-def conclude(run_dir: Path) -> Verdict:
-    """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return the verdict.
+def conclude(run_dir: Path, device: Device) -> Verdict:
+    """Judge a run at its end, on rank 0, whose device is given: write ``verdict.txt``, and return the verdict.
 
     Takes from some tenths of a second to some seconds, for many ranks.
 
@@ -82,10 +80,7 @@ def conclude(run_dir: Path) -> Verdict:
         OutputError: no step was traced, or the run's files can't be read.
         OSError: a file can't be written.
     """
-    facts = facts_of(run_dir)
-    kind = torch.device("cpu" if facts.job.on_cpu else "cuda")
-    device = measure_device(facts.job.layers, kind, facts.job.precision)
-    found = verdict(replace(facts, device=device))
+    found = verdict(replace(facts_of(run_dir), device=device))
     write_device(run_dir, device)
     replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found

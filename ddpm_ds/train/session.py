@@ -25,6 +25,7 @@ from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError, fault_said
 from ddpm_ds.files import VERDICT
+from ddpm_ds.observe.device_speed import measure_device
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.observe.observer import Observers, PauseClock, Pauses, read_pauses
@@ -324,7 +325,7 @@ def _train(
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with fault_said("verdict", recorder.log):
         if dist.get_rank() == 0:
-            found = verdict.conclude(run_dir)
+            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, precision))
             recorder.artifact(run_dir / VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")

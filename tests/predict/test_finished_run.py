@@ -97,10 +97,12 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     # A step of hours, beside which the start-up that is measured here is nothing, however busy the machine is.
     run_dir = write_run(tmp_path / "run", Bench(cuts=(3,), macs_per_second=1e4).traced())
     (run_dir / "trace" / "device.json").unlink()
-    found = conclude(run_dir)
+    facts = facts_of(run_dir)
+    device = measure_device(facts.job.layers, torch.device("cpu"), "fp32")
+    found = conclude(run_dir, device)
     assert found.top == "imbalance"
     assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
-    device = facts_of(run_dir).device
+    assert facts_of(run_dir).device == device
     assert device.memory_bytes is not None and device.memory_bytes > 2**28
     assert device.startup["BlockLayer"].forward > 0
 
