@@ -145,7 +145,8 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
         best = search(predictor, MOST_LAYOUTS, candidates(predictor, among=near)).best
     except LayoutError:  # none fits
         return []
-    return [_change(facts, one.layout, predictor.bounds(one.layout), before - one.step_seconds) for one in best]
+    found = (_change(facts, one.layout, predictor.bounds(one.layout), before - one.step_seconds) for one in best)
+    return [change for change in found if change.settings]  # the run's own layout is among them
 
 
 def _change(facts: FinishedRun, layout: Candidate, bounds: tuple[int, ...], saved_seconds: float) -> Change:

@@ -99,7 +99,7 @@ def text(found: Verdict, run_dir: Path) -> str:
     else:
         lines += ["", _wrapped(f"{largest}: {found.evidence}.")]
     if found.change is None:
-        lines.append("try next: nothing; no setting is predicted to make it faster")
+        lines.append("try next: nothing; with the same batch no setting is predicted to make it faster")
     else:
         gain = found.change.gain
         faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"

@@ -139,6 +139,12 @@ def changed(bench: Bench, change: Change) -> Bench:
     return replace(bench, **values)
 
 
+def test_other_stages_are_named_where_they_save_far_more() -> None:
+    """Eight stages of few layers each are uneven, and send much; two are not (EDITS)."""
+    change = judged(Bench(ranks=8, micro_batches=32)).change
+    assert change is not None and change.settings["ds.pipeline.stages"] == 1 and change.gain > 0.2
+
+
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
     found = verdict(Bench(schedule="folded", micro_batches=32).traced())
     assert found.healthy
