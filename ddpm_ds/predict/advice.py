@@ -152,11 +152,10 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
 def _change(facts: FinishedRun, layout: Candidate, bounds: tuple[int, ...], saved_seconds: float) -> Change:
     """Return the change of a run to a layout that saves so much of a step."""
     given, wanted = facts.job.config, ds_config(facts.job, layout, bounds)
-    wanted["pipeline"]["across_hosts"] = given["pipeline"]["across_hosts"]
-    if bounds == facts.bounds:
-        wanted["pipeline"]["partition"] = given["pipeline"]["partition"]
+    for same in ("across_hosts", *(["partition"] if bounds == facts.bounds else [])):
+        del wanted["pipeline"][same]
     settings = dict(_differences(given, wanted, "ds."))
-    if facts.spec.train.accumulation != "auto":
+    if facts.spec.train.accumulation not in ("auto", layout.micro_batches):
         settings["train.accumulation"] = layout.micro_batches
     cuts = "" if layout.stages == 1 else f", cut at {', '.join(map(str, bounds[1:-1]))}"
     gain = facts.stepping * saved_seconds / facts.step_seconds
