@@ -265,6 +265,8 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
 
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files in a run's folder with log points, held-out losses and observers' measurements."""
+VERDICT = "verdict.txt"
+"""File in a run's folder with what is printed at its end: where its time went."""
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:

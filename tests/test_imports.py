@@ -28,7 +28,6 @@ ROOMS = (
     "processes",
     "observe",
     "predict",
-    "diagnose",
     "tracking",
     "train",
     "evaluate",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
-from ddpm_ds.files import replace_file
+from ddpm_ds.files import VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
@@ -162,9 +162,8 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
 def _diagnose(options: argparse.Namespace) -> None:
     folder, run, missing = _find(options.name, options.runs)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
-    from ddpm_ds.diagnose import VERDICT
-    from ddpm_ds.diagnose.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
     from ddpm_ds.predict.finished_run import facts_of
+    from ddpm_ds.predict.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
 
     found = verdict(facts_of(folder))
     print(text(found, folder), end="")

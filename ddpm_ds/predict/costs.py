@@ -1,7 +1,6 @@
 """Model of time: seconds of each rank's instructions, and the bytes that they send.
 
-:func:`step_costs` is the one model of a step. The planner uses it with the rates of data sheets
-(:func:`planned_costs`), what-if with those of a traced step (:mod:`ddpm_ds.predict.whatif`).
+The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.predict.advice`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exchange, sharing, traffic
@@ -28,57 +27,6 @@ APART = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
 
-Seconds = Callable[[int, int], float]
-"""Function from a rank and a number of parameters to seconds."""
-
-
-def step_costs(
-    layers: Sequence[Layer],
-    layout: Candidate,
-    bounds: Sequence[int],
-    times: Sequence[LayerSeconds],
-    element_bytes: int,
-    *,
-    reduce: Seconds,
-    update: Seconds,
-    load: Callable[[int], float] = lambda rank: 0.0,
-    send_seconds_per_byte: float = 0.0,
-) -> list[RankCosts]:
-    """Return the costs of each rank's instructions, for the simulator.
-
-    Args:
-        times: seconds of every layer for one micro-batch, without recomputation.
-        element_bytes: bytes of an element of a message between stages.
-        reduce: seconds to reduce gradients among replicas once.
-        update: seconds to step parameters and gather them.
-        load: seconds to load a micro-batch on a rank.
-        send_seconds_per_byte: seconds that a message's byte costs the sending rank.
-    """
-    costs = []
-    for rank, stages in enumerate(rank_stages(layers, bounds, layout.schedule)):
-        phases = []
-        for phase, stage in enumerate(stages):
-            own = times[stage.start : stage.stop]
-            forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
-            if layout.checkpoint_interval:
-                backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
-            weights = sum(
-                layer.backward * weight_share(one)
-                for layer, one in zip(own, layers[stage.start : stage.stop], strict=True)
-            )
-            reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
-            sent, received = (
-                elements * layout.micro_batch_images * element_bytes
-                for elements in (stage.sent_elements, stage.received_elements)
-            )
-            forward += sent * send_seconds_per_byte + (load(rank) if phase == 0 else 0.0)
-            backward += received * send_seconds_per_byte + reduction
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, APART * weights))
-        parameters = sum(stage.parameters for stage in stages)
-        reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
-        costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
-    return costs
-
 
 def weight_share(layer: Layer) -> float:
     """Return the weight gradients' share of a layer's backward: half, if all its products are with weights."""
@@ -86,10 +34,18 @@ def weight_share(layer: Layer) -> float:
     return 0.5 * min(1.0, of_weights / layer.macs)
 
 
+def update_bytes(job: Workload) -> int:
+    """Return the bytes per parameter that the optimizer's step and the averages of the weights read and write."""
+    return ADAM_BYTES + EMA_BYTES * job.spec.ema.averages
+
+
 def planned_costs(
     job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], times: Sequence[LayerSeconds]
 ) -> list[RankCosts]:
-    """Return the costs of each rank's instructions on a machine."""
+    """Return the costs of each rank's instructions on a machine, for the simulator.
+
+    ``times`` are the seconds of every layer for one micro-batch, without recomputation.
+    """
     sends, replicas = shared(job, layout), layout.replicas
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
@@ -103,12 +59,34 @@ def planned_costs(
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
-        seconds = owned * (ADAM_BYTES + EMA_BYTES * job.spec.ema.averages) / bandwidth
+        seconds = owned * update_bytes(job) / bandwidth
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
 
-    return step_costs(job.layers, layout, bounds, times, job.stored_bytes, reduce=reduce, update=update)
+    costs = []
+    for rank, stages in enumerate(rank_stages(job.layers, bounds, layout.schedule)):
+        phases = []
+        for stage in stages:
+            own = times[stage.start : stage.stop]
+            forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
+            if layout.checkpoint_interval:
+                backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
+            weights = sum(
+                layer.backward * weight_share(one)
+                for layer, one in zip(own, job.layers[stage.start : stage.stop], strict=True)
+            )
+            reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
+            sent, received = (
+                elements * layout.micro_batch_images * job.stored_bytes
+                for elements in (stage.sent_elements, stage.received_elements)
+            )
+            backward += reduction
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, APART * weights))
+        parameters = sum(stage.parameters for stage in stages)
+        reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
+        costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
+    return costs
 
 
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:

@@ -1,4 +1,4 @@
-"""Finished run, as used by what-if and the verdict: traced step, layout and device, read from the run's folder."""
+"""Finished run, read from its folder: layout, device, traced step, and the seconds of each layer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, CutMethod, zero_stage
+from ddpm_ds.config.ds_config import zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_text
-from ddpm_ds.observe.device_speed import Device, read_device
+from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
-from ddpm_ds.predict.layouts import Candidate, Workload, offloads
+from ddpm_ds.pipeline.cuts import Stage
+from ddpm_ds.predict.layouts import Candidate, Workload, offloads, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
@@ -30,18 +32,10 @@ RESIDENCE = "store.json"
 
 FIRST_SCALE_POWER = 16
 """Power of two of DeepSpeed's initial loss scale."""
-
-
-@dataclass(frozen=True)
-class Setup(Candidate):
-    """Layout of a traced step with its cuts, and the other settings that a change may alter."""
-
-    bounds: tuple[int, ...] = ()
-    """First layers of the stages, and the end."""
-    element_bytes: int = 4
-    """Bytes of an element on the wire between stages."""
-    data_wait: float = 1.0
-    """Share that remains of the traced step's waiting for the loader."""
+MOST_STARTUP = 0.9
+"""Maximum share of a stage's seconds that counts as start-up, which is measured separately and later."""
+LEAST_BACKWARD = 0.2
+"""Smallest share of a checkpointed backward pass that is not recomputation."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +74,29 @@ class Overflows:
 
 
 @dataclass(frozen=True)
+class LayerRate:
+    """Seconds of a layer's passes: a constant for each micro-batch, plus a part for each image."""
+
+    start: LayerSeconds
+    per_image: LayerSeconds
+
+    def seconds(self, images: int) -> LayerSeconds:
+        """Return the seconds of the layer's passes of one micro-batch."""
+        return LayerSeconds(
+            self.start.forward + images * self.per_image.forward,
+            self.start.backward + images * self.per_image.backward,
+        )
+
+
+@dataclass(frozen=True)
 class FinishedRun:
     """Data of a finished run that a verdict needs."""
 
     job: Workload
-    setup: Setup
+    layout: Candidate
     """Layout of the traced step."""
-    partition: CutMethod | tuple[int, ...]
-    """Method of cutting, or the cuts, as in the JSON."""
+    bounds: tuple[int, ...]
+    """First layers of the stages of the traced step, and the end."""
     ranks: tuple[RankFacts, ...]
     """Ranks of one pipeline."""
     step_seconds: float
@@ -108,11 +117,67 @@ class FinishedRun:
         return self.job.spec
 
     @property
+    def stepping(self) -> float:
+        """Share of the run's time spent in steps."""
+        return 1 - self.pauses.checkpoint_share - self.pauses.inspection_share
+
+    @property
     def mfu(self) -> float | None:
         """Model flops of a traced step, as a share of what the devices could do meanwhile; None is unknown."""
-        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.setup.images
-        could = self.peak_flops_per_second * self.setup.stages * self.setup.replicas * self.step_seconds
+        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.images
+        could = self.peak_flops_per_second * self.layout.stages * self.layout.replicas * self.step_seconds
         return flops / could if could else None
+
+    @cached_property
+    def rates(self) -> list[LayerRate]:
+        """Rates of every layer; a stage's seconds, less start-up, are divided among its layers by their flops."""
+        rates: dict[int, LayerRate] = {}
+        stages = rank_stages(self.job.layers, self.bounds, self.layout.schedule)
+        for rank, own in zip(self.ranks, stages, strict=True):
+            for phase, stage in zip(rank.phases, own, strict=True):
+                rates |= enumerate(self._rates_of(stage, phase), stage.start)
+        return [rates[number] for number in range(len(self.job.layers))]
+
+    def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[LayerRate]:
+        own, startup_of = self.job.layers[stage.start : stage.stop], self.device.startup_of
+        starts, whole = [startup_of([layer]) for layer in own], startup_of(own)
+        work = sum(layer.macs for layer in own) * self.layout.micro_batch_images
+
+        def rates(measured: float, startup: float) -> tuple[float, float]:
+            """Return the share of the layers' start-up that counts, and seconds per multiply-accumulate."""
+            share = min(1.0, MOST_STARTUP * measured / startup) if startup else 0.0
+            return share, (measured - share * startup) / work
+
+        share, per_mac = rates(phase.forward_seconds, whole.forward)
+        forwards = [(share * start.forward, per_mac * layer.macs) for layer, start in zip(own, starts, strict=True)]
+        backward = phase.backward_seconds
+        if self.layout.checkpoint_interval:  # without the forwards that are computed again, all but the first layer's
+            again = forwards[1:] if stage.start == 0 else forwards
+            recomputed = math.fsum(start + self.layout.micro_batch_images * per_image for start, per_image in again)
+            backward = max(backward - recomputed, LEAST_BACKWARD * backward)
+        share, per_mac = rates(backward, whole.backward)
+        return [
+            LayerRate(LayerSeconds(forward[0], share * start.backward), LayerSeconds(forward[1], per_mac * layer.macs))
+            for layer, start, forward in zip(own, starts, forwards, strict=True)
+        ]
+
+    def layer_times(self, images: int) -> list[LayerSeconds]:
+        """Return the passes of every layer for one micro-batch, without recomputation."""
+        return [layer.seconds(images) for layer in self.rates]
+
+    @cached_property
+    def recomputation_seconds(self) -> float:
+        """Mean seconds of recomputation in a step, over the ranks."""
+        if not self.layout.checkpoint_interval:
+            return 0.0
+        measured = math.fsum(phase.backward_seconds for rank in self.ranks for phase in rank.phases)
+        own = math.fsum(layer.backward for layer in self.layer_times(self.layout.micro_batch_images))
+        return self.layout.micro_batches * (measured - own) / self.layout.stages
+
+    @cached_property
+    def startup_seconds(self) -> float:
+        """Mean seconds over the ranks that a micro-batch's layers take before they compute."""
+        return sum(layer.start.forward + layer.start.backward for layer in self.rates) / self.layout.stages
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
@@ -139,13 +204,13 @@ def _read(run_dir: Path) -> FinishedRun:
     summary = read_json(run_dir / SUMMARY)
     points = read_points(run_dir / METRICS)
     last = points[-1] if points else {}
-    method = config["pipeline"]["partition"]
     job = Workload(load_spec(run_dir / "spec.yaml", []), config, on_cpu=summary["device"] == "cpu")
+    layout, bounds = _layout(run_dir, job, summary)
     fp16 = config.get("fp16", {})
     return FinishedRun(
         job=job,
-        setup=_setup(run_dir, job, summary),
-        partition=tuple(method) if isinstance(method, list) else method,
+        layout=layout,
+        bounds=bounds,
         ranks=mean_ranks(summary),
         step_seconds=summary["step_seconds"],
         peak_flops_per_second=summary.get("peak_flops_per_second") or 0.0,
@@ -164,8 +229,8 @@ def _read(run_dir: Path) -> FinishedRun:
     )
 
 
-def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
-    """Return the layout of the traced step, with the cuts of stages.txt, since "measured" in the JSON leaves them to
+def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[Candidate, tuple[int, ...]]:
+    """Return the layout of the traced step, and the cuts of stages.txt, since "measured" in the JSON leaves them to
     times.
 
     Raises:
@@ -177,7 +242,7 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
     bounds = tuple(accumulate(map(int, rows), initial=0))
     if bounds[-1] != len(job.layers):
         raise ValueError(f"stages.txt has {bounds[-1]} layers, the U-Net {len(job.layers)}")
-    setup = Setup(
+    layout = Candidate(
         stages=summary["pipeline_ranks"],
         replicas=summary["replicas"],
         schedule=summary["schedule"],
@@ -187,12 +252,10 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
         zero_stage=zero_stage(config),
         offload=offloads(config),
         in_flight=None if (held := pipeline.get("in_flight", "auto")) == "auto" else held,
-        bounds=bounds,
-        element_bytes=ELEMENT_BYTES[job.precision],
     )
-    unchanged = {"zero_stage": setup.zero_stage, "precision": job.precision}  # older summaries lack the precision
+    unchanged = {"zero_stage": layout.zero_stage, "precision": job.precision}  # older summaries lack the precision
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == 0)
-    if (traced, setup.micro_batches, setup.micro_batch_images, setup.schedule) != (
+    if (traced, layout.micro_batches, layout.micro_batch_images, layout.schedule) != (
         len(bounds) - 1,
         config["gradient_accumulation_steps"],
         config["train_micro_batch_size_per_gpu"],
@@ -202,7 +265,7 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
             f"{run_dir}: the run was traced before it was resumed on another layout, ZeRO stage or precision; resume "
             "with --trace-steps FIRST-LAST, of steps that are still to come"
         )
-    return setup
+    return layout, bounds
 
 
 def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:

@@ -183,8 +183,8 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
     config["gradient_accumulation_steps"] = layout.micro_batches
     pipeline = config.setdefault("pipeline", {})
-    if layout.schedule != "planned":
-        pipeline.pop("replan", None)  # only a planned schedule has it
+    if layout.schedule != "planned" and pipeline.get("replan"):
+        pipeline["replan"] = False  # only a planned schedule has it
     pipeline.update(
         stages=layout.stages,
         schedule=layout.schedule,

@@ -1,6 +1,6 @@
 """Model of memory: peak bytes of each rank of a pipeline in a step, by part.
 
-The planner, the predictions of what-if and ``"activation_checkpoint_interval": "auto"`` all use this one model.
+The planner, the advice of a verdict and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
 
 from __future__ import annotations

@@ -69,10 +69,12 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), turned)
 
 
-def candidates(predictor: Predictor, path: Path | str = "plan") -> list[Candidate]:
+def candidates(
+    predictor: Predictor, path: Path | str = "plan", among: Sequence[Candidate] | None = None
+) -> list[Candidate]:
     """Return layouts that training accepts; those that recompute have the interval that needs least memory.
 
-    ``path`` is that of the DeepSpeed JSON, for messages.
+    ``path`` is that of the DeepSpeed JSON, for messages. The layouts are all of the job, or ``among``.
 
     Raises:
         DsConfigError: training would refuse the JSON with every layout.
@@ -81,8 +83,9 @@ def candidates(predictor: Predictor, path: Path | str = "plan") -> list[Candidat
     recomputing: dict[Candidate, tuple[int, Candidate]] = {}
     refusals: dict[tuple[str, int, bool, int], UserError | None] = {}
     machine = predictor.machine
-    possible = layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)
-    for layout in tqdm(list(possible), "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
+    if among is None:
+        among = [*layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)]
+    for layout in tqdm(among, "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
         if predictor.cut(layout) is None:
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)

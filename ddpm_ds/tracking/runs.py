@@ -24,9 +24,8 @@ from ddpm_ds.checkpoint import folder as checkpoint_folder
 from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import FilePath, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
-from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.errors import OutputError, SpecError, UserError
-from ddpm_ds.files import EVALUATIONS, METRICS, expanded, parse_json, read_json, read_points
+from ddpm_ds.files import EVALUATIONS, METRICS, VERDICT, expanded, parse_json, read_json, read_points
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
 from ddpm_ds.tracking.tracker import MLFLOW, flatten, numbers_of, reason, resolve_uri, sqlite_file, uri_fault

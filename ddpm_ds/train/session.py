@@ -23,14 +23,16 @@ from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.device import DTYPES
-from ddpm_ds.diagnose import verdict
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError, fault_said
+from ddpm_ds.files import VERDICT
+from ddpm_ds.observe.device_speed import measure_device
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.observe.observer import Observers, PauseClock, Pauses, read_pauses
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.predict import verdict
 from ddpm_ds.predict.auto import planned_again
 from ddpm_ds.predict.plan import RunPlan, hosts_line, on_hosts
 from ddpm_ds.processes.heartbeat import DeviceWork, make_store
@@ -323,8 +325,8 @@ def _train(
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with fault_said("verdict", recorder.log):
         if dist.get_rank() == 0:
-            found = verdict.conclude(run_dir)
-            recorder.artifact(run_dir / verdict.VERDICT)
+            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, precision))
+            recorder.artifact(run_dir / VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")
     if link is None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from ddpm_ds.data.residence import Residence
-from ddpm_ds.diagnose.verdict import conclude
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
 from ddpm_ds.predict.finished_run import Overflows, facts_of
+from ddpm_ds.predict.verdict import conclude
 from ddpm_ds.unet.layers import unet_layers
-from tests.diagnose.planted_facts import Bench, write_run
 from tests.launching import tiny_spec
+from tests.predict.planted_facts import Bench, write_run
 
 BENCHES = [
     Bench(micro_batches=4, zero_stage=1, replicas=2, cuts=(5,)),
@@ -42,7 +42,7 @@ def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
     for number, own in enumerate(summary["ranks"]):  # the replicas of a rank are averaged
         own["optimizer_seconds"] = 1.0 + number
     (run_dir / "trace" / "summary.json").write_text(json.dumps(summary))
-    assert facts_of(run_dir).ranks[0].optimizer_seconds == (1.5 if facts.setup.replicas == 2 else 1.0)
+    assert facts_of(run_dir).ranks[0].optimizer_seconds == (1.5 if facts.layout.replicas == 2 else 1.0)
 
 
 def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
     (run_dir / "evaluations.jsonl").write_text('{"step": 20, "usage/evaluation_seconds": 1.5}\n' * 3)
     (run_dir / "trace" / "pauses.json").write_text(json.dumps(vars(Pauses(50.0, 2.0, 4.0))))
     facts = facts_of(run_dir)
-    assert facts.job.precision == "fp16" and facts.setup.element_bytes == 2
+    assert facts.job.precision == "fp16" and facts.job.stored_bytes == 2
     assert facts.overflows == Overflows(4, 20, 4096.0, 128.0)
     assert facts.pauses == Pauses(50.0, 2.0, 4.0)
     assert facts.evaluation_seconds == 3.0  # the last one is of the run's end
@@ -97,10 +97,12 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     # A step of hours, beside which the start-up that is measured here is nothing, however busy the machine is.
     run_dir = write_run(tmp_path / "run", Bench(cuts=(3,), macs_per_second=1e4).traced())
     (run_dir / "trace" / "device.json").unlink()
-    found = conclude(run_dir)
+    facts = facts_of(run_dir)
+    device = measure_device(facts.job.layers, torch.device("cpu"), "fp32")
+    found = conclude(run_dir, device)
     assert found.top == "imbalance"
     assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
-    device = facts_of(run_dir).device
+    assert facts_of(run_dir).device == device
     assert device.memory_bytes is not None and device.memory_bytes > 2**28
     assert device.startup["BlockLayer"].forward > 0
 

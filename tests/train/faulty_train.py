@@ -27,9 +27,9 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.diagnose import verdict
 from ddpm_ds.observe import timeline
 from ddpm_ds.pipeline import build
+from ddpm_ds.predict import verdict
 from ddpm_ds.processes import ranks
 from ddpm_ds.processes.signals import STOP_SIGNALS
 from ddpm_ds.tracking import recorder

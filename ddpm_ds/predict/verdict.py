@@ -21,19 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
 from ddpm_ds.command_line import counted, gib
 from ddpm_ds.data.sources.base import printable
-from ddpm_ds.diagnose import VERDICT
-from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
-from ddpm_ds.files import replace_file
-from ddpm_ds.observe.device_speed import measure_device, write_device
+from ddpm_ds.files import VERDICT, replace_file
+from ddpm_ds.observe.device_speed import Device, write_device
+from ddpm_ds.predict.advice import FASTEST_LINK, Change, best_change, traced_predictor
 from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
 from ddpm_ds.predict.memory import activation_bytes
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
-from ddpm_ds.predict.whatif import Model, reads_data
 
 USEFUL = "useful work"
 HEALTHY = 0.05
@@ -58,8 +54,6 @@ class Verdict:
     """Numbers behind the largest cost, in a sentence."""
     change: Change | None
     """Change to try next; None if no change of a setting is predicted to make the run faster."""
-    change_for: str
-    """Cost that the change lowers: the largest for which there is one."""
     processes: int
     """Processes of the run."""
 
@@ -71,28 +65,22 @@ class Verdict:
 
 def verdict(facts: FinishedRun) -> Verdict:
     """Judge a run."""
-    model = Model(facts)
-    found = shares(model)
-    costs = [name for name in found if name != USEFUL]
-    changes = ((name, best_change(model, name)) for name in costs if found[name] >= LEAST_GAIN)
-    lowered, change = next(((name, change) for name, change in changes if change is not None), (costs[0], None))
-    evidence, processes = _evidence(model, costs[0], found[costs[0]]), facts.setup.stages * facts.setup.replicas
-    return Verdict(found, costs[0], evidence, change, change_for=lowered, processes=processes)
+    found, predictor = shares(facts), traced_predictor(facts)
+    top = next(name for name in found if name != USEFUL)
+    evidence = _evidence(facts, top, found[top], predictor.machine.link_bandwidth)
+    return Verdict(found, top, evidence, best_change(facts, predictor, found), predictor.machine.devices)
 
 
-def conclude(run_dir: Path) -> Verdict:
-    """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return the verdict.
+def conclude(run_dir: Path, device: Device) -> Verdict:
+    """Judge a run at its end, on rank 0, whose device is given: write ``verdict.txt``, and return the verdict.
 
-    Takes some tenths of a second.
+    Takes from some tenths of a second to some seconds, for many ranks.
 
     Raises:
         OutputError: no step was traced, or the run's files can't be read.
         OSError: a file can't be written.
     """
-    facts = facts_of(run_dir)
-    kind = torch.device("cpu" if facts.job.on_cpu else "cuda")
-    device = measure_device(facts.job.layers, kind, facts.job.precision)
-    found = verdict(replace(facts, device=device))
+    found = verdict(replace(facts_of(run_dir), device=device))
     write_device(run_dir, device)
     replace_file(run_dir / VERDICT, text(found, run_dir).encode())
     return found
@@ -111,11 +99,9 @@ def text(found: Verdict, run_dir: Path) -> str:
     else:
         lines += ["", _wrapped(f"{largest}: {found.evidence}.")]
     if found.change is None:
-        lines.append("try next: nothing; no setting is predicted to make it faster")
+        lines.append("try next: nothing; with the same batch no setting is predicted to make it faster")
     else:
         gain = found.change.gain
-        if found.change_for != found.top:
-            lines.append(f"Nothing is predicted to lower that. Against {names[found.change_for]}:")
         faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
         files = {"--spec": run_dir / "spec.yaml", "--deepspeed_config": run_dir / "ds_config.json"}
         same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
@@ -140,9 +126,9 @@ def tags(found: Verdict) -> dict[str, str]:
 # ---------------------------------------------------------------- shares
 
 
-def shares(model: Model) -> dict[str, float]:
+def shares(facts: FinishedRun) -> dict[str, float]:
     """Return shares of all devices' time: useful work, then the costs, the largest first."""
-    facts, step, left = model.facts, _step(model), stepping(model.facts)
+    step, left = _step(facts), facts.stepping
     thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
     useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
     costs += [
@@ -153,13 +139,13 @@ def shares(model: Model) -> dict[str, float]:
     return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
 
 
-def _step(model: Model) -> dict[str, float]:
+def _step(facts: FinishedRun) -> dict[str, float]:
     """Return the seconds of a step by cause, mean over the ranks."""
-    times, waits = model.now.micro_batches, _waits(model)
-    again, starting = model.recomputation_seconds, times * model.startup_seconds
+    times, waits = facts.layout.micro_batches, _waits(facts)
+    again, starting = facts.recomputation_seconds, times * facts.startup_seconds
 
     def own(seconds: Callable[[RankFacts], float]) -> float:
-        return fmean(seconds(rank) for rank in model.facts.ranks)
+        return fmean(seconds(rank) for rank in facts.ranks)
 
     return {
         USEFUL: times * own(lambda rank: rank.pass_seconds) - again - starting,
@@ -175,13 +161,13 @@ def _step(model: Model) -> dict[str, float]:
     }
 
 
-def _waits(model: Model) -> dict[str, float]:
+def _waits(facts: FinishedRun) -> dict[str, float]:
     """Return the seconds that a rank waits, by cause, mean over the ranks; together they are the measured waiting."""
-    ranks = model.facts.ranks
+    ranks = facts.ranks
     measured = [rank.phases for rank in ranks]
     equal = [tuple(_mean_phase(same) for same in zip(*measured, strict=True))] * len(measured)
-    bubble, uneven = _idle(model, equal), _idle(model, measured)
-    loading = _idle(model, [_with_loading(model, number) for number in range(len(ranks))])
+    bubble, uneven = _idle(facts, equal), _idle(facts, measured)
+    loading = _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))])
     updates, late = [rank.update_seconds for rank in ranks], max(0.0, loading - uneven)
     waited_for_data = math.fsum(rank.data_wait_seconds for rank in ranks)
     reading = waited_for_data + math.fsum(rank.load_seconds for rank in ranks)
@@ -199,9 +185,9 @@ def _waits(model: Model) -> dict[str, float]:
     return {name: part * seconds for name, seconds in explained.items()} | {"communication": max(0.0, waited - found)}
 
 
-def _idle(model: Model, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
+def _idle(facts: FinishedRun, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
     """Return the mean seconds that a rank waits in a step on free links."""
-    now, costs = model.now, list(map(RankCosts, ranks))
+    now, costs = facts.layout, list(map(RankCosts, ranks))
     return fmean(simulate(now.schedule, now.micro_batches, costs, programs=order_of(now, costs)).wait_seconds)
 
 
@@ -213,22 +199,25 @@ def _mean_phase(same: Sequence[PhaseCosts]) -> PhaseCosts:
     )
 
 
-def _with_loading(model: Model, number: int) -> tuple[PhaseCosts, ...]:
+def _with_loading(facts: FinishedRun, number: int) -> tuple[PhaseCosts, ...]:
     """Return a rank's phases, with its loading added to the forward of the first."""
-    rank = model.facts.ranks[number]
-    if not reads_data(model.now, number):
-        return rank.phases
+    rank = facts.ranks[number]
+    if number and (facts.layout.schedule != "1f1b" or number < facts.layout.stages - 1):
+        return rank.phases  # without the first layer or the loss it loads nothing
     first, *rest = rank.phases
-    each = (rank.data_wait_seconds + rank.load_seconds) / model.now.micro_batches
+    each = (rank.data_wait_seconds + rank.load_seconds) / facts.layout.micro_batches
     return replace(first, forward_seconds=first.forward_seconds + each), *rest
 
 
 # ---------------------------------------------------------------- evidence
 
 
-def _evidence(model: Model, cost: str, share: float) -> str:
-    """Return a clause about a cost that takes ``share`` of all devices' time, with its numbers."""
-    facts, now, ranks = model.facts, model.now, model.facts.ranks
+def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> str:
+    """Return a clause about a cost that takes ``share`` of all devices' time, with its numbers.
+
+    ``bandwidth`` is that of the links in bytes per second, as found by :func:`traced_predictor`.
+    """
+    now, ranks = facts.layout, facts.ranks
     step, pauses = f"a {_seconds(facts.step_seconds)} step", facts.pauses
 
     def longest(part: str) -> tuple[int, str]:
@@ -253,8 +242,7 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             clause = f"{_seconds(share * facts.step_seconds)} of {step} go to messages and gradients"
             if now.stages > 1:
                 messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
-                rate = model.bytes_per_second
-                slow = "" if math.isinf(rate) else f", as over links of {rate / 1e6:,.3g} MB/s"
+                slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {bandwidth / 1e6:,.3g} MB/s"
                 clause += f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
             if now.replicas > 1:
                 reduce = fmean(rank.reduce_seconds for rank in ranks)
@@ -291,15 +279,15 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             has = "" if memory is None else f" of the {gib(memory)} that its device has"
             return (
                 f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second time, "
-                f"{_seconds(model.recomputation_seconds)} of {step}; to keep them would take "
-                f"{gib(activation_bytes(facts.job, kept, now.bounds))}{has}"
+                f"{_seconds(facts.recomputation_seconds)} of {step}; to keep them would take "
+                f"{gib(activation_bytes(facts.job, kept, facts.bounds))}{has}"
             )
         case "low utilisation":
             passes = fmean(rank.pass_seconds for rank in ranks)
             reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
             return (
                 f"of the {_seconds(passes)} that a rank takes for a micro-batch of "
-                f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(model.startup_seconds)} "
+                f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(facts.startup_seconds)} "
                 f"before they compute{reached}"
             )
     other = _seconds(fmean(rank.other_seconds for rank in ranks))
@@ -320,7 +308,7 @@ def _slow_reading(facts: FinishedRun) -> str:
         few = f" on {counted(residence.cores, 'core')}"
         return f"{workers}: it is the store, which keeps images encoded, so that they are decoded each time{few}"
     if not residence.in_memory:
-        rate = facts.setup.images * residence.stored_bytes / residence.images / facts.step_seconds
+        rate = facts.layout.images * residence.stored_bytes / residence.images / facts.step_seconds
         return f"{larger}; it gave {rate / 1e6:,.3g} MB/s; {residence.remedy(data.shuffle_images)} gives more"
     return f"{workers}: it is the workers, since memory of {memory} holds all of the store, {size} of {residence.kind}"
 

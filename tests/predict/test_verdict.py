@@ -14,22 +14,22 @@ import yaml
 
 from ddpm_ds.data.cache import Kind
 from ddpm_ds.data.residence import Residence
-from ddpm_ds.diagnose.changes import _FAR, _SIMPLE, Change
-from ddpm_ds.diagnose.verdict import USEFUL, Verdict, shares, tags, text, verdict
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
+from ddpm_ds.predict import advice
+from ddpm_ds.predict.advice import Change, changes, traced_predictor
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows
 from ddpm_ds.predict.memory import pipeline_memory
 from ddpm_ds.predict.plan import plan_run
-from ddpm_ds.predict.whatif import Model
-from tests.diagnose.planted_facts import BATCH, Bench
+from ddpm_ds.predict.verdict import USEFUL, Verdict, shares, tags, text, verdict
+from tests.predict.planted_facts import BATCH, Bench
 
 RUN = Path("runs/a b")
 EDITS = {
     "data wait": "--set data.workers=2",
-    "imbalance": "--set ds.pipeline.partition=measured",
+    "imbalance": "--set 'ds.pipeline.partition=[3,9,13]' --set ds.pipeline.schedule=planned",
     "bubble": "--set ds.train_micro_batch_size_per_gpu=1 --set ds.gradient_accumulation_steps=32",
-    "communication": "--set ds.pipeline.schedule=planned",
+    "communication": "--set 'ds.pipeline.partition=[3,9,13]' --set ds.pipeline.schedule=planned",
     "low utilisation": "--set ds.train_micro_batch_size_per_gpu=16 --set ds.gradient_accumulation_steps=2",
     "recomputation": "--set ds.pipeline.activation_checkpoint_interval=0",
     "optimizer": "--set ds.zero_optimization.stage=1",
@@ -74,14 +74,11 @@ def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_w
 ) -> None:
     """The same machine, simulated with the change, takes so much less."""
     assert bench.images * bench.micro_batches * bench.replicas == BATCH
-    before = bench.traced()
-    model, found = Model(before), judged(bench)
+    before, found = bench.traced(), judged(bench)
     assert found.top == fault and not found.healthy
     assert sum(found.shares.values()) == pytest.approx(1.0) and min(found.shares.values()) >= 0
-    assert model.step_seconds(model.now) == pytest.approx(before.step_seconds, rel=0.01)
     assert found.change is not None
     assert bench.schedule != "1f1b" or found.change.edit == EDITS[fault]
-    assert (found.change_for == fault) == ((fault, bench.schedule) != ("communication", "planned"))
     check_accepted(before, found.change, tmp_path)
     saved = 1 - changed(bench, found.change).traced().step_seconds / before.step_seconds
     assert found.change.gain == pytest.approx(saved, abs=0.02)
@@ -91,12 +88,13 @@ def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_w
 def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     """Resolve the run's files with the change as it would be typed."""
     options = shlex.split(change.edit)
-    overrides = [options[place + 1] for place, option in enumerate(options) if option == "--set"]
-    stages = int(options[options.index("-p") + 1]) if "-p" in options else None
+    assert set(options[::2]) == {"--set"}
     spec, config = folder / "spec.yaml", folder / "ds_config.json"
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     config.write_text(json.dumps(facts.job.config))
-    plan_run(spec, overrides, config, world_size=facts.setup.stages * facts.setup.replicas, stages=stages)
+    world_size = facts.layout.stages * facts.layout.replicas
+    plan = plan_run(spec, options[1::2], config, world_size=world_size, stages=None)
+    assert plan.ds.layout.batch_images == BATCH
 
 
 @pytest.mark.parametrize(
@@ -108,20 +106,25 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
         Bench(ranks=1, micro_batches=8, in_flight=4, replan=True, replicas=2),
     ],
 )
-def test_training_accepts_every_change_that_is_proposed(bench: Bench, tmp_path: Path) -> None:
+def test_training_accepts_every_change_that_is_proposed(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run's JSON has numbers that follow from others; a change of one takes the others with it."""
-    facts = bench.traced()
-    sources = {source for table in (_SIMPLE, _FAR) for sources in table.values() for source in sources}
-    changes = [Change(words, 0.1, settings) for source in sources for words, _, settings in source(Model(facts))]
-    assert any("train.batch_images" in change.settings for change in changes)
-    for change in changes:
+    monkeypatch.setattr(advice, "MOST_LAYOUTS", 1000)
+    monkeypatch.setattr(advice, "MUCH_MORE", -1000.0)
+    facts = bench.traced(pauses=Pauses(100.0, 20.0, 20.0), evaluation_seconds=10.0)
+    facts = replace(facts, ranks=tuple(replace(rank, data_wait_seconds=0.01) for rank in facts.ranks))
+    found = changes(facts, traced_predictor(facts), shares(facts))
+    stages = {change.settings.get("ds.pipeline.stages", bench.ranks) for change in found}
+    assert stages == {count for count in (1, 2, 4) if bench.ranks * bench.replicas % count == 0}
+    assert len(found) > 10 and any("data.workers" in change.settings for change in found)
+    for change in found:
         check_accepted(facts, change, tmp_path)
 
 
 def changed(bench: Bench, change: Change) -> Bench:
     """The machine with a change made."""
     fields = {
-        "-p": "ranks",
         "data.workers": "workers",
         "ds.gradient_accumulation_steps": "micro_batches",
         "ds.pipeline.activation_checkpoint_interval": "interval",
@@ -129,10 +132,17 @@ def changed(bench: Bench, change: Change) -> Bench:
         "ds.pipeline.schedule": "schedule",
         "ds.zero_optimization.stage": "zero_stage",
     }
-    settings = {name: value for name, value in change.settings.items() if name != "ds.train_micro_batch_size_per_gpu"}
-    values = {fields[name]: value for name, value in settings.items()}
-    values |= {"cuts": None} if "cuts" in values else {}
-    return replace(bench, **values, replicas=bench.ranks * bench.replicas // values.get("ranks", bench.ranks))
+    values: dict[str, Any] = {fields[name]: value for name, value in change.settings.items() if name in fields}
+    assert len(values) >= len(change.settings) - 1  # the micro-batch's images follow from their number
+    if "cuts" in values:
+        values["cuts"] = tuple(values["cuts"])
+    return replace(bench, **values)
+
+
+def test_other_stages_are_named_where_they_save_far_more() -> None:
+    """Eight stages of few layers each are uneven, and send much; two are not (EDITS)."""
+    change = judged(Bench(ranks=8, micro_batches=32)).change
+    assert change is not None and change.settings["ds.pipeline.stages"] == 1 and change.gain > 0.2
 
 
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
@@ -146,9 +156,9 @@ def test_a_run_in_which_little_is_lost_is_healthy() -> None:
 def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short() -> None:
     found = judged(FAULTS["data wait"])
     said = text(found, RUN)
-    assert said.startswith("where the time went\n\n  useful work ") and " 68.1%  #####" in said
+    assert said.startswith("where the time went\n\n  useful work ") and " 67.9%  #####" in said
     assert " ".join(said.split()).count(" data wait 23.1% ######### ") == 1
-    assert "\nlargest cost: data wait, 23.1%: rank 0 waits 16 ms of a 73.5 ms step" in said
+    assert "\nlargest cost: data wait, 23.1%: rank 0 waits 16 ms of a 73.7 ms step" in said
     files = "--spec 'runs/a b/spec.yaml' --deepspeed_config 'runs/a b/ds_config.json'"
     command = f"try next: ddpm-ds train {files} --processes 2 --set data.workers=2"
     assert command in said.splitlines()
@@ -166,7 +176,7 @@ def test_as_many_loaders_as_keep_up() -> None:
     facts = Bench(read_seconds=5e-3).traced()
     assert edit(verdict(facts)) == "--set data.workers=4"
     spec = facts.spec.model_copy(update={"data": facts.spec.data.model_copy(update={"workers": 3})})
-    assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=12"
+    assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=11"
 
 
 MEMORY, CORES, IMAGES = 2**30, 8, 10**6
@@ -218,8 +228,8 @@ def test_loaders_of_what_is_in_memory_are_no_more_than_the_cores() -> None:
 
 def test_what_is_not_to_be_recomputed_fits_by_the_planners_memory() -> None:
     facts = FAULTS["recomputation"].traced()
-    kept = replace(facts.setup, checkpoint_interval=0)
-    needed = max(memory.total for memory in pipeline_memory(facts.job, kept, kept.bounds))
+    kept = replace(facts.layout, checkpoint_interval=0)
+    needed = max(memory.total for memory in pipeline_memory(facts.job, kept, facts.bounds))
     scarce, enough = (
         verdict(replace(facts, device=Device(size, facts.device.startup))) for size in (needed - 1, needed)
     )
@@ -269,20 +279,9 @@ def test_without_a_better_setting_nothing_is_named() -> None:
     assert "try next: nothing" in text(found, RUN)
 
 
-def test_a_change_against_another_cost_says_so() -> None:
-    """A fold sends as little as there is to send, in an order made for its links; what can be gained is a smaller
-    bubble."""
-    found = judged(ORDERED["communication"])
-    assert (found.top, found.change_for) == ("communication", "bubble")
-    assert (
-        "Nothing is predicted to lower that. Against bubble:\ntry next: ddpm-ds train --spec 'runs/a b/spec.yaml' "
-        in text(found, RUN)
-    )
-
-
 def test_unequal_stages_of_a_planned_run_are_no_bubble() -> None:
     """Four equal stages with eight micro-batches wait for 6% of a step at most (tests/predict/test_scheduler.py)."""
-    found = shares(Model(Bench(schedule="planned", ranks=4, micro_batches=8).traced()))
+    found = shares(Bench(schedule="planned", ranks=4, micro_batches=8).traced())
     assert found["bubble"] <= 0.06 < found["imbalance"]
 
 
@@ -290,7 +289,7 @@ def test_waiting_is_never_explained_twice() -> None:
     """A trace in which ranks waited less than a simulation says is shared out as it was."""
     facts = Bench(micro_batches=2).traced()
     ranks = tuple(replace(rank, wait_seconds=rank.wait_seconds / 2) for rank in facts.ranks)
-    found = shares(Model(replace(facts, ranks=ranks)))
+    found = shares(replace(facts, ranks=ranks))
     waited, busy = sum(rank.wait_seconds for rank in ranks), sum(2 * rank.pass_seconds for rank in ranks)
     assert found["bubble"] + found["imbalance"] == pytest.approx(waited / (waited + busy), rel=0.01)
     assert found["communication"] == 0

@@ -16,14 +16,16 @@ from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
 from ddpm_ds.predict.costs import APART, weight_share
-from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, RankFacts, Setup
-from ddpm_ds.predict.layouts import Workload, rank_stages
+from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, RankFacts
+from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 from ddpm_ds.unet.layers import Layer
 from tests.launching import tiny_spec
 
 BATCH = 32
+LATENCY_SECONDS = 1e-4
+"""Of a message, as the planner assumes on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +125,15 @@ class Bench:
         """A traced step of it, with some facts replaced."""
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         sizes = self.images, self.micro_batches, self.interval, self.zero_stage
-        others: dict[str, Any] = {"offload": False, "in_flight": self.in_flight, "bounds": self.bounds}
-        setup = Setup(self.ranks, self.replicas, self.schedule, *sizes, **others)
-        link = Link(self.bytes_per_second)
-        order = order_of(setup, costs, lambda *_: link)
+        layout = Candidate(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)
+        link = Link(self.bytes_per_second, LATENCY_SECONDS)
+        order = order_of(layout, costs, lambda *_: link)
         step = simulate(self.schedule, self.micro_batches, costs, lambda *_: link, programs=order)
         start = LayerSeconds(self.start_seconds, 2 * self.start_seconds)
         facts = FinishedRun(
             job=self.job,
-            setup=setup,
-            partition=self.cuts or "measured",
+            layout=layout,
+            bounds=self.bounds,
             ranks=tuple(replace(rank, wait_seconds=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
             step_seconds=step.step_seconds,
             peak_flops_per_second=4e9,
@@ -146,19 +147,19 @@ class Bench:
 
 def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
     """The files of a run's folder that say ``facts``, with some values of the trace's summary replaced."""
-    setup = facts.setup
+    layout = facts.layout
     (run_dir / "trace").mkdir(parents=True)
     (run_dir / "spec.yaml").write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
     (run_dir / "ds_config.json").write_text(json.dumps(facts.job.config))
     stages = [
-        f"{index}{f' on rank {index}' * (setup.schedule == 'folded')}       {stop - start}  first  last   1,000  0.1"
-        for index, (start, stop) in enumerate(pairwise(setup.bounds))
+        f"{index}{f' on rank {index}' * (layout.schedule == 'folded')}       {stop - start}  first  last   1,000  0.1"
+        for index, (start, stop) in enumerate(pairwise(facts.bounds))
     ]
     (run_dir / "stages.txt").write_text("\n".join(["stage  layers  first  last  parameters", *stages]) + "\n")
     parts = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")
     ranks = [
         {
-            "rank": rank * setup.replicas + replica,
+            "rank": rank * layout.replicas + replica,
             "pipeline_rank": rank,
             "replica": replica,
             **{f"{part}_seconds": getattr(own, f"{part}_seconds") for part in parts},
@@ -176,14 +177,14 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             ],
         }
         for rank, own in enumerate(facts.ranks)
-        for replica in range(setup.replicas)
+        for replica in range(layout.replicas)
     ]
     values = {
-        "schedule": setup.schedule,
-        "micro_batches": setup.micro_batches,
-        "micro_batch_images": setup.micro_batch_images,
-        "pipeline_ranks": setup.stages,
-        "replicas": setup.replicas,
+        "schedule": layout.schedule,
+        "micro_batches": layout.micro_batches,
+        "micro_batch_images": layout.micro_batch_images,
+        "pipeline_ranks": layout.stages,
+        "replicas": layout.replicas,
         "device": "cpu" if facts.job.on_cpu else "cuda",
         "step_seconds": facts.step_seconds,
         "peak_flops_per_second": facts.peak_flops_per_second,
