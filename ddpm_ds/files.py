@@ -265,6 +265,8 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
 
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files in a run's folder with log points, held-out losses and observers' measurements."""
+REHEARSAL = "rehearsal.json"
+"""File in the folder of ``train --steps`` with the seconds of its steps and the memory of its ranks."""
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:

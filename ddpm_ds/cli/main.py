@@ -35,6 +35,7 @@ exit codes
 WITHDRAWN = {
     ("bench-data",): "a run measures its wait for data; ddpm-ds diagnose RUN says what to change",
     ("compare", "--html"): "open MLflow's own comparison, whose address compare prints, or use --markdown",
+    ("fit", "--plot"): "--json has every number, to draw as you like",
     ("doctor", "--write-env"): "write the variables that hosts need into .deepspeed_env, a line NAME=VALUE for each",
 }
 """Replacements of the verbs, and of the options of verbs, that version 0.2 had."""
