@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from typing import Any
 import psutil
 
 from ddpm_ds.command_line import (
+    GIB,
     add_overwrite,
     add_spec_options,
+    aligned,
     batch,
     check_outputs,
     counted,
@@ -33,7 +37,7 @@ from ddpm_ds.command_line import (
 from ddpm_ds.config.ds_config import divisors
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, spec_overrides
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.report import numbers, table, winner
+from ddpm_ds.fit.search import KNEE
 from ddpm_ds.fit.trial import Found, Task, search, try_size
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
@@ -210,17 +214,13 @@ def _budget(options: argparse.Namespace, processes: int, device: str) -> int | N
 
 def _nothing_fits(found: Sequence[Found]) -> LayoutError:
     """Return the error to raise if not even the smallest micro-batch fits any layout."""
-    one = min(found, key=lambda one: one.trials[0].peak_bytes or float("inf"))
+    one = min(found, key=lambda one: one.trials[0].peak_bytes or math.inf)
     smallest, budget = one.trials[0], one.task.budget_bytes
-    words = f"micro-batch {smallest.micro_batch_images} does not fit {gib(budget) if budget else 'the device'}"
-    if not smallest.peak_bytes:  # it ended before its memory was known
-        return LayoutError(
-            f'{words} in any layout; use more stages, "activation_checkpoint_interval": 1, a higher ZeRO stage or a '
-            "smaller U-Net"
-        )
+    where = f"{gib(budget)} a process" if budget else "the device"
+    need = f" (layout {one.task.name} needs {gib(smallest.peak_bytes)})" if smallest.peak_bytes else ""
     return LayoutError(
-        f"{words}: layout {one.task.name} needs {gib(smallest.peak_bytes)}; use --memory-budget "
-        f"{-(-int(1.02 * smallest.peak_bytes) // 2**20)}MiB or more, or more stages"
+        f"micro-batch {smallest.micro_batch_images} does not fit {where} in any layout{need}; use more memory, more "
+        'stages, "activation_checkpoint_interval": 1, a higher ZeRO stage or a smaller U-Net'
     )
 
 
@@ -242,3 +242,54 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
         about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(task.spec), "ds_config": config}
         with writing(options.json, overwrite=options.overwrite) as file:
             file.write(f"{json.dumps(numbers(found, **about), indent=2)}\n".encode())
+
+
+def winner(found: Sequence[Found]) -> Found:
+    """Return the trials of the layout whose knee has the most images per second."""
+    return max(found, key=lambda one: one.knee.images_per_second)
+
+
+def table(found: Sequence[Found]) -> str:
+    """Return a table with a line for each trial, with marks at each layout's knee, its largest and the winner."""
+    rows = [("layout", "micro-batch", "micro-batches", "images/s", "GiB/process", "recompute", "")]
+    best = winner(found)
+    for one in found:
+        for trial in one.trials:
+            sizes = one.task.name, str(trial.micro_batch_images), str(trial.micro_batches)
+            if not trial.fits:
+                rows.append((*sizes, "-", "-", "-", f"does not fit: {trial.why}"))
+                continue
+            largest = "largest that could be tried" if one.is_limit else "largest that fits"
+            marks = [f"within {KNEE:.0%} of the fastest"] * (trial is one.knee) + [largest] * (trial is one.largest)
+            recompute = f"every {trial.checkpoint_interval}" if trial.checkpoint_interval else "-"
+            star = "* " if one is best and trial is one.knee else ""
+            measured = f"{trial.images_per_second:,.4g}", f"{trial.peak_bytes / GIB:.3f}", recompute
+            rows.append((*sizes, *measured, star + ", ".join(marks)))
+    return "\n".join(aligned(rows, left={len(rows[0]) - 1}))
+
+
+def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
+    """Return all results for ``--json``, after the facts ``about`` the search."""
+
+    def layout(one: Found) -> dict[str, int]:
+        return {"stages": one.task.stages, "replicas": one.task.replicas}
+
+    best = winner(found)
+    return {
+        **about,
+        "layouts": [
+            {
+                "layout": layout(one),
+                "largest_micro_batch_images": one.largest.micro_batch_images,
+                "knee_micro_batch_images": one.knee.micro_batch_images,
+                "ended_by_memory": not one.is_limit,
+                "trials": [
+                    {"fits": trial.fits, **asdict(trial)}
+                    | ({"images_per_second": trial.images_per_second} if trial.fits else {})
+                    for trial in one.trials
+                ],
+            }
+            for one in found
+        ],
+        "best": {"layout": layout(best), "micro_batch_images": best.knee.micro_batch_images},
+    }

@@ -29,7 +29,6 @@ VERBS = {
     "plan --timeline": [*PLAN, "--timeline", "FILE"],
     "fit --out": [*FIT, "--out", "FILE"],
     "fit --json": [*FIT, "--json", "FILE"],
-    "fit --plot": [*FIT, "--plot", "FILE"],
     "compare --markdown": [*COMPARE, "--markdown", "FILE"],
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
