@@ -118,6 +118,12 @@ def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
     return host_memory() // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def limit_memory(device: torch.device, size: int | None) -> None:
+    """Let PyTorch's allocator reserve at most ``size`` bytes of a GPU; None, and a CPU, have no limit of their own."""
+    if size is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(size / memory_bytes(device), 1.0), device)
+
+
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 """Linux's files with the limits of control groups, which bound the memory of containers and jobs, and with the group of
 this process."""

@@ -18,6 +18,11 @@ EXIT_PEER_LOST = 76
 
 LONGEST_LINE = 2000
 """Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
+ERROR = "ddpm_ds: error: "
+"""Beginning of a line in which a rank names its error."""
+RAN_OUT = "ran out of memory"
+LAST_LINES = 8
+"""Lines of output that are shown of a program that failed without naming an error."""
 MOST_FAULTS = 40
 """Maximum faults of a file that are named at once; the next start names the others."""
 OUT_OF_MEMORY = (
@@ -135,6 +140,13 @@ def fault_said(what: str, log: Callable[[str], None]) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
         log(f"no {what}, through an error of the program: {one_line(repr(error))} in {where}; all else is kept")
+
+
+def explanation(output: str) -> tuple[str, ...]:
+    """Return the lines of a program's output that explain its failure: its errors, or else the last lines."""
+    lines = [line.rstrip() for line in output.splitlines()]
+    errors = [line for line in lines if line.startswith(ERROR)]
+    return tuple(errors or [line for line in lines if line and not line.startswith("[20")][-LAST_LINES:])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

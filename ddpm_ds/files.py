@@ -267,6 +267,8 @@ METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "obse
 """Files in a run's folder with log points, held-out losses and observers' measurements."""
 VERDICT = "verdict.txt"
 """File in a run's folder with what is printed at its end: where its time went."""
+REHEARSAL = "rehearsal.json"
+"""File in the folder of ``train --steps`` with the seconds of its steps and the memory of its ranks."""
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:

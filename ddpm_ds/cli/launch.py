@@ -14,6 +14,7 @@ from pathlib import Path
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
+from ddpm_ds.files import REHEARSAL
 from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.hosts import read_hostfile
 from ddpm_ds.processes.launcher import has_gpu, local_options
@@ -122,7 +123,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.run_dir is None:
         remove_if_empty(run_dir)
         given = [*given, "--run-dir", str(run_dir)]
-    _log("train", _outcome(code, run_dir, given))
+    rehearsed = options.steps is not None and code == 0
+    _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(code, run_dir, given))
     return code
 
 

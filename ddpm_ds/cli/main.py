@@ -37,6 +37,7 @@ WITHDRAWN = {
     ("compare", "--html"): "open MLflow's own comparison, whose address compare prints, or use --markdown",
     ("evaluate", "--guidances"): "--guidance takes several, such as 1,1.5,2",
     ("evaluate", "--ema-lengths"): "use --ema-length, which takes several, such as 0.05,0.1",
+    ("fit", "--plot"): "--json has every number, to draw as you like",
     ("doctor", "--write-env"): "write the variables that hosts need into .deepspeed_env, a line NAME=VALUE for each",
 }
 """Replacements of the verbs, and of the options of verbs, that version 0.2 had."""

@@ -38,6 +38,7 @@ OWN_OPTIONS = {
     "note": "--note",
     "resume": "--resume",
     "dry_run": "--dry-run",
+    "steps": "--steps",
 }
 """Options of launch/train.py that the sweep itself sets for each trial, by the names of their values."""
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
@@ -17,13 +18,18 @@ from ddpm_ds.command_line import (
     add_spec_options,
     file_path,
     limited_seconds,
+    memory_size,
+    positive,
     processes,
     seconds,
     step_range,
     valid_text,
 )
+from ddpm_ds.config.spec import ALL_SIGMAS
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import (
+    ERROR,
+    RAN_OUT,
     BadNumbersError,
     CheckpointError,
     DeviceLostError,
@@ -31,8 +37,9 @@ from ddpm_ds.errors import (
     Preempted,
     SpecError,
     UserError,
+    is_out_of_memory,
 )
-from ddpm_ds.files import expanded
+from ddpm_ds.files import REHEARSAL, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import RunPlan, describe_plan, plan_run
 from ddpm_ds.processes.ranks import (
@@ -176,6 +183,15 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
     )
     parser.add_argument(
+        "--steps",
+        type=positive,
+        default=None,
+        metavar="N",
+        help=f"only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, "
+        f"without trackers and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
+    )
+    parser.add_argument("--memory-budget", type=memory_size, default=None, help=argparse.SUPPRESS)  # for ddpm-ds fit
+    parser.add_argument(
         "--note", type=valid_text, default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow"
     )
     parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
@@ -200,10 +216,24 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
     )
     options.trace_steps = _traced(options.trace_steps, plan.steps)
     _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
+    if options.steps is not None:
+        plan, options.resume = _rehearsed(plan), "never"
     run_dir = options.run_dir or new_run_dir(plan.spec.name)
     if len(set(plan.hosts)) == 1:  # on several, another one may have the checkpoint
         _check_resume(options.resume, run_dir)
     return plan, run_dir
+
+
+def _rehearsed(plan: RunPlan) -> RunPlan:
+    """Return the plan of a rehearsal: as much memory and time for a step, and little time for all else."""
+    spec = plan.spec
+    changes = {
+        "sampler": {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS},
+        "evaluation": {"every_images": None},
+        "logging": {"trackers": ()},
+    }
+    sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
+    return replace(plan, spec=spec.model_copy(update=sections))
 
 
 def _check_resume(resume: str, run_dir: Path) -> None:
@@ -251,15 +281,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     from ddpm_ds.train.session import run_training
             run_training(plan, run_dir, device, options, line)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
-        print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
     except DeviceLostError as error:  # nothing may wait for the device
-        print_once(f"ddpm_ds: error: {error}")
+        print_once(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
-        print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, Preempted) else "ddpm_ds: error: "))
+        print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, Preempted) else ERROR))
         return error.exit_code
-    except Exception:  # an orderly exit of the interpreter would wait for other ranks
+    except Exception as error:  # an orderly exit of the interpreter would wait for other ranks
+        if is_out_of_memory(error):
+            fix = "ddpm-ds fit finds a micro-batch that fits"
+            print(f"{ERROR}rank {os.environ['RANK']} {RAN_OUT}; {fix}", file=sys.stderr, flush=True)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         traceback.print_exc()

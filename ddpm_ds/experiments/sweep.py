@@ -29,7 +29,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError, explanation
 from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.files import METRICS, open_regular, read_json, read_points, replace_file, write_file
@@ -43,7 +43,6 @@ from ddpm_ds.tracking.tracker import Tracker
 TRAIN = ("--module", "ddpm_ds.cli.rank")
 ENDINGS, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
 POLL_SECONDS = 0.5
-LAST_LINES = 8
 WHAT_CODES_MEAN = {
     **MEANINGS,
     EXIT_BAD_INPUT: "bad input",
@@ -203,14 +202,7 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    said = () if process.returncode == 0 else _explanation(log, begin)
-    return Ending(process.returncode, round(time.monotonic() - started, 1), said)
-
-
-def _explanation(log: Path, begin: int) -> tuple[str, ...]:
-    """Return the lines of ``log`` from byte ``begin`` on that explain a failure, without the launcher's."""
     with open_regular(log) as file:
         file.seek(begin)
-        lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
-    errors = [line for line in lines if line.startswith("ddpm_ds: error: ")]
-    return tuple(errors or [line for line in lines if line and not line.startswith("[20")][-LAST_LINES:])
+        said = explanation(file.read().decode(errors="replace")) if process.returncode else ()
+    return Ending(process.returncode, round(time.monotonic() - started, 1), said)

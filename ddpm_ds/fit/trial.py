@@ -1,59 +1,130 @@
-"""Trials: steps of one layout with one micro-batch, in processes that may run out of memory. Imports no torch.
+"""Trials: rehearsals of the training command with one layout and micro-batch, in processes that may run out of memory.
 
-Each trial starts a process for every rank and watches them all, so the search continues whatever becomes of them. On a
-CPU they are forks of one process that has only imported modules. CUDA does not survive a fork, so on a GPU each process
-starts afresh.
+Imports no torch before a search begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import secrets
 import signal
 import statistics
+import subprocess
+import sys
 import time
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import psutil
-
-from ddpm_ds.command_line import gib
-from ddpm_ds.errors import UserError, is_out_of_memory
-from ddpm_ds.fit.task import Task, largest_fitting
-from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.command_line import MOST_BATCH, gib
+from ddpm_ds.config.ds_config import divisors, read_ds_config
+from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
+from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
+from ddpm_ds.files import REHEARSAL, read_json
+from ddpm_ds.fit.search import knee, largest, look_below
+from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
 from ddpm_ds.processes.signals import heard_signals
 
-POLL_SECONDS = 0.02
-GRACE_SECONDS = 3.0
-"""Seconds that the other ranks may continue after one has failed, since they may have answers of their own."""
-KILL_SECONDS = 10.0
-"""Maximum seconds to wait for a killed process to end; one that is stuck in a driver is left behind."""
-LOG_CHARACTERS = 3000
-"""Maximum number of characters that are shown from the end of a log."""
+RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 60.0
+"""Seconds in which the other ranks notice that one has failed, and end."""
+LIBRARY_BYTES = 750 * 2**20
+"""Approximate bytes of a process on a CPU that the planner does not count: interpreter and libraries."""
+
+
+class TrialError(UserError):
+    """A trial ended for another reason than memory; it has the last words and the exit code of its ranks."""
+
+    def __init__(self, lines: Sequence[str], code: int) -> None:
+        super().__init__(*(line.removeprefix(ERROR) for line in lines))
+        self.exit_code = code
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Result of one process of a trial."""
+class Task:
+    """Search on one layout: everything that a trial needs except the micro-batch."""
 
-    kind: Literal["done", "memory", "refused", "failed", "hung", "lost"]
-    """``memory``: ran out of memory, or was killed; ``refused``: raised a UserError; ``hung``: took no step for too
-    long; ``lost``: was ended because another process had failed.
-    """
-    words: str = ""
-    """Reason for any other kind than ``done``."""
-    seconds: list[float] = field(default_factory=list)
-    """Seconds of each timed step."""
-    peak_bytes: int = 0
-    checkpoint_interval: int = 0
+    spec: Path
+    given: tuple[str, ...]
+    """Overrides of the spec and the JSON."""
+    ds_config: Path
+    stages: int
+    replicas: int
+    accumulation: int | None
+    """Number of micro-batches per step, so that the batch grows with their size; None keeps ``train.batch_images``."""
+    device: str
+    """Device type, ``cpu`` or ``cuda``."""
+    budget_bytes: int | None
+    """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
+    steps: int
+    """Number of timed steps."""
+    hang_seconds: float
+    sizes: Sequence[int] = ()
+    """Micro-batches to choose from, ascending."""
+
+    @property
+    def processes(self) -> int:
+        return self.stages * self.replicas
+
+    @property
+    def name(self) -> str:
+        """Layout, stages x replicas."""
+        return f"{self.stages}x{self.replicas}"
+
+    def overrides(self, size: int) -> tuple[str, ...]:
+        """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
+        json_keys = {
+            "pipeline.stages": self.stages,
+            "train_micro_batch_size_per_gpu": size,
+            "gradient_accumulation_steps": self.accumulation or "auto",
+        }
+        own = ["train.accumulation=auto"]
+        if self.accumulation is not None:
+            json_keys["train_batch_size"] = "auto"
+            own.append(f"train.batch_images={self.replicas * self.accumulation * size}")
+        return (*self.given, *own, *(f"{JSON_PREFIX}{key}={value}" for key, value in json_keys.items()))
+
+    def plan(self, size: int) -> RunPlan:
+        """Plan the run with micro-batches of ``size`` images; raises a UserError if training would refuse it."""
+        overrides, processes = self.overrides(size), self.processes
+        return plan_run(self.spec, overrides, self.ds_config, world_size=processes, stages=self.stages)
+
+    def config(self, size: int) -> dict[str, Any]:
+        """Return the DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given."""
+        config = read_ds_config(self.ds_config, self.overrides(size))
+        return config | {"gradient_accumulation_steps": self.plan(size).ds.layout.micro_batches}
+
+    def choosing_from(self, asked: Sequence[int]) -> Task:
+        """Return the task with its ``sizes`` filled in: those ``asked`` for, or every possible one if none are.
+
+        Raises:
+            UserError: no size is possible, or one that was asked for is not; the message says why.
+        """
+        if self.accumulation is not None:
+            for size in asked or (1,):
+                self.plan(size)
+            return replace(self, sizes=asked or range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1))
+        batch = load_spec(self.spec, spec_overrides(self.given)).train.batch_images
+        possible, refusals = list[int](), list[LayoutError]()
+        for size in divisors(batch):
+            try:
+                self.plan(size)
+                possible.append(size)
+            except LayoutError as error:
+                refusals.append(error)
+        if not possible:
+            raise refusals[0]
+        if other := set(asked) - set(possible):
+            raise LayoutError(
+                f"--micro-batch {min(other)} is not possible with train.batch_images = {batch} in layout {self.name}; "
+                f"use some of {','.join(map(str, possible))}, or --accumulation to let the batch grow"
+            )
+        return replace(self, sizes=asked or possible)
 
 
 @dataclass(frozen=True)
@@ -63,241 +134,192 @@ class TriedSize:
     micro_batch_images: int
     micro_batches: int
     batch_images: int
-    fits: bool
-    why: str
+    why: str = ""
     """Reason why the micro-batch does not fit; empty if it does."""
-    step_seconds: list[float]
-    """Seconds of each timed step in its slowest process."""
-    rank_peak_bytes: list[int]
-    checkpoint_interval: int
-    hung: bool = False
-    """Whether it took no step for too long. This says nothing about memory, but larger sizes are not tried either."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Seconds of each timed step in its slowest process; empty if it ran out of memory."""
+    rank_peak_bytes: list[int] = field(default_factory=list)
+    checkpoint_interval: int = 0
 
     @property
-    def median_seconds(self) -> float:
-        """Median seconds of a step."""
-        return statistics.median(self.step_seconds)
+    def fits(self) -> bool:
+        return not self.why
 
     @property
     def images_per_second(self) -> float:
         """Images per second by the median step."""
-        return self.batch_images / self.median_seconds
+        return self.batch_images / statistics.median(self.step_seconds)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the fullest process."""
-        return max(self.rank_peak_bytes)
+        """Peak bytes of the fullest process; 0 if it is unknown."""
+        return max(self.rank_peak_bytes, default=0)
+
+    def line(self) -> str:
+        """Return the line printed when the trial is done."""
+        size = f"  micro-batch {self.micro_batch_images:<6}"
+        if not self.fits:
+            return f"{size} does not fit: {self.why}"
+        return f"{size} {self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
 
 
-def search(task: Task, folder: Path) -> tuple[list[TriedSize], int | None]:
-    """Run all trials; return them and, if not even the smallest micro-batch fits, the bytes it needs, if known.
+@dataclass(frozen=True)
+class Found:
+    """Trials of a layout, in ascending order of size."""
 
-    A trial that hangs counts as one that does not fit; the smallest one raises an error. No process is left running.
+    task: Task
+    trials: tuple[TriedSize, ...]
+
+    @property
+    def fitting(self) -> dict[int, TriedSize]:
+        """Trials that fit, by size."""
+        return {trial.micro_batch_images: trial for trial in self.trials if trial.fits}
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
+        return self.trials[-1].fits
+
+    @property
+    def largest(self) -> TriedSize:
+        """Largest micro-batch that fits."""
+        return self.fitting[max(self.fitting)]
+
+    @property
+    def knee(self) -> TriedSize:
+        """Smallest micro-batch that is nearly as fast as the fastest."""
+        return self.fitting[knee({size: trial.images_per_second for size, trial in self.fitting.items()})]
+
+
+def search(task: Task, attempt: Callable[[int], TriedSize]) -> Found:
+    """Search a layout with ``attempt``, which tries a micro-batch, from the planner's expectation on."""
+    tried: dict[int, TriedSize] = {}
+
+    def trial(size: int) -> TriedSize:
+        if size not in tried:
+            tried[size] = attempt(size)
+            print(tried[size].line(), flush=True)
+        return tried[size]
+
+    found = largest(task.sizes, lambda size: trial(size).fits, expected(task))
+    if found is not None:
+        look_below(task.sizes, lambda size: trial(size).images_per_second, found)
+    return Found(task, tuple(tried[size] for size in sorted(tried)))
+
+
+def expected(task: Task) -> int:
+    """Return the largest of a task's sizes that the planner expects to fit, or the smallest."""
+    limit = task.budget_bytes
+    if task.device == "cpu":
+        limit = (limit or 0) - LIBRARY_BYTES
+    elif limit is None:
+        limit = _device_bytes()
+    first = task.sizes[0]
+    return largest(task.sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, first) or first
+
+
+def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
+    """Return the bytes that the planner predicts for the fullest rank of a run."""
+    from ddpm_ds.predict.layouts import Candidate, Workload
+    from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes
+
+    job, interval = Workload(plan.spec, plan.ds.blocks, device == "cpu"), plan.ds.checkpoint_interval
+    if interval == "auto":
+        interval = checkpoint_interval(job, Candidate.of(plan.ds, 0), plan.bounds, device_bytes)
+    return peak_bytes(job, Candidate.of(plan.ds, interval), plan.bounds)
+
+
+def _device_bytes() -> int:
+    """Return the bytes that tensors may take of this host's first GPU, without opening it; 0 if it can't be asked."""
+    import pynvml
+
+    from ddpm_ds.predict.machine import usable
+
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return usable(int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total), on_cpu=False)
+    return 0
+
+
+def try_size(task: Task, folder: Path, size: int) -> TriedSize:
+    """Rehearse training with micro-batches of ``size`` images in a new folder inside of ``folder``.
 
     Raises:
-        UserError: training would refuse the run on this device, or the smallest micro-batch hangs.
-        RuntimeError: a bug; the message has the output.
+        TrialError: it failed for a reason other than memory.
         KeyboardInterrupt: a signal asked the search to end.
     """
-    trials: list[TriedSize] = []
-
-    def fits(size: int) -> bool:
-        trials.append(run_trial(task, size, task.budget_bytes, folder / f"trial-{len(trials)}"))
-        print(line(trials[-1]), flush=True)
-        return trials[-1].fits
-
-    if largest_fitting(task.candidates, fits) is not None:
-        return trials, None
-    if trials[0].hung:
-        which = f"micro-batch {task.candidates[0]} of layout {task.layout}"
-        raise UserError(f"{which} {trials[0].why}; --hang-seconds waits longer")
-    if task.most_bytes is None:
-        return trials, None
-    whole = run_trial(task, task.candidates[0], task.most_bytes, folder / "whole")
-    return trials, max(whole.peak_bytes, trials[0].peak_bytes) if whole.fits else None
+    layout, run_dir, log = task.plan(size).ds.layout, folder / f"{task.name}-{size}", folder / f"{task.name}-{size}.log"
+    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device, "--run-dir", run_dir]
+    words += ["--steps", task.steps, "--hang-seconds", task.hang_seconds]
+    words += [] if task.budget_bytes is None else ["--memory-budget", f"{task.budget_bytes}B"]
+    words += [word for change in task.overrides(size) for word in ("--set", change)]
+    tried = TriedSize(size, layout.micro_batches, layout.batch_images)
+    if why := out_of_memory(run_ranks(list(map(str, words)), task.processes, log), log.read_text(errors="replace")):
+        return replace(tried, why=why)
+    tried = replace(tried, **read_json(run_dir / REHEARSAL))
+    if task.budget_bytes is not None and (peak := tried.peak_bytes) > task.budget_bytes:
+        tried = replace(tried, why=f"rank {tried.rank_peak_bytes.index(peak)} took {gib(peak)}")
+    return tried
 
 
-def line(trial: TriedSize) -> str:
-    """Return the line printed when a trial is done."""
-    size = f"  micro-batch {trial.micro_batch_images:<6}"
-    if not trial.fits:
-        return f"{size} {trial.why}" if trial.hung else f"{size} does not fit: {trial.why}"
-    return f"{size} {trial.images_per_second:10,.4g} images/s, {gib(trial.peak_bytes)} in the fullest process"
+def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int | None]:
+    """Run the training program on so many ranks of this host, with their output in ``log``; return their exit codes.
 
-
-def run_trial(task: Task, size: int, budget_bytes: int | None, folder: Path) -> TriedSize:
-    """Run one trial in a new ``folder``.
+    They are negative for a signal, and None for a rank that had not ended some time after another one had failed. No
+    process is left running.
 
     Raises:
-        UserError, RuntimeError: it failed for a reason other than memory; see :func:`judge`.
-        KeyboardInterrupt: a signal asked the search to end.
+        KeyboardInterrupt: a signal asked to end.
     """
-    folder.mkdir(parents=True)
-    plan = task.plan(size, folder)
-    limit = budget_bytes if task.device == "cpu" else None  # on a GPU the allocator enforces the budget
-    layout, ranks = plan.ds.layout, list[Rank]()
-    world = {name: str(task.layout.processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    world = {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RUN_SECRET: secrets.token_hex()}
-    until = math.inf
-    with heard_signals() as heard:  # a signal must not interrupt the start of a process
+    ranks, until = list[subprocess.Popen[bytes]](), math.inf
+    with heard_signals() as heard, log.open("wb") as output:
         try:
-            for number in range(task.layout.processes):
-                own = {"RANK": str(number), "LOCAL_RANK": str(number)}
-                ranks.append(Rank(task, plan, budget_bytes, world | own, folder / f"rank-{number}.log"))
-            while None in (answers := [rank.look(task.hang_seconds, limit) for rank in ranks]):
+            for number in range(processes):
+                own = {**os.environ, **world, "RANK": str(number), "LOCAL_RANK": str(number)}
+                ranks.append(
+                    subprocess.Popen(
+                        [*RANK, *arguments],
+                        env=own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
+                )
+                with contextlib.suppress(OSError):  # makes the kernel kill this process first if memory is short
+                    Path(f"/proc/{ranks[-1].pid}/oom_score_adj").write_text("1000")
+            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < until:
                 if heard:
                     raise KeyboardInterrupt
-                if until == math.inf and any(answer and answer.kind != "done" for answer in answers):
+                if until == math.inf and any(codes):
                     until = time.monotonic() + GRACE_SECONDS
-                for rank in ranks if time.monotonic() > until else ():
-                    rank.answer = rank.answer or rank.end("lost", "ended, since another rank had failed")
                 time.sleep(POLL_SECONDS)
+            return codes
         finally:
             for rank in ranks:
-                rank.kill()
-    told = [answer for answer in answers if answer]
-    return judge(told, (size, layout.micro_batches, layout.batch_images), limit)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)  # with what it has started, such as compilers
+                rank.wait()
 
 
-class Rank:
-    """Process of one rank in a trial, as its watcher sees it; ``variables`` are added to its environment."""
-
-    def __init__(
-        self, task: Task, plan: RunPlan, budget_bytes: int | None, variables: dict[str, str], log: Path
-    ) -> None:
-        self.answer: Answer | None = None
-        self._log, (self._pipe, theirs) = log, multiprocessing.Pipe(duplex=False)
-        told = plan, task.device, budget_bytes, task.steps, task.hang_seconds
-        self._process = _context(task.device).Process(target=take_part, args=(variables, log, theirs, *told))
-        self._process.start()
-        theirs.close()
-        self._step_at = time.monotonic()
-
-    def look(self, hang_seconds: float, limit: int | None) -> Answer | None:
-        """Return the process's answer, if there is one; end it if it hangs or holds more than ``limit`` bytes."""
-        if self.answer is not None:
-            return self.answer
-        ended = self._process.exitcode is not None  # read before the pipe, so that its last message is not missed
-        with contextlib.suppress(EOFError, ConnectionError):  # it has ended without an answer
-            while self.answer is None and self._pipe.poll():
-                self._step_at, self.answer = time.monotonic(), self._pipe.recv()
-        if self.answer is None and ended:
-            self.answer = without_answer(self._process.exitcode or 0, self._log)
-        elif self.answer is None and time.monotonic() - self._step_at > hang_seconds:
-            self.answer = self.end("hung", f"no step for {hang_seconds:g} s")
-        elif self.answer is None and limit is not None and self._held() > limit:
-            self.answer = self.end("memory", f"took over {gib(limit)}")
-        return self.answer
-
-    def end(self, kind: Literal["memory", "hung", "lost"], words: str) -> Answer:
-        """Kill the process, and return an answer in its place."""
-        held = self._held()
-        self.kill()
-        return Answer(kind, words, peak_bytes=held)
-
-    def kill(self) -> None:
-        """Kill the process and all that it has started, such as compilers."""
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self._process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-        self._process.kill()
-        self._process.join(KILL_SECONDS)
-
-    def _held(self) -> int:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            process = psutil.Process(self._process.pid)
-            return int(process.memory_info().rss) + _library_bytes(process.ppid())
-        return 0
-
-
-def _context(device: str) -> Any:
-    """Return the multiprocessing context that starts the processes of trials."""
-    if device != "cpu":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddpm_ds.fit.measure"])
-    return context
-
-
-def _library_bytes(parent: int) -> int:
-    """Return the bytes of libraries that a forked process shares with its parent, and would otherwise hold itself."""
-    return int(getattr(psutil.Process(parent).memory_info(), "shared", 0))
-
-
-def take_part(
-    variables: dict[str, str],
-    log: Path,
-    pipe: Connection[Any, Any],
-    plan: RunPlan,
-    device: str,
-    budget_bytes: int | None,
-    steps: int,
-    hang_seconds: float,
-) -> None:
-    """Run one rank of a trial and end the process; send None after each step, and finally the answer."""
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(variables)
-    with contextlib.suppress(OSError):  # makes the kernel kill this process first
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    from ddpm_ds.fit import measure
-
-    try:
-        seconds, peak_bytes, interval = measure.measure(
-            plan, device, budget_bytes, steps, hang_seconds, lambda: pipe.send(None)
-        )
-        more = _library_bytes(os.getppid()) if device == "cpu" else 0
-        answer = Answer("done", "", seconds, peak_bytes + more, interval)
-    except UserError as error:
-        answer = Answer("refused", str(error))
-    except Exception as error:
-        if is_out_of_memory(error):
-            answer = Answer("memory", "ran out of memory")
-        else:
-            answer = Answer("failed", traceback.format_exc())
-    pipe.send(answer)
-    os._exit(0)  # an orderly exit might wait for other ranks
-
-
-def without_answer(code: int, log: Path) -> Answer:
-    """Return the answer for a process that ended without sending one."""
-    printed = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
-    if code == -signal.SIGKILL:
-        return Answer("memory", "was killed (SIGKILL)")
-    if code == -signal.SIGABRT and "bad_alloc" in printed:
-        return Answer("memory", "ran out of memory")
-    return Answer("failed", f"ended with {code} and printed\n{printed}")
-
-
-def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> TriedSize:
-    """Combine the answers of all ranks; ``sizes`` are images per micro-batch, micro-batches, and images per batch.
-
-    ``budget_bytes`` is the maximum that a process may hold; None if the device sets the limit.
+def out_of_memory(codes: Sequence[int | None], output: str) -> str:
+    """Return how ranks that ended with these codes ran out of memory; empty if they ended well.
 
     Raises:
-        UserError: a process was refused.
-        RuntimeError: a process failed.
+        TrialError: they failed for another reason.
     """
-    peaks = [answer.peak_bytes for answer in answers]
-    first = {answer.kind: rank for rank, answer in reversed(list(enumerate(answers)))}
-    if "memory" in first:  # failures of other ranks may follow from this one
-        why = f"rank {first['memory']} {answers[first['memory']].words}"
-        return TriedSize(*sizes, False, why, [], peaks, 0)
-    if "refused" in first:
-        raise UserError(answers[first["refused"]].words)
-    if "hung" in first:
-        return TriedSize(*sizes, False, f"failed: {answers[first['hung']].words}", [], peaks, 0, hung=True)
-    if set(first) != {"done"}:
-        words = [f"rank {rank}: {one.words or one.kind}" for rank, one in enumerate(answers)]
-        raise RuntimeError("\n".join([f"the trial of micro-batch {sizes[0]} failed", *words]))
-    over = budget_bytes is not None and max(peaks) > budget_bytes
-    return TriedSize(
-        *sizes,
-        fits=not over,
-        why=f"rank {peaks.index(max(peaks))} took {gib(max(peaks))}" if over else "",
-        step_seconds=[max(step) for step in zip(*(answer.seconds for answer in answers), strict=True)],
-        rank_peak_bytes=peaks,
-        checkpoint_interval=answers[0].checkpoint_interval,
-    )
+    for line in output.splitlines():  # of the rank that was the first to notice
+        if line.startswith(ERROR) and RAN_OUT in line:
+            return line.removeprefix(ERROR).partition(";")[0]
+    for rank, code in enumerate(codes):
+        if code == -signal.SIGKILL:
+            return f"rank {rank} was killed (SIGKILL)"
+        if code == -signal.SIGABRT and "bad_alloc" in output:
+            return f"rank {rank} {RAN_OUT}"
+    if any(code != 0 for code in codes):
+        first = next((code for code in codes if code not in (0, EXIT_PEER_LOST, None)), EXIT_PEER_LOST)
+        assert first is not None
+        raise TrialError(explanation(output), first if first > 0 else 128 - first)
+    return ""

@@ -22,7 +22,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ddpm_ds.errors import EXIT_PEER_LOST, KNOWN_TO_ALL_RANKS, PeerLostError, UserError
+from ddpm_ds.errors import EXIT_PEER_LOST, KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory
 from ddpm_ds.processes.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Judgement
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 
@@ -142,7 +142,7 @@ class Watchdog:
         except (UserError, *KNOWN_TO_ALL_RANKS):
             raise
         except BaseException as error:
-            finding = self._missing() if isinstance(error, RuntimeError) else None
+            finding = self._missing() if isinstance(error, RuntimeError) and not is_out_of_memory(error) else None
             if finding is not None and finding.code != EXIT_PEER_LOST:
                 self._end(finding)  # another rank has given the reason and exited before this judge read it
             self.stop(failure=None if finding else type(error).__name__)

@@ -37,17 +37,20 @@ class Run:
     batches: Callable[[], Iterator[Any] | None]
     """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
     ema: Ema
-    saver: Saver
+    saver: Saver | None
+    """None in a rehearsal, which saves nothing."""
     requests: Requests
     watchdog: Watchdog
     validation: Validation
     observer: Observer
     recorder: Recorder
+    ended: Callable[[], bool]
+    """Function that returns whether a step was the last; called once after each step."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
 
 def train(run: Run) -> Interval:
-    """Train until ``train.images`` have been seen; return the last interval of the loss curve.
+    """Train until the run has ended; return the last interval of the loss curve.
 
     Raises:
         BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.
@@ -72,7 +75,7 @@ def train(run: Run) -> Interval:
             first = False
         asked = run.requests.poll()
         seen = engine.images_seen
-        done = seen >= spec.train.images
+        done = run.ended()
         save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
         keep = is_due(spec.ema.snapshot_images, before, seen, done)
         trouble = _scale_floor(engine)
@@ -80,7 +83,7 @@ def train(run: Run) -> Interval:
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
-            if spec.bad_numbers.policy == "stop":
+            if spec.bad_numbers.policy == "stop" or run.saver is None:
                 raise BadNumbersError(trouble)
             with run.watchdog.pause():  # a checkpoint is read as fast as the disk is
                 what = run.saver.roll_back(trouble)
@@ -92,10 +95,10 @@ def train(run: Run) -> Interval:
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("inspection"):
                 run.validation.after_step(before, done)
-        if keep:
+        if run.saver is not None and keep:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():
                 run.saver.keep_snapshot()
-        if save:
+        if run.saver is not None and save:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():  # waits for the one before
                 seconds = run.saver.save()
             run.recorder.checkpoint(seconds, engine.global_steps)

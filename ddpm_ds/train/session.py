@@ -22,13 +22,13 @@ from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.residence import Residence
-from ddpm_ds.device import DTYPES
+from ddpm_ds.device import DTYPES, limit_memory
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError, fault_said
 from ddpm_ds.files import VERDICT
 from ddpm_ds.observe.device_speed import measure_device
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observers, PauseClock, Pauses, read_pauses
+from ddpm_ds.observe.observer import Observer, Observers, PauseClock, Pauses, read_pauses
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -49,6 +49,7 @@ from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
+from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 from ddpm_ds.train.resume import (
     Claim,
@@ -95,6 +96,7 @@ def run_training(
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
     """
+    limit_memory(device, options.memory_budget)
     use_host_accelerator()
     share_threads(device)
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
@@ -128,9 +130,9 @@ def run_training(
                     doing=doing,
                 )
                 ema = Ema(engine, plan.spec.ema)
-            with (
-                disk_errors_said(run_dir),
-                recorded(
+            recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
+            if options.steps is None:
+                recording = recorded(
                     replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
                     prepared.store,
                     prepared.claim.run_dir,
@@ -140,8 +142,8 @@ def run_training(
                     prepared.changed,
                     note=options.note,
                     parent=options.parent_run,
-                ) as recorder,
-            ):
+                )
+            with disk_errors_said(run_dir), recording as recorder:
                 if plan.ds.kernels == "auto" and device.type == "cuda":
                     recorder.log(engine.why_kernels)
                 _train(plan, prepared, engine, ema, recorder, watchdog, options)
@@ -240,27 +242,31 @@ def _train(
 ) -> None:
     """Load the checkpoint, train to the end, then report where the time went and how the run ended."""
     run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
+    rehearsal, saver = None, None
+    if options.steps is not None:
+        rehearsal = Rehearsal(engine, run_dir, options.steps, int(plan.ds.checkpoint_interval))
     with watchdog.blamed(), watchdog.pause():
-        saver = Saver(
-            plan,
-            engine,
-            ema,
-            run_dir,
-            data_sha256=store.meta.sha256,
-            log=recorder.log,
-            groups=groups,
-            store=watchdog.store,
-        )
-        if prepared.checkpoint is not None:
-            saver.load(prepared.checkpoint)
-        elif prepared.initial is not None:
-            saver.start_from(prepared.initial)
+        if rehearsal is None:
+            saver = Saver(
+                plan,
+                engine,
+                ema,
+                run_dir,
+                data_sha256=store.meta.sha256,
+                log=recorder.log,
+                groups=groups,
+                store=watchdog.store,
+            )
+            if prepared.checkpoint is not None:
+                saver.load(prepared.checkpoint)
+            elif prepared.initial is not None:
+                saver.start_from(prepared.initial)
         flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
         trace = run_dir / "trace"
         replan = None
         if plan.ds.replan and plan.ds.schedule == "planned":
             replan = functools.partial(planned_again, plan.spec, plan.ds, plan.bounds)
-        observer = Observers(
+        observer: Observer = rehearsal or Observers(
             [
                 FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
                 Timeline(engine, options.trace_steps, trace, recorder, precision, macs, replan),
@@ -301,13 +307,15 @@ def _train(
         """
         try:
             with watchdog.pause(), recorder.doing("writing the last checkpoint"):
-                saver.check_saved()
+                if saver is not None:
+                    saver.check_saved()
                 dist.barrier()
         finally:
             watchdog.stop()
             requests.close(leaving=True)
 
-    run = Run(plan, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder)
+    ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= plan.spec.train.images
+    run = Run(plan, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, recorder.tracker):
             last = train(run)
@@ -319,6 +327,8 @@ def _train(
         finish()
         raise
     finish()
+    if rehearsal is not None:
+        return
     pauses, found = Pauses(), None
     with fault_said("time of the pauses", recorder.log):
         pauses = read_pauses(run_dir)

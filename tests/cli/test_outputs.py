@@ -29,7 +29,6 @@ VERBS = {
     "plan --timeline": [*PLAN, "--timeline", "FILE"],
     "fit --out": [*FIT, "--out", "FILE"],
     "fit --json": [*FIT, "--json", "FILE"],
-    "fit --plot": [*FIT, "--plot", "FILE"],
     "compare --markdown": [*COMPARE, "--markdown", "FILE"],
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
@@ -141,10 +140,9 @@ def test_samples_replace_another_file_only_when_that_is_asked(
     plant(tmp_path / "run")
     (tmp_path / name).write_text("mine")
     words = ["sample", str(tmp_path / "run"), "--count", "1", *FAST, "--out", str(tmp_path / name)]
-    assert main(words) == 2 and "replace it with --overwrite, or name another --out" in capsys.readouterr().err
-    assert main([*words, "--overwrite"]) == 0 and main(words) == 0
-    assert "already there" in capsys.readouterr().out
-    assert main([*words, "--seed", "1"]) == 2 and "drawn with another seed" in capsys.readouterr().err
+    assert main(words) == 2 and "exists; name another file, or replace it with --overwrite" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "mine"
+    assert main([*words, "--overwrite"]) == 0 and main([*words, "--seed", "1"]) == 2
     assert main([*words, "--seed", "1", "--overwrite"]) == 0
     for place in ("/dev/null", str(tmp_path)):
         assert main([*words[:-1], place, "--format", "grid", "--overwrite"]) == 2

@@ -1,125 +1,41 @@
-"""Trials whose steps are played, so that what becomes of their processes is seen in no time."""
+"""Trials whose ranks are programs of a few lines, so that what becomes of them is seen in no time; what a task asks."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import multiprocessing
-import os
+import json
 import signal
-import subprocess
 import sys
-import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ddpm_ds.errors import LayoutError, UserError
+from ddpm_ds.command_line import MOST_BATCH
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
+from ddpm_ds.errors import LayoutError, SpecError, is_out_of_memory
 from ddpm_ds.fit import trial
-from ddpm_ds.fit.trial import Answer, judge, run_trial, search, without_answer
-from tests.fit.test_task import task
+from ddpm_ds.fit.trial import Task, TrialError, TriedSize, expected, out_of_memory, run_ranks, search, try_size
+from tests.launching import REPOSITORY, wait_for, write_json
 
-MIB = 2**20
-IMAGE = 32 * MIB
-"""What an image takes in these trials."""
-
-Measured = tuple[list[float], int, int]
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes be forks of this one, in which steps are played."""
-    monkeypatch.setattr(trial, "_context", lambda device: multiprocessing.get_context("fork"))
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
+FOLDED = REPOSITORY / "ds_configs" / "folded_zero2_fp16.json"
+GIB = 2**30
 
 
-def held() -> int:
-    return int(psutil.Process().memory_info().rss)
+def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZERO, **values: Any) -> Task:
+    """The search of a layout of the digits."""
+    limits = {"accumulation": None, "device": "cpu", "budget_bytes": GIB, "steps": 1, "hang_seconds": 600.0}
+    return Task(DIGITS, overrides, config, stages, replicas, **{**limits, **values})
 
 
-def play(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Measured]) -> None:
-    """Let processes do this instead of training; PyTorch is not imported."""
-    stand_in = types.ModuleType("ddpm_ds.fit.measure")
-    stand_in.measure = measure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ddpm_ds.fit.measure", stand_in)
-    monkeypatch.setattr("ddpm_ds.fit.measure", stand_in, raising=False)
-
-
-def filling(plan: Any, device: str, budget_bytes: int | None, steps: int, *others: Any) -> Measured:
-    """Holds some memory for each image, for a while: new pages, where a heap would give those that it has kept."""
-    with mmap.mmap(
-        -1, plan.ds.layout.micro_batch_images * IMAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    ) as memory:
-        for _ in range(len(memory) // MIB):
-            memory.write(b"1" * MIB)
-        time.sleep(0.2)
-        peak = held()
-    return [0.5] * steps, peak, 0
-
-
-def test_what_holds_too_much_is_ended_and_the_limit_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    play(monkeypatch, filling)
-    budget = held() + 5 * IMAGE + IMAGE // 2
-    trials, needs = search(task(accumulation=2, budget_bytes=budget), tmp_path)
-    assert [one.micro_batch_images for one in trials] == [1, 2, 4, 8, 6, 5]
-    assert [one.fits for one in trials] == [True, True, True, False, False, True]
-    assert all("rank 0 took over" in one.why for one in trials if not one.fits)
-    assert needs is None
-    assert len(capfd.readouterr().out.splitlines()) == 6
-
-
-def test_when_nothing_fits_it_is_found_out_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, filling)
-    limits: dict[str, Any] = {"budget_bytes": held() + IMAGE // 2, "most_bytes": held() + 8 * IMAGE}
-    _, needs = search(task(accumulation=2, **limits), tmp_path)
-    assert needs == pytest.approx(held() + IMAGE, abs=IMAGE / 2)
-
-
-def test_a_killed_process_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(error: Exception) -> Callable[..., Measured]:
-        def measure(plan: Any, *others: Any) -> Measured:
-            raise error
-
-        return measure
-
-    def kill_this(plan: Any, *others: Any) -> Measured:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    others = set(psutil.Process().children())  # of tests before
-    play(monkeypatch, raising(MemoryError()))
-    assert run_trial(task(), 1, 2**40, tmp_path / "1").why == "rank 0 ran out of memory"
-    play(monkeypatch, kill_this)
-    assert run_trial(task(), 1, 2**40, tmp_path / "2").why == "rank 0 was killed (SIGKILL)"
-    play(monkeypatch, raising(ZeroDivisionError("a bug")))
-    with pytest.raises(RuntimeError, match=r"ZeroDivisionError: a bug"):
-        run_trial(task(), 1, 2**40, tmp_path / "3")
-    play(monkeypatch, raising(LayoutError("2 processes on 1 device")))
-    with pytest.raises(UserError, match=r"^2 processes on 1 device$"):
-        search(task(sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused")
-    assert set(psutil.Process().children()) <= others
-
-
-def test_a_process_that_takes_no_step_is_ended_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def stuck(plan: Any, device: str, budget_bytes: int | None, steps: int, *others: Any) -> Measured:
-        if plan.ds.layout.micro_batch_images > 3:
-            helper = subprocess.Popen(["sleep", "600"])
-            (tmp_path / "helper").write_text(str(helper.pid))
-            time.sleep(600)
-        return [0.5] * steps, 0, 0
-
-    play(monkeypatch, stuck)
-    trials, _ = search(task(accumulation=2, budget_bytes=2**40, hang_seconds=1.5), tmp_path)
-    assert [(one.micro_batch_images, one.fits) for one in trials] == [(1, True), (2, True), (4, False), (3, True)]
-    assert "micro-batch 4      failed: no step for 1.5 s\n" in capfd.readouterr().out
-    assert not_running(int((tmp_path / "helper").read_text()))
+def play(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let ranks do this instead of training; ``rank`` is their number and ``words`` their arguments."""
+    begin = "import os, subprocess, sys, time, json; rank, words = int(os.environ['RANK']), sys.argv[1:]\n"
+    monkeypatch.setattr(trial, "RANK", (sys.executable, "-c", begin + program))
 
 
 def not_running(pid: int) -> bool:
@@ -128,101 +44,197 @@ def not_running(pid: int) -> bool:
     return True
 
 
-def test_steps_that_go_on_are_no_hang_and_the_smallest_micro_batch_that_hangs_ends_the_search(
+def test_the_others_of_a_killed_rank_are_ended_with_what_they_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(plan: Any, device: str, budget: int | None, steps: int, hang: float, progress: Callable[[], None]) -> Any:
-        for _ in range(4):
-            time.sleep(hang / 3)
-            progress()
-        (tmp_path / "steps").touch()
-        time.sleep(600)
-
-    play(monkeypatch, slow)
-    line = "micro-batch 1 of layout 1x1 failed: no step for 1.5 s; --hang-seconds waits longer"
-    with pytest.raises(UserError, match=f"^{line}$"):
-        search(task(accumulation=2, budget_bytes=2**40, most_bytes=2**41, hang_seconds=1.5), tmp_path)
-    assert (tmp_path / "steps").exists()
-
-
-def test_a_process_whose_peer_has_run_out_of_memory_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "GRACE_SECONDS", 0.2)
-
-    def waiting(plan: Any, *others: Any) -> Measured:
-        if os.environ["RANK"] == "1":
-            raise MemoryError
-        time.sleep(600)
-        raise AssertionError
-
-    play(monkeypatch, waiting)
-    tried = run_trial(task(stages=2), 4, None, tmp_path / "trial")
-    assert not tried.fits and tried.why == "rank 1 ran out of memory"
+    play(
+        monkeypatch,
+        """
+if rank == 1:
+    while not os.path.exists(words[0]):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+helper = subprocess.Popen(["sleep", "600"])
+with open(words[0] + ".tmp", "w") as file:
+    file.write(str(helper.pid))
+os.rename(words[0] + ".tmp", words[0])
+time.sleep(600)
+""",
+    )
+    codes = run_ranks([str(tmp_path / "helper")], 2, tmp_path / "log")
+    assert codes == [None, -signal.SIGKILL]
+    assert out_of_memory(codes, "") == "rank 1 was killed (SIGKILL)"
+    helper = int((tmp_path / "helper").read_text())
+    wait_for(lambda: not_running(helper))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_trial_as_ctrl_c_does_with_all_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    def signalling(plan: Any, *others: Any) -> Measured:
-        (tmp_path / "child").write_text(str(os.getpid()))
-        os.kill(os.getppid(), number)
-        time.sleep(600)
-        raise AssertionError
-
-    play(monkeypatch, signalling)
+    play(monkeypatch, f"print(os.getpid(), flush=True); os.kill(os.getppid(), {number}); time.sleep(600)")
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        run_trial(task(), 1, None, tmp_path / "trial")
-    assert not_running(int((tmp_path / "child").read_text())) and signal.getsignal(number) == before
-
-
-def done(peak: int, *seconds: float) -> Answer:
-    return Answer("done", seconds=list(seconds), peak_bytes=peak)
-
-
-def test_a_trial_is_as_slow_as_its_slowest_rank_and_as_large_as_its_fullest() -> None:
-    sizes, answers = (4, 2, 8), [done(3 * MIB, 1.0, 2.0, 5.0), done(5 * MIB, 4.0, 1.0, 1.0)]
-    tried = judge(answers, sizes, 5 * MIB)
-    assert tried.fits and tried.step_seconds == [4.0, 2.0, 5.0]
-    assert tried.images_per_second == pytest.approx(8 / 4.0)
-    assert tried.rank_peak_bytes == [3 * MIB, 5 * MIB] and tried.peak_bytes == 5 * MIB
-    over = judge(answers, sizes, 4 * MIB)
-    assert not over.fits and over.why == "rank 1 took 5.0 MiB"
-    assert judge(answers, sizes, None).fits
-
-
-SHORT, HUNG, LOST = Answer("memory", "memory words"), Answer("hung", "hung words"), Answer("lost")
+        run_ranks([], 1, tmp_path / "log")
+    assert not_running(int((tmp_path / "log").read_text())) and signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize(
-    ("answers", "why", "hung"),
+    ("codes", "output", "why"),
     [
-        ([done(MIB, 1.0), SHORT], "rank 1 memory words", False),
-        ([SHORT, Answer("failed", "Connection closed")], "rank 0 memory words", False),
-        ([LOST, SHORT], "rank 1 memory words", False),
-        ([LOST, HUNG], "failed: hung words", True),
-        ([HUNG, SHORT], "rank 1 memory words", False),
+        ([0, 0], "", ""),
+        ([76, 1], "ddpm_ds: error: rank 1 ran out of memory; ddpm-ds fit finds", "rank 1 ran out of memory"),
+        ([None, -signal.SIGKILL], "", "rank 1 was killed (SIGKILL)"),
+        (
+            [-signal.SIGABRT],
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            "rank 0 ran out of memory",
+        ),
     ],
 )
-def test_what_becomes_of_others_is_the_doing_of_the_rank_that_ran_out_of_memory_or_hung(
-    answers: list[Answer], why: str, hung: bool
+def test_ranks_that_run_out_of_memory_are_told_from_those_that_end_well(
+    codes: Sequence[int], output: str, why: str
 ) -> None:
-    tried = judge(answers, (4, 2, 8), None)
-    assert (tried.fits, tried.why, tried.hung) == (False, why, hung)
+    assert out_of_memory(codes, output) == why
 
 
-def test_other_failures_are_no_answer_to_whether_it_fits() -> None:
-    with pytest.raises(RuntimeError, match="rank 1: Traceback"):
-        judge([LOST, Answer("failed", "Traceback ...")], (4, 2, 8), None)
-    with pytest.raises(UserError, match=r"^no such device$"):
-        judge([Answer("refused", "no such device"), LOST], (4, 2, 8), None)
+@pytest.mark.parametrize(
+    ("codes", "output", "lines", "code"),
+    [
+        ([1, 76], "Traceback:\nZeroDivisionError: a bug\n", "Traceback:\nZeroDivisionError: a bug", 1),
+        ([2, None], "starting\nddpm_ds: error: no such device\n", "no such device", 2),
+        ([76, 76], "no step for 9 s, rank 0 hangs in step()", "no step for 9 s, rank 0 hangs in step()", 76),
+        ([-signal.SIGABRT], "a bug", "a bug", 128 + signal.SIGABRT),
+    ],
+)
+def test_any_other_end_is_shown_with_its_last_lines_and_its_code(
+    codes: Sequence[int], output: str, lines: str, code: int
+) -> None:
+    with pytest.raises(TrialError) as raised:
+        out_of_memory(codes, output)
+    assert (str(raised.value), raised.value.exit_code) == (lines, code)
 
 
-def test_a_process_that_is_killed_ran_out_of_memory_and_one_that_crashed_did_not(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert without_answer(-signal.SIGKILL, log).kind == "memory"
-    log.write_text("terminate called after throwing an instance of 'std::bad_alloc'")
-    assert without_answer(-signal.SIGABRT, log).kind == "memory"
-    log.write_text("a bug")
-    answer = without_answer(-signal.SIGABRT, log)
-    assert answer.kind == "failed" and "a bug" in answer.words
+def test_a_trial_fits_if_its_fullest_rank_is_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(
+        monkeypatch,
+        """
+images = int(next(word for word in words if "micro_batch_size" in word).partition("=")[2])
+folder = words[words.index("--run-dir") + 1]
+assert words[words.index("--steps") + 1] == "3" and "ds.pipeline.stages=2" in words
+if rank == 0:
+    os.mkdir(folder)
+    found = {"step_seconds": [9.0, 2.0, 1.0], "rank_peak_bytes": [1, images * 2**27], "checkpoint_interval": 1}
+    with open(folder + "/rehearsal.json", "w") as file:
+        json.dump(found, file)
+""",
+    )
+    eight, sixteen = (try_size(task(stages=2, steps=3), tmp_path, size) for size in (8, 16))
+    assert eight == TriedSize(8, 8, 64, "", [9.0, 2.0, 1.0], [1, GIB], 1)
+    assert eight.images_per_second == 32
+    assert sixteen.why == "rank 1 took 2.00 GiB" and not sixteen.fits and sixteen.peak_bytes == 2 * GIB
+
+
+def fits_up_to(memory: int) -> Callable[[int], TriedSize]:
+    """Trials of which those of more images run out of memory, and the speed is that of 2 images at least."""
+
+    def attempt(size: int) -> TriedSize:
+        if size > memory:
+            return TriedSize(size, 1, size, "rank 0 ran out of memory")
+        return TriedSize(size, 64 // size, 64, "", [2.0 if size == 1 else 1.0], [size])
+
+    return attempt
+
+
+def test_a_search_finds_the_largest_and_the_knee_and_tries_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    found = search(task(sizes=[1, 2, 4, 8, 16, 32, 64]), fits_up_to(40))
+    assert (found.largest.micro_batch_images, found.knee.micro_batch_images, found.is_limit) == (32, 2, False)
+    assert [one.micro_batch_images for one in found.trials] == [1, 2, 4, 8, 16, 32, 64]
+    assert capsys.readouterr().out.count("  micro-batch ") == 7
+    assert search(task(sizes=[1, 2]), fits_up_to(2)).is_limit
+    assert not search(task(sizes=[4, 8]), fits_up_to(2)).fitting
+
+
+def test_a_search_begins_with_what_the_planner_expects_to_fit() -> None:
+    growing = task("unet.channels=64", accumulation=1).choosing_from([])
+    small, large = (
+        expected(Task(**{**vars(growing), "budget_bytes": trial.LIBRARY_BYTES + size})) for size in (GIB // 4, GIB)
+    )
+    assert 1 < small < large / 4 and growing.sizes[0] == 1
+    memory = trial.predicted(growing.plan(large), "cpu", GIB)
+    assert memory <= GIB < trial.predicted(growing.plan(large + 1), "cpu", GIB)
+    assert expected(Task(**{**vars(growing), "budget_bytes": 1})) == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "config", "sizes"),
+    [
+        (2, 2, ZERO, [1, 2, 3, 4, 6, 8, 12, 24]),
+        (2, 1, FOLDED, [1, 2, 3, 4, 6, 8, 12]),  # of which there are 4 or more
+        (4, 1, FOLDED, [1, 2, 3, 4, 6]),
+    ],
+)
+def test_the_batch_stays_so_a_replicas_share_is_a_number_of_micro_batches(
+    stages: int, replicas: int, config: Path, sizes: list[int]
+) -> None:
+    of = task("train.batch_images=48", "train.accumulation=3", config=config, stages=stages, replicas=replicas)
+    assert of.choosing_from([]).sizes == sizes
+    for size in sizes:
+        filled = of.config(size)
+        made = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"] * replicas
+        assert (made, filled["pipeline"]["stages"]) == (48, stages)
+
+
+def test_with_accumulation_any_micro_batch_is_possible_and_the_batch_grows() -> None:
+    of = task("train.batch_images=48", "train.accumulation=6", accumulation=4, replicas=2)
+    possible = of.choosing_from([]).sizes
+    assert possible == range(1, MOST_BATCH // 8 + 1)
+    assert load_spec(DIGITS, spec_overrides(of.overrides(possible[-1]))).train.batch_images == MOST_BATCH
+    assert of.choosing_from([5, 7]).sizes == [5, 7]
+    plan = of.plan(7)
+    assert plan.ds.layout.batch_images == plan.spec.train.batch_images == 2 * 4 * 7
+    assert (plan.ds.layout.micro_batch_images, plan.ds.layout.micro_batches) == (7, 4)
+
+
+def test_what_the_json_says_of_its_own_micro_batch_is_replaced(tmp_path: Path) -> None:
+    own = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    filled = task(config=write_json(tmp_path / "ds.json", json.loads(ZERO.read_text()) | own)).config(4)
+    assert (filled["train_micro_batch_size_per_gpu"], filled["gradient_accumulation_steps"]) == (4, 16)
+    assert filled["gradient_clipping"] == 0.5 and filled["pipeline"]["stages"] == 1
+
+
+@pytest.mark.parametrize(
+    ("of", "asked", "kind", "message"),
+    [
+        (task(replicas=3), [], LayoutError, "train.batch_images = 64 can't be shared by 3 replicas"),
+        (
+            task(stages=2),
+            [4, 5],
+            LayoutError,
+            "= 64 in layout 2x1; use some of 1,2,4",
+        ),
+        (task(config=FOLDED, stages=2), [32], LayoutError, "use some of 1,2,4,8,16, or --accumulation"),
+        (task(config=FOLDED, replicas=2), [], LayoutError, "has nothing to fold on one stage"),
+        (task(config=FOLDED, accumulation=3, stages=2), [], LayoutError, "needs 4 micro-batches or more"),
+        (task(accumulation=4), [2**19], SpecError, "train.batch_images = 2097152 should be a"),
+    ],
+)
+def test_what_can_not_be_is_one_line(of: Task, asked: list[int], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as raised:
+        of.choosing_from(asked)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+    ids=str,
+)
+def test_libraries_that_run_out_of_memory_say_so_in_words_of_their_own(error: Exception, memory: bool) -> None:
+    assert is_out_of_memory(error) == memory

@@ -243,6 +243,16 @@ def test_a_collective_that_raised_is_explained_by_who_is_missing(
     }
 
 
+def test_a_rank_that_runs_out_of_memory_blames_nobody_who_is_silent(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 3), watch(1, 3)
+    with pytest.raises(RuntimeError, match="out of memory"), first.blamed():
+        raise RuntimeError("CUDA out of memory")
+    assert take(events, 2) == {
+        (1, f"{NAMES[0]} has failed (RuntimeError): ending {NAMES[1]}; the run can be resumed"),
+        (1, EXIT_PEER_LOST),
+    }
+
+
 def test_a_rank_whose_collective_raised_is_told_by_rank_0_who_is_missing(
     watch: Watched, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:

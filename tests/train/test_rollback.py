@@ -122,6 +122,7 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
         "validation": Mock(**{"due.return_value": False}),
         "observer": Observers(),
         "recorder": Recorder(),
+        "ended": lambda: engine.images_seen >= 24,
     }
     loop.train(Run(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
     names = ["keep_snapshot", "save", "roll_back", "keep_snapshot", "save"]
