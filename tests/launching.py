@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
@@ -102,15 +103,12 @@ def fork_ranks(
     processes: int, script: Path, *arguments: str, stdout: Path, stderr: Path, **environment: str
 ) -> list[Forked]:
     """The CPU ranks of one run, with one thread each; what they print is appended to two files, or to one."""
-    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = []
-    for rank in range(processes):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
-        assert variables["DS_ACCELERATOR"] == "cpu", "forked ranks share a DeepSpeed that was imported on the CPU"
-        ranks.append(Forked.script([str(script), *arguments], env=variables, stdout=stdout, stderr=stderr))
-    return ranks
+    given = {**os.environ, **ONE_THREAD, **environment}
+    assert given["DS_ACCELERATOR"] == "cpu", "forked ranks share a DeepSpeed that was imported on the CPU"
+    return [
+        Forked.script([str(script), *arguments], env={**rank, **environment}, stdout=stdout, stderr=stderr)
+        for rank in rank_environments(processes, free_port(), given)
+    ]
 
 
 def run_ranks(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
