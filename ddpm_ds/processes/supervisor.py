@@ -250,6 +250,8 @@ class _Start:
         if self._processes.failed is None:
             return None
         rank, code = self._processes.failed
+        if code < 0:  # it can't have said so itself
+            self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
         if not record.training:
             _send(signal.SIGTERM, self._alive_ranks())
         return 0.0 if rank == 0 and code in SAID_BY_RANK_0 else LOSING_SECONDS

@@ -38,6 +38,7 @@ from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 ONE, TWO = Place(1), Place(2)
 SCRIPT = REPOSITORY / "tests" / "fake_training.py"
+WAITED_FOR = "has ended 0.5 s ago and others have not: ending them"
 LOST = "exit code 76 (a process was lost or hung)"
 
 STAND_IN = """
@@ -446,20 +447,22 @@ def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(
 
 
 @pytest.mark.parametrize(
-    ("part", "saved", "said"),
+    ("part", "expected", "saved", "said"),
     [
-        ("fail:4", True, []),  # has nothing to save yet, and would wait for long
-        ("training:4", False, ["rank 0 has ended 0.5 s ago and others have not: ending them"]),
-        ("training:2", False, []),  # holds back the line that rank 0 has printed
+        # has nothing to save yet, and would wait for long
+        ("fail:4", 4, True, ["exit code 4 (of the script)"]),
+        ("fail:kill", 76, True, ["rank 0 was ended by signal 9 (Killed)", LOST]),
+        ("training:4", 4, False, [f"rank 0 {WAITED_FOR}", "exit code 4 (of the script)"]),
+        ("training:kill", 76, False, ["rank 0 was ended by signal 9 (Killed)", f"rank 0 {WAITED_FOR}", LOST]),
+        # holds back the line that rank 0 has printed
+        ("training:2", 2, False, []),
     ],
 )
 def test_when_a_rank_fails_only_those_that_do_not_train_are_asked_to_stop(
-    part: str, saved: bool, said: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, expected: int, saved: bool, said: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "LOSING_SECONDS", PATIENCE_SECONDS if saved else 0.5)
-    code = int(part[-1])
-    end = [] if code in supervisor.FINAL else [f"exit code {code} (of the script)"]
-    assert supervised(playing(run_dir, part)) == (code, said + end)
+    assert supervised(playing(run_dir, part)) == (expected, said)
     assert (run_dir / "saved-0-rank-1").exists() == saved
 
 
