@@ -213,7 +213,7 @@ def port_taken() -> LayoutError:
     """Return the error for a port that another job uses."""
     return LayoutError(
         f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
-        "deepspeed --master_port PORT launch/train.py ..."
+        "ddpm-ds run --port PORT, or deepspeed --master_port PORT launch/train.py ..."
     )
 
 
