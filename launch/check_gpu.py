@@ -45,7 +45,7 @@ from ddpm_ds.command_line import (  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
-from ddpm_ds.processes.launcher import local_options  # noqa: E402
+from ddpm_ds.processes.launcher import Processes, rank_environments  # noqa: E402
 from ddpm_ds.processes.ranks import free_port  # noqa: E402
 from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
@@ -116,9 +116,15 @@ class Machine:
         return self.device == "cuda"
 
     def run(
-        self, name: str, *words: str | Path, seconds: float, good: Sequence[int] = (0,), **environment: str
+        self,
+        name: str,
+        *words: str | Path,
+        seconds: float,
+        good: Sequence[int] = (0,),
+        ranks: int | None = None,
+        **environment: str,
     ) -> None:
-        """Run a Python program in a process group of its own; its output goes to ``name``.log.
+        """Run a Python program, on several ranks if it is asked; its output goes to ``name``.log.
 
         Raises:
             CommandFailed: its exit code is not among ``good``, or it ran for ``seconds`` or until the deadline.
@@ -126,42 +132,30 @@ class Machine:
         command = [sys.executable, *map(str, words)]
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         ours = {"PYTHONPATH": path, "DS_ACCELERATOR": self.device, "XDG_CACHE_HOME": str(self.work / "cache")}
+        given = {**os.environ, **ours, **environment}
+        environments = [given] if ranks is None else rank_environments(ranks, free_port(), given)
         begin = time.monotonic()
         ends = min(begin + seconds, self.deadline)
         with (self.work / f"{name}.log").open("w") as log:
             print(shlex.join(command), file=log, flush=True)
-            process = subprocess.Popen(
-                command,
-                cwd=self.work,
-                env={**os.environ, **ours, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            started = Processes(command, environments, cwd=self.work, stdout=log, stderr=subprocess.STDOUT)
             try:
-                while (code := process.poll()) is None and time.monotonic() < ends and not self.stopping.is_set():
+                while (code := started.poll()) is None and time.monotonic() < ends and not self.stopping.is_set():
+                    if started.failed is not None:  # others may wait for it
+                        code = started.failed[1]
+                        break
                     time.sleep(0.02)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                started.kill()
         if code is None:
             raise CommandFailed(f"{name}: not done after {time.monotonic() - begin:.0f} s, and killed")
         if code not in good:
             raise CommandFailed(f"{name}: exit code {code}")
 
-    def launch(self, name: str, processes: int, *words: str | Path, **how: Any) -> None:
-        """Run a program of ``launch/`` under DeepSpeed's launcher, whose console script need not be on the path."""
-        devices = local_options(processes, on_cpu=not self.on_gpu)
-        options = ("-q", *devices, "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
-        self.run(name, "-m", "deepspeed.launcher.runner", *options, *words, **how)
-
-    def train(self, name: str, config: Path, *options: str | Path, launched: bool = False, **how: Any) -> list[Metrics]:
-        """Train in the folder ``name``, in one process or under the launcher; return the metrics of each log point."""
-        run = functools.partial(self.launch, name, 1) if launched else functools.partial(self.run, name)
+    def train(self, name: str, config: Path, *options: str | Path, **how: Any) -> list[Metrics]:
+        """Train in the folder ``name``, in one process or on ranks; return the metrics of each log point."""
         folder = self.work / name
-        run(TRAIN, "--deepspeed_config", config, "--run-dir", folder, *options, **how)
+        self.run(name, TRAIN, "--deepspeed_config", config, "--run-dir", folder, *options, **how)
         return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
     def measure(self, function: Callable[[Path], Any], seconds: float) -> Any:
@@ -244,7 +238,7 @@ def main_job(machine: Machine) -> Iterator[Finding]:
     length = settings(train__images=images, logging__log_every_images=images // 40)
     configs = [CONFIGS / f"zero2_{precision}.json" for precision in precisions]
     runs = [
-        functools.partial(machine.train, precision, config, *length, launched=True, seconds=300)
+        functools.partial(machine.train, precision, config, *length, ranks=1, seconds=300)
         for precision, config in zip(precisions, configs, strict=True)
     ]
     for precision, points in zip(precisions, together(*runs), strict=True):
@@ -430,7 +424,8 @@ def several(machine: Machine) -> Iterator[Finding]:
     for name, value in zip(("--rounds", "--steps-per-round", "--compared-steps"), effort, strict=True):
         options += [name, str(value)]
     options += ["-p", str(processes), "--json", machine.work / "rows.json"]
-    machine.launch("bench", processes, BENCH, "--deepspeed_config", CONFIGS / "zero2_bf16.json", *options, seconds=300)
+    command = [BENCH, "--deepspeed_config", CONFIGS / "zero2_bf16.json", *options]
+    machine.run("bench", *command, ranks=processes, seconds=300)
     report = json.loads((machine.work / "rows.json").read_text())
     for row in report["rows"]:
         times = f"{1e3 * row['step_seconds']['median']:.4g} ms a step, {row['ratio']['median']:.2f} of the first row's"

@@ -14,13 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-from ddpm_ds.processes.ranks import Launcher, recorded, set_environment
+from ddpm_ds.processes.ranks import Launcher, record_training, recorded, set_environment
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--local_rank")
     parser.add_argument("--resume", default="auto")
     parser.add_argument("parts", nargs="+")
     options = parser.parse_args()
@@ -38,6 +38,15 @@ def main() -> int:
 
     if part.isdecimal():
         return int(part)
+    begun, _, code = part.partition(":")
+    if begun == "training":
+        record_training()
+    if code and rank == 0:  # when the other one is there
+        while not (folder / f"start-{starts}-rank-1").exists():
+            time.sleep(0.01)
+        if code == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(code)
     if part == "checkpoint_and_die":
         (folder / "checkpoints").mkdir(exist_ok=True)
         (folder / "checkpoints" / "latest").write_text(f"images-{starts:09}")

@@ -1,4 +1,4 @@
-"""Start real processes, with the real launcher and without, and tiny runs to give them."""
+"""Start real processes, and tiny runs to give them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
 OTHERS_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
 """How long a test waits for what another process does, however busy the machine is."""
-SAID_BY_RANK_0 = (2, 3)
-"""Exit codes of errors that all ranks find and rank 0 says."""
 
 
 @functools.cache
@@ -79,42 +79,25 @@ def wait_for(
     return result
 
 
-def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str]:
-    """The launcher's command line for ``processes`` ranks on this host."""
-    options = ["--num_gpus", str(processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script), *arguments]
-
-
-def launch(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` on ``processes`` ranks with one thread each, on CPUs unless ``environment`` names another
-    accelerator, and return what it printed."""
-    return subprocess.run(
-        deepspeed_command(processes, script, *arguments),
-        env={**os.environ, **ONE_THREAD, **environment},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-
-
 def fork_ranks(
     processes: int, script: Path, *arguments: str, stdout: Path, stderr: Path, **environment: str
-) -> list[Forked]:
-    """The CPU ranks of one run, with one thread each; what they print is appended to two files, or to one."""
-    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = []
-    for rank in range(processes):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
-        assert variables["DS_ACCELERATOR"] == "cpu", "forked ranks share a DeepSpeed that was imported on the CPU"
-        ranks.append(Forked.script([str(script), *arguments], env=variables, stdout=stdout, stderr=stderr))
-    return ranks
+) -> list[Any]:
+    """The ranks of one run, with one thread each; what they print is appended to two files, or to one.
+
+    They are forked from a server that has imported DeepSpeed on the CPU, unless ``environment`` names another
+    accelerator.
+    """
+    words, ranks = [str(script), *arguments], rank_environments(processes, free_port(), os.environ | ONE_THREAD)
+    variables = [rank | environment for rank in ranks]
+    if variables[0]["DS_ACCELERATOR"] == "cpu":
+        return [Forked.script(words, env=each, stdout=stdout, stderr=stderr) for each in variables]
+    with stdout.open("a") as out, stderr.open("a") as err:
+        started = functools.partial(subprocess.Popen, [sys.executable, *words], cwd=REPOSITORY, stdout=out, stderr=err)
+        return [started(env=each) for each in variables]
 
 
 def run_ranks(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What :func:`launch` does, without the launcher and without importing everything once for each rank.
+    """Run the ranks of :func:`fork_ranks` to their end and return what they printed.
 
     The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then, and none where they
     hold back, since rank 0 says that the input or the numbers are bad.

@@ -19,7 +19,6 @@ from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import SpecError, UserError
-from ddpm_ds.processes.launcher import read_launch
 
 
 def test_what_is_understood() -> None:
@@ -119,10 +118,6 @@ def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_fo
     assert read_ds_config("~/empty.json") == {}
     with pytest.raises(UserError, match=f"{home}/none"):
         load_trained("~/none")
-    (home / "hosts").write_text("localhost slots=1\n")
-    launch = read_launch(["--hostfile=~/hosts", "-i", "localhost", "--venv_script", "~/env", "launch/train.py"])
-    assert launch.hosts == ("localhost",)
-    assert launch.options == (f"--hostfile={home}/hosts", "-i", "localhost", "--venv_script", f"{home}/env")
 
 
 def _paths(section: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Verbs that start training: ``train``, and ``run``, which takes every option of DeepSpeed's launcher."""
+"""Verbs that start the ranks of a run and stay with them: ``train``, and ``run``, which starts any training script."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
+from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes
+from ddpm_ds.errors import SpecError
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.predict.plan import describe_plan
-from ddpm_ds.processes.hosts import read_hostfile
-from ddpm_ds.processes.launcher import has_gpu, local_options
-from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.processes.launcher import Place, gpus
 from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers
-from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
 from ddpm_ds.tracking.tracker import check_experiment
 
 TRAIN_DESCRIPTION = """\
-Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
-and how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
+Train a diffusion U-Net: check everything, start the processes, stay with them, and say at the end what was saved and
+how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
 
 The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
 """
@@ -43,18 +41,19 @@ examples
 exit codes are those of run (docs/exit_codes.md)
 """
 RUN_DESCRIPTION = """\
-Start DeepSpeed's launcher and stay with it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save
-and stop; a second signal ends them at once. If ranks are lost, the run is started again and resumes from the newest
-checkpoint of its --run-dir, which must be given. Nothing is left running. For several hosts, start it on one host of
-the hostfile, preferably the first; each start reads the hostfile again.
+Start a training script on the processes of this machine, or on those of a hostfile by DeepSpeed's launcher, and stay
+with them. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends
+them at once. If ranks are lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which
+must be given. Nothing is left running. For several hosts, start it on one host of the hostfile, preferably the first;
+each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun, srun or mpirun.
 """
 
 RUN_EPILOG = """\
 examples
-  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-  ddpm-ds run --max-restarts 3 -- --num_gpus 4 launch/train.py -p 2 \\
+  ddpm-ds run launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 --processes 4 launch/train.py -p 2 \\
       --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-  ddpm-ds run --max-restarts 3 -- --hostfile hostfile launch/train.py -p 2 \\
+  ddpm-ds run --max-restarts 3 --hostfile hostfile launch/train.py -p 2 \\
       --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
 
 exit codes (docs/exit_codes.md)
@@ -74,29 +73,38 @@ def add_train(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
 
 
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
+    where, filters = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
     where.add_argument(
         "--processes", type=processes, metavar="N", help="processes on this machine (default: one for each GPU, or one)"
     )
     where.add_argument(
         "--hostfile", type=file_path, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
     )
+    filters.add_argument("--include", default="", metavar="HOST:0,1@HOST", help="only these hosts and slots of it")
+    filters.add_argument("--exclude", default="", metavar="HOST:0,1@HOST", help="all but these hosts and slots of it")
+    parser.add_argument(
+        "--port", type=port, metavar="PORT", help="where ranks meet (default: a free one; with a hostfile 29500)"
+    )
     _add_restart_options(parser)
 
 
+def _place(options: argparse.Namespace, device: str) -> Place:
+    """Return where the ranks are started: by default one for each GPU of this host, or one on its CPU."""
+    count = options.processes
+    if count is None and options.hostfile is None:
+        asked = os.environ.get("DS_ACCELERATOR", device) if device == "auto" else device
+        count = 1 if asked == "cpu" else max(1, gpus())
+    return Place(count or 0, options.hostfile, options.include, options.exclude, options.port)
+
+
 def _train(options: argparse.Namespace) -> int:
-    if options.hostfile is not None:
-        hosts = tuple(host for host, slots in read_hostfile(options.hostfile).items() for _ in range(slots))
-        where, rendezvous = ["--hostfile", str(options.hostfile)], []
-    else:
-        hosts = ("0",) * (options.processes or _devices(options.device))
-        if not has_gpu():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU, and reports it
-        where = local_options(len(hosts), on_cpu=os.environ.get("DS_ACCELERATOR") == "cpu")
-        rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
+    place = _place(options, options.device)
+    hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
     plan, run_dir = checked(options, len(hosts), hosts)
     check_trackers(plan.spec.logging.trackers)
     check_experiment(plan.spec.logging.experiment, run_dir.parent)
+    if not options.dry_run:
+        place.check()
     if options.run_dir is None and not options.dry_run:
         run_dir = make_run_dir(run_dir)
     check_output(run_dir, options.resume)
@@ -110,14 +118,17 @@ def _train(options: argparse.Namespace) -> int:
         asked += ["-p", str(plan.ds.layout.stages)]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
-    script = ["--module", "ddpm_ds.cli.rank", *asked]
-    print(f"starting     {shlex.join(['deepspeed', *where, *script])}", flush=True)
+    program = ["-m", "ddpm_ds.cli.rank", *asked]
+    words = [f"{place.processes} x python", *program]
+    if place.hostfile is not None:
+        words = ["deepspeed", *place.deepspeed(program)]
+    print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
     code = supervise(
-        [*where, *rendezvous, "--log_level", "critical", *script, "--described"],
+        [*program, "--described"],
+        place,
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
         log=functools.partial(_log, "train"),
-        starting=_starting,
     )
     given = options.arguments
     if options.run_dir is None:
@@ -126,26 +137,6 @@ def _train(options: argparse.Namespace) -> int:
     rehearsed = options.steps is not None and code == 0
     _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(code, run_dir, given))
     return code
-
-
-def _devices(asked: str) -> int:
-    """Return the number of this host's GPUs, or 1 for its CPU."""
-    asked = os.environ.get("DS_ACCELERATOR", asked) if asked == "auto" else asked
-    if asked == "cpu" or not has_gpu():
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())
-
-
-@contextlib.contextmanager
-def _starting() -> Iterator[None]:
-    line = ProgressLine(1)
-    try:
-        with line.doing("starting the processes"):
-            yield
-    finally:
-        line.close()
 
 
 def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
@@ -166,20 +157,29 @@ def add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     """Add the verb ``run``."""
     parser = verbs.add_parser(
         "run",
-        help="train under DeepSpeed's launcher, with restarts, orderly stops and clear exit codes",
+        help="start a training script, with restarts, orderly stops and clear exit codes",
         description=RUN_DESCRIPTION,
         epilog=RUN_EPILOG,
     )
-    _add_restart_options(parser)
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="arguments of deepspeed: its options, script"
-    )
-    parser.set_defaults(run=_run)
+    _add_launch_options(parser)
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="training script, its options")
+    parser.set_defaults(run=_run, unknown=[])
 
 
 def _run(options: argparse.Namespace) -> int:
+    after = OneLineParser(prog="ddpm-ds run")  # options may also come after --
+    _add_launch_options(after)
+    after.add_argument("program", nargs=argparse.REMAINDER)
+    options, unknown = after.parse_known_args(options.program[options.program[:1] == ["--"] :], options)
+    if unknown := [*options.unknown, *unknown]:
+        restarts = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        _add_restart_options(restarts)
+        words = [word for word in restarts.parse_known_args(options.arguments)[1] if word != "--"]
+        instead = shlex.join(["deepspeed", *words])
+        raise SpecError(f"run has no option {unknown[0]}; see ddpm-ds run --help, or type: {instead}")
     return supervise(
-        options.command[options.command[:1] == ["--"] :],
+        options.program,
+        _place(options, "auto"),
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
         log=functools.partial(_log, "run"),

@@ -102,8 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         _refuse_withdrawn(given)
-        options = make_parser().parse_args(given)
-        options.arguments = given[1:]
+        parser = make_parser()
+        options, unknown = parser.parse_known_args(given)
+        if unknown and not hasattr(options, "unknown"):
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.arguments, options.unknown = given[1:], unknown
         if arguments is None and not training:  # a verb keeps what it has done
             raise_on_interrupt()
         return options.run(options) or 0

@@ -45,6 +45,7 @@ from ddpm_ds.predict.plan import RunPlan, describe_plan, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
+    on_several_hosts,
     print_once,
     record_exit,
     set_environment,
@@ -306,9 +307,10 @@ def _told_to_other_hosts() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        from ddpm_ds.processes.rendezvous import refuse_alone
+        if on_several_hosts():  # on one host its parent ends the other ranks
+            from ddpm_ds.processes.rendezvous import refuse_alone
 
-        refuse_alone(error)
+            refuse_alone(error)
         raise
 
 

@@ -312,7 +312,7 @@ def _port(survey: Survey, host: str) -> Cell | None:
     if host == first:
         if not error:
             return Cell(f"{number} free")
-        fix = f"end its user (ss -tlnp on {first}), or take another port: --master-port, deepspeed's --master_port"
+        fix = f"end its user (ss -tlnp on {first}), or take another port: --master-port, run's --port"
         return Cell(f"{number} taken", BAD, f"port {number} can't be used: {error}", fix)
     if not error:
         return None if survey.hosts[first].port_error else Cell("reached")

@@ -1,4 +1,4 @@
-"""Sweep: trials trained one after another by ``ddpm-ds run``, with a record of how each ended, to resume from.
+"""Sweep: trials trained one after another by ``ddpm-ds train``, with a record of how each ended, to resume from.
 
 ::
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -33,14 +32,12 @@ from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, Out
 from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.files import METRICS, open_regular, read_json, read_points, replace_file, write_file
-from ddpm_ds.processes.launcher import has_gpu, local_options
-from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS
 from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
 from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
-TRAIN = ("--module", "ddpm_ds.cli.rank")
+TRAIN = ("-m", "ddpm_ds.cli.main", "train")
 ENDINGS, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
 POLL_SECONDS = 0.5
 WHAT_CODES_MEAN = {
@@ -125,13 +122,10 @@ class Sweep:
     def command(self, trial: Trial, parent: str, grace_seconds: float, options: Sequence[str]) -> list[str]:
         """Return the command that starts a trial as a child of the run with the identity ``parent``."""
         run_dir = self.run_dir(trial)
-        supervisor = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--grace-seconds", f"{grace_seconds:g}", "--"]
-        on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not has_gpu()
-        devices = local_options(trial.processes, on_cpu=on_cpu)
-        launcher = [*devices, "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+        where = ["--run-dir", str(run_dir), "--processes", str(trial.processes)]
         what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
-        where = ["--run-dir", str(run_dir), "--parent-run", parent]
-        return [*supervisor, *launcher, *TRAIN, *what, *where, *options]
+        how = ["--parent-run", parent, "--grace-seconds", f"{grace_seconds:g}"]
+        return [sys.executable, *TRAIN, *where, *what, *how, *options]
 
     def progress(self, trial: Trial) -> int:
         """Return the number of images that a trial had seen at its last log point."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +24,8 @@ from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserErro
 from ddpm_ds.files import REHEARSAL, read_json
 from ddpm_ds.fit.search import knee, largest, look_below
 from ddpm_ds.predict.plan import RunPlan, plan_run
-from ddpm_ds.processes.ranks import RUN_SECRET, free_port
+from ddpm_ds.processes.launcher import Processes, rank_environments
+from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
@@ -271,37 +270,22 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
     Raises:
         KeyboardInterrupt: a signal asked to end.
     """
-    world = {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RUN_SECRET: secrets.token_hex()}
-    ranks, until = list[subprocess.Popen[bytes]](), math.inf
     with heard_signals() as heard, log.open("wb") as output:
+        environments = rank_environments(processes, free_port(), os.environ)
+        ranks, until = Processes([*RANK, *arguments], environments, stdout=output, stderr=output), math.inf
         try:
-            for number in range(processes):
-                own = {**os.environ, **world, "RANK": str(number), "LOCAL_RANK": str(number)}
-                ranks.append(
-                    subprocess.Popen(
-                        [*RANK, *arguments],
-                        env=own,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
-                )
+            for pid in ranks.pids:
                 with contextlib.suppress(OSError):  # makes the kernel kill this process first if memory is short
-                    Path(f"/proc/{ranks[-1].pid}/oom_score_adj").write_text("1000")
-            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < until:
+                    Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+            while ranks.poll() is None and time.monotonic() < until:
                 if heard:
                     raise KeyboardInterrupt
-                if until == math.inf and any(codes):
+                if until == math.inf and ranks.failed:
                     until = time.monotonic() + GRACE_SECONDS
                 time.sleep(POLL_SECONDS)
-            return codes
+            return ranks.codes
         finally:
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.pid, signal.SIGKILL)  # with what it has started, such as compilers
-                rank.wait()
+            ranks.kill()
 
 
 def out_of_memory(codes: Sequence[int | None], output: str) -> str:

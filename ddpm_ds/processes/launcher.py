@@ -1,116 +1,146 @@
-"""Parser of the command line of DeepSpeed's launcher, and the ssh options that it needs.
+"""Start of a run's ranks: those of this host as children of this process, those of several by DeepSpeed's launcher.
 
-Tests hold each of these facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py): its options, which hosts of a
-hostfile take part, when they are reached from this one, and which GPUs of this host the ranks get.
+Does not import torch. Tests hold what DeepSpeed 0.19.8 does (deepspeed/launcher): which variables tell a process its
+rank, and which hosts of a hostfile take part.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import ctypes
 import os
-import re
-import runpy
+import secrets
 import shutil
-import sys
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import pynvml
-
-from ddpm_ds.command_line import OneLineParser
-from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError, one_line
-from ddpm_ds.files import expanded
-from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS, read_hostfile, this_host
-from ddpm_ds.processes.ranks import GIVEN_DEVICES
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes.hosts import PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS, read_hostfile, this_host
+from ddpm_ds.processes.ranks import RUN_SECRET
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options with which ssh gives up a host after 15 to 20 s without an answer; by default it may wait for hours."""
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of GPUs. A host without any of them has no GPU, so PyTorch, whose import takes seconds, is not asked."""
-
-WITH_VALUE = (
-    "-H,--hostfile -i,--include -e,--exclude --num_gpus,--num_accelerators --master_addr --node_rank --launcher "
-    "--launcher_args --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script --log_level"
-)
-NUMBERS = "--num_nodes --master_port"
-FLAGS = (
-    "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --bind_cores_to_rank "
-    "-q,--quiet"
-)
 
 
-_HOME = re.compile(r"(?:^|(?<==))~.*")
-"""Path in an option, as ``~/hosts`` and ``--hostfile=~/hosts``, that DeepSpeed would not expand."""
+def gpus() -> int:
+    """Return the number of GPUs that CUDA shows to this process, as its driver counts them; 0 without a driver."""
+    count = ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    return count.value if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)) else 0
+
+
+def rank_environments(processes: int, port: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the environment of each rank of a run on this host: ``environment``, and what DeepSpeed's launcher sets.
+
+    Each rank sees all GPUs that ``environment`` shows, and takes the one with its local rank's number.
+    """
+    size, secret = str(processes), environment.get(RUN_SECRET) or secrets.token_hex()
+    world = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), RUN_SECRET: secret}
+    return [{**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+class Processes:
+    """Processes of one program, such as the ranks of a run, each with its environment and in a session of its own.
+
+    A terminal's Ctrl-C does not reach them. They have no input; ``output`` are options of :class:`subprocess.Popen`.
+    """
+
+    def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], **output: Any) -> None:
+        quiet = {"stdin": subprocess.DEVNULL, "start_new_session": True, **output}
+        self._all = [subprocess.Popen(words, env=environment, **quiet) for environment in environments]
+        self.pids = frozenset(process.pid for process in self._all)
+        self.failed: tuple[int, int] | None = None
+        """Number and exit code of the process that was the first to fail, negative for a signal."""
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes, negative for a signal; None for a process that runs."""
+        return [process.poll() for process in self._all]
+
+    def poll(self) -> int | None:
+        """Return None while any process runs, and then the exit code of the first that failed, or 0."""
+        codes = self.codes
+        if self.failed is None:
+            self.failed = next(((number, code) for number, code in enumerate(codes) if code), None)
+        return None if None in codes else self.failed[1] if self.failed else 0
+
+    def kill(self) -> None:
+        """End what is left of the processes and of their process groups."""
+        for process in self._all:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Command line of the launcher, with the current content of the hostfile."""
+class Place:
+    """Where the ranks of a run are: some processes of this host, or those that a hostfile names."""
 
-    options: tuple[str, ...]
-    script: tuple[str, ...]
-    """Training script and its arguments."""
-    hosts: tuple[str, ...]
-    """Hosts that take part, in the order of their ranks; empty without a hostfile."""
-    remote: bool
-    """Whether this launcher starts ranks on other hosts than its own."""
-    port: int
+    processes: int = 1
+    hostfile: Path | None = None
+    include: str = ""
+    exclude: str = ""
+    port: int | None = None
 
-    def command(self, port: int) -> list[str]:
-        """Return the command line with another port for the ranks' rendezvous."""
-        own = [] if port == self.port else ["--master_port", str(port)]
-        return [*self.options, *own, *self.script]
+    def hosts(self) -> dict[str, int]:
+        """Return the hosts of the hostfile that take part, with their numbers of ranks, in the order of the ranks.
 
+        Raises:
+            SpecError: the hostfile can't be read, or DeepSpeed would refuse what is included or excluded.
+        """
+        if self.hostfile is None:
+            if self.include or self.exclude:
+                raise SpecError(
+                    "--include and --exclude choose hosts of a --hostfile; GPUs of this host are chosen by "
+                    "CUDA_VISIBLE_DEVICES=0,1"
+                )
+            return {"localhost": self.processes}
+        pool = read_hostfile(self.hostfile)
+        option, text = ("--include", self.include) if self.include else ("--exclude", self.exclude)
+        named: dict[str, set[str]] = {}
+        for part in filter(None, text.split("@")):
+            host, colon, slots = part.partition(":")
+            if host not in pool:
+                raise SpecError(
+                    f"{option} names {host}, which hostfile {self.hostfile} does not; use {', '.join(pool)}"
+                )
+            known = [str(slot) for slot in range(pool[host])]
+            given = slots.split(",") if colon else known
+            if unknown := set(given) - set(known):
+                use = f"{host}:{','.join(known[:8])}"
+                raise SpecError(f"{option} {text}: {min(unknown)!r} is no slot of {host}; write {use} or fewer")
+            named.setdefault(host, set()).update(given)
+        chosen = {host: len(named.get(host, ())) for host in pool}
+        left = chosen if self.include else {host: slots - chosen[host] for host, slots in pool.items()}
+        if not any(left.values()):
+            raise SpecError(f"{option} {text} leaves no host; use fewer")
+        return {host: slots for host, slots in left.items() if slots}
 
-def has_gpu() -> bool:
-    """Return whether this host has the device file of a GPU."""
-    return any(Path(file).exists() for file in GPU_FILES)
+    def check(self) -> None:
+        """Raise SpecError if the ranks could not be started from this host, or it could not be seen how they end."""
+        hosts = self.hosts()
+        if self.hostfile is not None and this_host(hosts) is None:
+            raise SpecError(
+                f"none of {', '.join(hosts)} of hostfile {self.hostfile} is this host; start it on one of them, best "
+                "on the first, whose ranks can be seen to end"
+            )
+        if len(hosts) > 1 and shutil.which("pdsh") is None:
+            raise SpecError("pdsh is not installed; install it, or start on each host: deepspeed --no_ssh --node_rank")
 
-
-def local_options(processes: int, *, on_cpu: bool) -> list[str]:
-    """Return the launcher's options that start this many processes on this host.
-
-    With ``--num_gpus`` the launcher sets CUDA_VISIBLE_DEVICES to 0, 1, ... So if the variable has the numbers of enough
-    GPUs, the first of them are named instead. Otherwise, such as for UUIDs or if it hides all GPUs, this leaves its
-    value in this process's environment for the ranks, which restore it.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ.pop(GIVEN_DEVICES, None)
-    if on_cpu or given is None:
-        return ["--num_gpus", str(processes)]
-    visible = [number.strip() for number in given.split(",")]
-    if processes <= len(visible) == len(set(visible)) and all(number.isdecimal() for number in visible):
-        return ["--include", f"localhost:{','.join(visible[:processes])}"]
-    os.environ[GIVEN_DEVICES] = given
-    return ["--num_gpus", str(processes)]
-
-
-def read_launch(command: Sequence[str]) -> Launch:
-    """Parse the launcher's command line, and refuse a run that could not start or whose end could not be observed.
-
-    Raises:
-        SpecError: an option is wrong, or the hostfile can't be read or lacks requested hosts or this one, whose ranks
-            report how the run ends.
-    """
-    options = _parser().parse_args(command)
-    path = expanded(options.hostfile or DEFAULT_HOSTFILE)
-    missing = options.hostfile is not None and not path.exists()
-    pool = read_hostfile(path) if path.is_file() or missing else {}  # /dev/null means this host alone
-    hosts = _taking_part(pool, str(path), options)
-    remote = not options.no_ssh and (len(hosts) > 1 or (options.force_multi and bool(hosts)))
-    if remote and this_host(hosts) is None:
-        raise SpecError(
-            f"none of {', '.join(hosts)} of hostfile {path} is this host; start it on one of them, best on the first, "
-            "whose ranks can be seen to end; or on each of them with --no_ssh --node_rank"
-        )
-    if remote and (options.launcher or "pdsh").lower() == "pdsh" and shutil.which("pdsh") is None:
-        raise SpecError("pdsh is not installed; install it, or start on each host with --no_ssh --node_rank")
-    script = ([options.user_script] if options.user_script is not None else []) + options.user_args
-    own = [_HOME.sub(lambda found: str(expanded(found[0])), word) for word in command[: len(command) - len(script)]]
-    return Launch(tuple(own), tuple(script), hosts, remote, options.master_port or DEFAULT_PORT)
+    def deepspeed(self, program: Sequence[str]) -> list[str]:
+        """Return the words after ``deepspeed`` that start a program, ``-m MODULE`` or a script, on the hosts."""
+        filters = [f"--{name}={text}" for name in ("include", "exclude") if (text := getattr(self, name))]
+        own = ["--hostfile", str(self.hostfile), *filters, "--master_port", str(self.port or DEFAULT_PORT)]
+        return [*own, *(["--module", *program[1:]] if program[0] == "-m" else program)]
 
 
 def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -119,99 +149,3 @@ def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if "ServerAlive" in given + environment.get(PDSH_ARGUMENTS, ""):
         return {}
     return {PDSH_MORE_ARGUMENTS: f"{given} {SSH_ALIVE}".strip()}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="deepspeed", add_help=False, allow_abbrev=True)
-    for names in WITH_VALUE.split():
-        parser.add_argument(*names.split(","))
-    for name in NUMBERS.split():
-        parser.add_argument(name, type=int)
-    for names in FLAGS.split():
-        parser.add_argument(*names.split(","), action="store_true")
-    parser.add_argument("user_script", nargs="?")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER)
-    return parser
-
-
-def _taking_part(pool: Mapping[str, int], path: str, options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the hosts of a hostfile, given with their slots, that --include, --exclude and --num_nodes select.
-
-    Raises:
-        SpecError: DeepSpeed would refuse the selection, with a traceback.
-    """
-    include, exclude, nodes = options.include or "", options.exclude or "", options.num_nodes or -1
-    if include and exclude:
-        raise SpecError("--include and --exclude exclude each other; use one of them")
-    if (include or exclude) and (nodes >= 0 or options.num_gpus is not None):
-        raise SpecError("--num_nodes and --num_gpus exclude --include and --exclude; use either")
-    if nodes > 1 and not pool:
-        raise SpecError(f"--num_nodes {nodes} needs the other hosts in a hostfile; name it with --hostfile")
-    option, text = ("--include", include) if include else ("--exclude", exclude)
-    if not text:
-        return tuple(pool)[:nodes] if nodes > 0 else tuple(pool)
-    slots = pool or {"localhost": _devices()}
-    where = f"hostfile {path}" if pool else "this host, without a hostfile,"
-    named = _filter(option, text)
-    for host, numbers in named.items():
-        if host not in slots:
-            raise SpecError(f"{option} names {host}, which {where} does not; use {', '.join(slots)}")
-        if beyond := [number for number in numbers if number >= slots[host]]:
-            raise SpecError(
-                f"{option} {text} names slot {min(beyond)} of {host}, and {where} has {slots[host]}, from 0 on; use "
-                f"{host}:{','.join(map(str, range(min(slots[host], 8))))} or fewer"
-            )
-
-    def left(host: str) -> bool:
-        if include:
-            return host in named
-        return host not in named or 0 < len(named[host]) < slots[host]
-
-    taking_part = tuple(host for host in slots if left(host))
-    if not taking_part:
-        raise SpecError(f"{option} {text} leaves no host; use fewer")
-    return taking_part if pool else ()
-
-
-def _devices() -> int:
-    """Return the number of devices as DeepSpeed counts them, for a selection without a hostfile: GPUs, or on a CPU its
-    NUMA nodes, which it counts with numactl.
-    """
-    if has_gpu():
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            return int(pynvml.nvmlDeviceGetCount())
-    if count := int(os.environ.get("LOCAL_SIZE", 0)):
-        return count
-    nodes = [file for file in Path("/sys/devices/system/node").glob("node*/cpulist") if file.read_text().strip()]
-    return max(1, len(nodes)) if shutil.which("numactl") else 1
-
-
-def _filter(option: str, text: str) -> dict[str, set[int]]:
-    """Parse hosts and their slots from a text such as ``worker-0@worker-1:0,2``; no slots means all.
-
-    Raises:
-        SpecError: a slot is no number.
-    """
-    found: dict[str, set[int]] = {}
-    for part in text.split("@"):
-        host, _, named = part.partition(":")
-        try:
-            found.setdefault(host, set()).update(map(int, named.split(",")) if named else ())
-        except ValueError:
-            raise SpecError(f"{option} {text}: {named!r} is no list of slots; write HOST:0,1@HOST:0") from None
-    return found
-
-
-def main() -> None:
-    """Run DeepSpeed's launcher; what its checks refuse before it starts anything is one line and exit code 2."""
-    try:
-        runpy.run_module("deepspeed.launcher.runner", run_name="__main__", alter_sys=True)
-    except (ValueError, AssertionError, NotImplementedError) as error:
-        why = one_line(str(error))
-        print(f"ddpm_ds: error: DeepSpeed's launcher: {why}; deepspeed --help explains its options", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Start and end of a process as a rank. Does not import torch.
 
 At its start a process finds its rank, whichever launcher started it, and reads variables that were not sent to its
-host. At its end it records its exit code for ``ddpm-ds run``, since DeepSpeed's launcher ends the other ranks when one
-has exited, reports the code of any of them, and exits with 0 if a part of it was killed.
+host. At its end it records its exit code for ``ddpm-ds run``, since a process that has done its work may still fail as
+it exits, and DeepSpeed's launcher reports the code of any rank, or 0 if a part of it was killed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
 """Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.store`."""
-GIVEN_DEVICES = "DDPM_DS_CUDA_VISIBLE_DEVICES"
-"""Variable with the user's CUDA_VISIBLE_DEVICES, if DeepSpeed's launcher replaces it by other GPUs for the ranks."""
-STARTED = "started"
+STARTED, TRAINING = "started", "training"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables set by DeepSpeed's and PyTorch's launchers. Without them the parent of a process may be a shell, which may
 exit."""
@@ -62,10 +60,9 @@ def set_environment() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
     ``.deepspeed_env``.
 
-    Existing variables are kept, except that :data:`GIVEN_DEVICES` restores CUDA_VISIBLE_DEVICES. DeepSpeed's launcher
-    and torchrun set the rank; without them it is taken from OpenMPI's mpirun or Slurm's srun, and otherwise the process
-    is a single rank. DeepSpeed sends ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process also reads
-    it.
+    Existing variables are kept. ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is taken
+    from OpenMPI's mpirun or Slurm's srun, and otherwise the process is a single rank. DeepSpeed sends
+    ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process also reads it.
 
     It also limits how long GNU OpenMP's threads, which read this when PyTorch is imported, spin before they sleep. On
     two cores shared with another process, long spinning made a step ten times slower; short spinning costs a tenth on
@@ -75,8 +72,6 @@ def set_environment() -> None:
         SpecError: a line of ``.deepspeed_env`` can't be parsed, or the ranks are on several hosts and the first is
             unknown.
     """
-    if GIVEN_DEVICES in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[GIVEN_DEVICES]
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program
@@ -224,6 +219,11 @@ def record_exit(code: int) -> int:
     return code
 
 
+def record_training() -> None:
+    """Record that this rank listens to requests and watches the others, so that it may outlive one that fails."""
+    _record(TRAINING)
+
+
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
@@ -270,6 +270,8 @@ class ExitRecord(NamedTuple):
     """Ranks that started but have not recorded their end."""
     finished: bool = False
     """Whether a rank has exited with 0, which it does only after the run's last barrier: the run is done."""
+    training: bool = False
+    """Whether a rank has begun to train."""
 
     @property
     def started(self) -> bool:
@@ -295,10 +297,11 @@ class ExitFile:
         """Return what the ranks have recorded."""
         self._file.seek(0)
         lines = [line.split() for line in self._file.read().decode().splitlines()[1:]]
-        ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
+        ended = [(rank, int(word)) for rank, word in lines if word not in (STARTED, TRAINING)]
         unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
         failure = next((code for _, code in ended if code != 0), None)
-        return ExitRecord(failure, tuple(sorted(unfinished, key=int)), any(code == 0 for _, code in ended))
+        finished, training = any(code == 0 for _, code in ended), any(word == TRAINING for _, word in lines)
+        return ExitRecord(failure, tuple(sorted(unfinished, key=int)), finished, training)
 
     def close(self) -> None:
         """Remove the file."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
-from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
+from ddpm_ds.processes.ranks import RUN_SECRET, host_name
 from ddpm_ds.processes.store import SealedStore, connect
 
 BEAT_SECONDS = 2.0
@@ -188,13 +188,9 @@ class Rendezvous:
 
 
 def refuse_alone(error: UserError) -> None:
-    """Tell the other hosts' ranks, which are or will be at the rendezvous, about an error before this rank joined it.
-
-    On one host this is not needed, since the launcher ends the other ranks.
-    """
-    if on_several_hosts():
-        with contextlib.suppress(UserError, PeerLostError):
-            Rendezvous(TELL_SECONDS).refuse(error)
+    """Tell the other hosts' ranks, which are or will be at the rendezvous, about an error before this one joined it."""
+    with contextlib.suppress(UserError, PeerLostError):
+        Rendezvous(TELL_SECONDS).refuse(error)
 
 
 def _store(rank: int, seconds: float) -> dist.Store:
@@ -217,7 +213,7 @@ def port_taken() -> LayoutError:
     """Return the error for a port that another job uses."""
     return LayoutError(
         f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
-        "deepspeed --master_port PORT launch/train.py ..."
+        "ddpm-ds run --port PORT, or deepspeed --master_port PORT launch/train.py ..."
     )
 
 

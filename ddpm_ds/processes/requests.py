@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.processes.ranks import Launcher, record_exit
+from ddpm_ds.processes.ranks import Launcher, record_exit, record_training
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 
 FILES = ("save", "save_and_stop")
@@ -62,6 +62,7 @@ class Requests:
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
         self._hearing = threading.Thread(target=self._hear, name="signals", daemon=True)
         self._hearing.start()
+        record_training()
 
     def _hear(self) -> None:
         heard_at = time.monotonic()

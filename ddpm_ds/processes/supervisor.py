@@ -1,11 +1,12 @@
-"""Supervisor of DeepSpeed's launcher, which adds handling of signals, exit codes, leftover processes and restarts.
+"""Supervisor of a run's ranks, which adds orderly stops, exit codes, leftover processes and restarts to their start.
 
-On SIGTERM the launcher alone ends the ranks, with SIGKILL after 30 s; if a part of it is killed, it exits with 0 and
-leaves ranks running; and it never restarts. Here the ranks themselves are signalled, so that they finish their step and
-save, after which the launcher ends.
+The ranks themselves are signalled, so that they finish their step and save. When one has failed, others that train
+notice it and name it; a signal would ask them to save.
 
-On several hosts the ranks of this host are signalled and watched: all ranks follow a request to one, and the end of one
-ends all. Ranks on other hosts exit by themselves when they have lost the others or their launcher.
+On several hosts DeepSpeed's launcher starts the ranks. On SIGTERM it alone would end them, with SIGKILL after 30 s; if
+a part of it is killed, it exits with 0 and leaves ranks running; and it never restarts. The ranks of this host are
+signalled and watched: all ranks follow a request to one, and the end of one ends all. Ranks on other hosts exit by
+themselves when they have lost the others or their launcher.
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ import argparse
 import contextlib
 import math
 import os
-import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -35,61 +33,60 @@ from ddpm_ds.processes.hosts import (
     find_environment,
     write_environment,
 )
-from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord
+from ddpm_ds.processes.launcher import DEFAULT_PORT, Place, Processes, rank_environments, ssh_environment
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord, free_port
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.secret import is_secret
 
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
 """Exit codes after which a restart would be wrong or is up to the scheduler."""
+SAID_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
+"""Exit codes of errors that all ranks find and rank 0 prints, while the others hold back."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
-RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 SETTLE_SECONDS = 3.0
-"""Time for which the ranks' helper processes may outlive the launcher."""
+"""Time for which the ranks' helper processes may outlive them."""
 LOSING_SECONDS = 45.0
-"""Time for which the launcher may continue after a rank of this host has lost others: it gives its ranks 30 s to end,
-and ssh gives up a lost host after 20 s."""
+"""Time for which ranks may go on after another has failed, or the launcher after a rank of this host has lost others:
+it gives its ranks 30 s to end, and ssh gives up a lost host after 20 s."""
 KILL_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 60.0
 
 
 def supervise(
-    command: Sequence[str],
+    program: Sequence[str],
+    place: Place,
     *,
     max_restarts: int,
     grace_seconds: float,
     pause_seconds: float = 1.0,
     log: Callable[[str], None],
-    starting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
-    """Run DeepSpeed's launcher with arguments ``command``, restarting it if that helps; return the last exit code.
+    """Start the ranks of a training program, again if that helps; return the last exit code.
 
-    A start that wrote a checkpoint resets the count of restarts; the next one resumes from the newest, whatever
-    ``--resume`` says. Each start reads the hostfile again; on several hosts each restart uses another port, so that no
-    straggler of the last start can join. ``starting`` is entered until the launcher has started a rank of this host.
-    Must run in the main thread, and as the last of a process: from its end on stop signals are ignored.
+    ``program`` is ``-m MODULE`` or a script, with its options. A start that wrote a checkpoint resets the count of
+    restarts; the next one resumes from the newest, whatever ``--resume`` says. Each start reads the hostfile again; on
+    several hosts each restart uses another port, so that no straggler of the last start can join. Must run in the main
+    thread, and as the last of a process: from its end on stop signals are ignored.
 
     Raises:
-        SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
+        SpecError: ``program`` has no --run-dir; see also :meth:`Place.check` and :func:`find_environment`.
     """
-    latest = _run_dir(command) / "checkpoints" / "latest"
-    restarts = ports = 0
+    latest = _run_dir(program) / "checkpoints" / "latest"
+    restarts = starts = 0
     with heard_signals(leaving=True) as heard:
         while True:
             before = _written(latest)
-            launch = read_launch(command)
-            with contextlib.ExitStack() as shown:
-                shown.enter_context(starting())
-                code = _Start(launch, launch.port + ports, heard, grace_seconds, log, shown).run()
-            ports += launch.remote
+            place.check()
+            port = place.port or free_port() if place.hostfile is None else (place.port or DEFAULT_PORT) + starts
+            code = _Start(tuple(program), replace(place, port=port), heard, grace_seconds, log).run()
             if code in FINAL or heard:
                 return code
+            starts += 1
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
-            command = _restarted(command, saved)
+            program = _restarted(program, saved)
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
@@ -103,25 +100,25 @@ def supervise(
                 time.sleep(POLL_SECONDS)
 
 
-def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
-    """Return the exit code of a start that has not finished the run: the ranks' or else the meaning of the launcher's.
+def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
+    """Return the exit code of a start that has not finished the run: the ranks' or else the meaning of ``first``.
 
     The launcher's 0 proves nothing, since it also exits with 0 if its children were killed.
 
     Args:
-        launcher: its return code, negative for a signal.
+        first: exit code of the rank that failed first, or of DeepSpeed's launcher; negative for a signal.
         stopping: whether the ranks were asked to stop.
         orphaned: whether ranks were still alive after it had ended.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
-    killed = bool(record.unfinished) or not 0 <= launcher < 128  # a rank, perhaps before it could record its start
+    killed = bool(record.unfinished) or not 0 <= first < 128  # a rank, perhaps before it could record its start
     if record.failure == EXIT_PREEMPTED and killed and not stopping:
-        return EXIT_PEER_LOST  # the launcher's own signal to the others is no request to stop the run
+        return EXIT_PEER_LOST  # a signal to the others after that is no request to stop the run
     if record.failure in FINAL:
         return record.failure
-    if 0 < launcher < 128:  # the code of the rank that failed first; others record that they lost it
-        return launcher
+    if 0 < first < 128:  # others record that they lost it
+        return first
     return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
 
 
@@ -160,35 +157,21 @@ def _restarted(command: Sequence[str], saved: bool) -> list[str]:
 
 @dataclass
 class _Start:
-    """Start of the launcher in a separate session, so that a terminal's Ctrl-C does not reach the ranks."""
+    """One start of the ranks: ``_processes`` are the ranks of this host, or DeepSpeed's launcher on several."""
 
-    launch: Launch
-    port: int
+    program: tuple[str, ...]
+    place: Place
     heard: Sequence[signal.Signals]
     grace_seconds: float
     log: Callable[[str], None]
-    starting: contextlib.ExitStack
-    """Contexts that are closed once a rank of this host has started."""
 
     def run(self) -> int:
-        """Start the launcher, wait for it, and leave no process running."""
-        found = find_environment()
-        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
-        private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
-        with contextlib.closing(ExitFile(private)) as self._exits, open(os.memfd_create("environment"), "wb") as file:
-            travels = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-            open_to_all = {name: value for name, value in found.items() if name not in private}
-            write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "ddpm_ds.processes.launcher", *self.launch.command(self.port)],
-                env=self._environment(private, travels),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        """Start the ranks, wait for them, and leave no process running."""
+        with contextlib.ExitStack() as held:
+            self._processes = self._ranks(held) if self.place.hostfile is None else self._launcher(held)
             try:
                 code = self._wait()
             finally:
-                self.starting.close()
                 self._kill()
             if self._exits.read().finished:
                 return 0
@@ -197,64 +180,102 @@ class _Start:
             return 128 + self.heard[-1]
         return code
 
-    def _environment(self, private: Iterable[str], travels: Path) -> dict[str, str]:
-        """Return the launcher's environment; ``travels`` has the variables that DeepSpeed sends to every host.
+    def _ranks(self, held: contextlib.ExitStack) -> Processes:
+        self._exits = held.enter_context(contextlib.closing(ExitFile()))
+        assert self.place.port is not None
+        given = {**os.environ, EXIT_FILE_VARIABLE: self._exits.name}
+        environments = rank_environments(self.place.processes, self.place.port, given)
+        return Processes([sys.executable, "-u", *self.program], environments)
 
-        DeepSpeed sends them on command lines, which every user of a host can read, and prints those with NCCL in their
-        name on this one too, so ``private`` ones are left out: this host's ranks read them from the exit file, which
-        only exists on this host.
+    def _launcher(self, held: contextlib.ExitStack) -> Processes:
+        """Start DeepSpeed's launcher, which sends variables to every host.
+
+        It sends them on command lines, which every user of a host can read, and prints those with NCCL in their name on
+        this one too, so secret ones are left out: this host's ranks read them from the exit file, which only exists on
+        this host.
         """
-        left_out = {name for name in private if self.launch.remote or PRINTED in name} | {*RANK_VARIABLES}  # see _rank
+        found = find_environment()
+        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
+        private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
+        self._exits = held.enter_context(contextlib.closing(ExitFile(private)))
+        held.callback(os.close, file := os.memfd_create("environment"))
+        travels = Path(f"/proc/{os.getpid()}/fd/{file}")
+        open_to_all = {name: value for name, value in found.items() if name not in private}
+        write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})
+        left_out = {*private, "LOCAL_RANK"}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}
-        if not self.launch.remote:  # other hosts' ranks would not have it
-            ours.setdefault(RUN_SECRET, secrets.token_hex())
-        return ours | ssh_environment(ours)
+        quiet = ["-m", "deepspeed.launcher.runner", "--log_level", "critical"]
+        words = [sys.executable, *quiet, *self.place.deepspeed(self.program)]
+        return Processes(words, [ours | ssh_environment(ours)])
 
     def _wait(self) -> int:
-        """Wait until the launcher ends or must be ended; return the exit code of this start."""
+        """Wait until the ranks have ended or must be ended; return the exit code of this start."""
         limits: dict[int, float] = {}  # times at which all processes are ended, by the exit code then
-        while (code := self._launcher.poll()) is None and len(self.heard) < 2:
+        while (code := self._processes.poll()) is None and len(self.heard) < 2:
             now = time.monotonic()
             if self.heard and EXIT_PREEMPTED not in limits:
-                self.starting.close()
                 limits[EXIT_PREEMPTED] = now + self.grace_seconds
                 # Ranks that have all ended have given their reason; the launcher notices within a second.
                 if not self._ask_to_stop(self.heard[-1].name) and not self._exits.read().started:
                     self._stop_launcher()
                     return EXIT_PREEMPTED
-            record = self._exits.read()
-            if record.started:
-                self.starting.close()
-            if EXIT_PEER_LOST not in limits and record.failure == EXIT_PEER_LOST:
-                limits[EXIT_PEER_LOST] = now + LOSING_SECONDS
+            if EXIT_PEER_LOST not in limits and (patience := self._patience()) is not None:
+                limits[EXIT_PEER_LOST] = now + patience
             if now > limits.get(EXIT_PREEMPTED, math.inf):
                 self.log(f"not saved within {self.grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
             if now > limits.get(EXIT_PEER_LOST, math.inf):
-                self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
-                return EXIT_PEER_LOST
+                return self._end_the_others()
             time.sleep(POLL_SECONDS)
         if code is None:
             return 128 + self.heard[-1]
 
         self._wait_until_gone(SETTLE_SECONDS)
-        orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), but its ranks have not")
+        orphaned = self.place.hostfile is not None and self._ask_to_stop(
+            f"the launcher has ended (exit code {code}), but its ranks have not"
+        )
         if orphaned:
             self._wait_until_gone(self.grace_seconds)
         return exit_code(code, self._exits.read(), stopping=bool(self.heard), orphaned=orphaned)
 
+    def _patience(self) -> float | None:
+        """Return for how many seconds ranks may go on since one has failed; None if none has.
+
+        Those that do not train yet have nothing to save, would not notice for long, and are asked to stop.
+        """
+        record = self._exits.read()
+        if self.place.hostfile is not None:
+            return LOSING_SECONDS if record.failure == EXIT_PEER_LOST else None
+        if self._processes.failed is None:
+            return None
+        rank, code = self._processes.failed
+        if code < 0:  # it can't have said so itself
+            self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
+        if not record.training:
+            _send(signal.SIGTERM, self._alive_ranks())
+        return 0.0 if rank == 0 and code in SAID_BY_RANK_0 else LOSING_SECONDS
+
+    def _end_the_others(self) -> int:
+        """End the ranks that have not ended after another one; return the exit code of this start."""
+        if self._processes.failed is None:
+            self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
+            return EXIT_PEER_LOST
+        rank, code = self._processes.failed
+        if rank != 0 or code not in SAID_BY_RANK_0:
+            self.log(f"rank {rank} has ended {LOSING_SECONDS:g} s ago and others have not: ending them")
+        return exit_code(code, self._exits.read(), stopping=bool(self.heard), orphaned=False)
+
     def _stop_launcher(self) -> None:
         """End a launcher that has no ranks yet, and its children."""
         self.log(f"{self.heard[-1].name}: stopped before any rank had started")
-        if self.launch.remote:  # on a signal it would end all launchers of this user on all hosts
-            self._launcher.kill()
-        _send(signal.SIGTERM, self._processes())
+        self._processes.kill()  # on a gentler signal it would end all launchers of this user on all hosts
+        _send(signal.SIGTERM, self._alive())
         self._wait_until_gone(SETTLE_SECONDS)
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any; they end their own children."""
-        ranks = [process for process in self._processes() if _rank(process) not in (None, _rank(process.parent()))]
+        ranks = self._alive_ranks()
         if ranks:
             self.log(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
             _send(signal.SIGTERM, ranks)
@@ -262,35 +283,40 @@ class _Start:
 
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while len(self.heard) < 2 and time.monotonic() < until and self._processes():
+        while len(self.heard) < 2 and time.monotonic() < until and self._alive():
             time.sleep(POLL_SECONDS)
 
-    def _processes(self) -> list[psutil.Process]:
-        """Return the processes of this start: those in its session, and those outside with its environment."""
+    def _alive(self) -> list[psutil.Process]:
+        """Return the processes of this start: those in its sessions, and those outside with its environment."""
 
         def ours(process: psutil.Process) -> bool:
             with contextlib.suppress(psutil.Error, OSError):
                 return process.status() != psutil.STATUS_ZOMBIE and (
-                    os.getsid(process.pid) == self._launcher.pid
+                    os.getsid(process.pid) in self._processes.pids
                     or process.environ().get(EXIT_FILE_VARIABLE) == self._exits.name
                 )
             return False
 
         return [process for process in psutil.process_iter() if ours(process)]
 
+    def _alive_ranks(self) -> list[psutil.Process]:
+        alive = self._alive()
+        if self.place.hostfile is None:
+            return [process for process in alive if process.pid in self._processes.pids]
+        return [process for process in alive if _rank(process) not in (None, _rank(process.parent()))]
+
     def _kill(self) -> None:
         until = time.monotonic() + KILL_SECONDS
-        while (processes := self._processes()) and time.monotonic() < until:
+        while (processes := self._alive()) and time.monotonic() < until:
             _send(signal.SIGKILL, processes)
             psutil.wait_procs(processes, timeout=1.0)
-        self._launcher.wait()
+        self._processes.kill()
 
 
 def _rank(process: psutil.Process | None) -> str | None:
-    """Return the rank that the launcher or mpirun has set for a process, which its children inherit."""
+    """Return the rank that the launcher has set for a process, which its children inherit."""
     with contextlib.suppress(psutil.Error):
-        environment = process.environ() if process else {}
-        return next((environment[name] for name in RANK_VARIABLES if name in environment), None)
+        return process.environ().get("LOCAL_RANK") if process else None
     return None
 
 

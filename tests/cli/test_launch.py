@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import signal
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from ddpm_ds.cli import launch, train
-from ddpm_ds.cli.launch import _devices, _outcome
+from ddpm_ds.cli.launch import _outcome, _place
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
+from ddpm_ds.processes.launcher import Place
 from tests.forking import REPOSITORY
 from tests.launching import place_empty_store, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
@@ -46,22 +47,22 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     first.read(lambda text: re.search(r"\d/400 images.* loss \d", text) is not None)
     first.process.send_signal(signal.SIGINT)
     assert first.ended() == EXIT_PREEMPTED, first.text
-    shown = ["starting the processes", "starting PyTorch and DeepSpeed", "building the pipeline"]
+    shown = ["starting     2 x python -m ddpm_ds.cli.rank", "starting PyTorch and DeepSpeed", "building the pipeline"]
     places = [first.text.find(what) for what in shown]
     assert -1 not in places and places == sorted(places), first.text
     saved = re.fullmatch(rf"ddpm-ds train: saved after ([\d,]+) images in {run_dir}; go on with: (.*)", first.lines[-2])
     assert saved is not None, first.lines[-5:]
     first.assert_clean()
 
-    def without_launcher(command: Sequence[str], **options: object) -> int:
-        """The ranks without DeepSpeed's launcher, which takes longer than they do."""
-        done = run_ranks(2, REPOSITORY / "launch" / "train.py", *command[command.index("ddpm_ds.cli.rank") + 1 :])
+    def without_imports(program: Sequence[str], place: Place, **options: object) -> int:
+        """The ranks, which don't import PyTorch each."""
+        done = run_ranks(place.processes, REPOSITORY / "launch" / "train.py", *program[2:])
         assert f"images-{int(saved[1].replace(',', '')):09}" in done.stderr, "resumed"
         return done.returncode
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(launch, "supervise", without_launcher)
+    monkeypatch.setattr(launch, "supervise", without_imports)
     assert main(shlex.split(saved[2])[1:]) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"ddpm-ds train: done; draw from it with: ddpm-ds sample {run_dir}"
@@ -96,12 +97,12 @@ def test_a_hostfile_counts_processes_and_hosts(spec: Path, tmp_path: Path, capsy
 
 
 def test_without_a_number_there_is_a_process_for_each_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "has_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launch, "gpus", lambda: 4)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert [_devices(asked) for asked in ("auto", "cuda", "cpu")] == [4, 4, 1]
+    options = argparse.Namespace(processes=None, hostfile=None, include="", exclude="", port=None)
+    assert [_place(options, asked).processes for asked in ("auto", "cuda", "cpu")] == [4, 4, 1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert [_devices(asked) for asked in ("auto", "cuda", "cpu")] == [1, 4, 1]
+    assert [_place(options, asked).processes for asked in ("auto", "cuda", "cpu")] == [1, 4, 1]
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
@@ -110,7 +111,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     """Started by ``ddpm-ds train`` or by a launcher; the folder of one that does not begin is removed."""
     begun: list[Path] = []
 
-    def supervised(command: Sequence[str], **options: object) -> int:
+    def supervised(command: Sequence[str], place: Place, **options: object) -> int:
         begun.append(tmp_path / command[command.index("--run-dir") + 1])
         assert list(begun[-1].iterdir()) == []
         if len(begun) > 1:

@@ -30,7 +30,7 @@ from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant, trained_of
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, fork_ranks, launch, tiny_spec
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, fork_ranks, run_ranks, tiny_spec
 
 SCRIPT = REPOSITORY / "launch" / "sample.py"
 INDEX = torch.arange(6)
@@ -454,7 +454,7 @@ def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_on
             process.kill()
     assert len(kept(0)) == 25 and kept(1) == lost and not out.exists()
 
-    done = launch(2, SCRIPT, str(planted), *FAST, *arguments, str(out))
+    done = run_ranks(2, SCRIPT, str(planted), *FAST, *arguments, str(out))
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"\d+ of 99 images are there from before", done.stdout)) == 1
     assert done.stdout.count("99 images by ddim in 12 steps") == 1 and not list(tmp_path.glob(".x.npz.*"))

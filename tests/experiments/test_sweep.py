@@ -19,7 +19,6 @@ from ddpm_ds.experiments.sweep import Ending, Sweep, run_command
 from ddpm_ds.tracking.runs import find_run, find_runs
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
-from tests.processes.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
 
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -60,23 +59,18 @@ sys.exit(recorded(main))
 WITH_STAND_INS = """
 import pathlib, sys
 from ddpm_ds.experiments import sweep
-sweep.TRAIN = (sys.argv.pop(1),)
+sweep.TRAIN = ("-m", "ddpm_ds.cli.main", "run", sys.argv.pop(1))
 from ddpm_ds.cli.main import main
 sys.exit(main())
 """
 
 
 def start(root: Path, *words: str) -> Forked:
-    """A sweep under launchers and trainings that take no time; what it says is in ``root/said``."""
-    package = root / "stand_in" / "deepspeed" / "launcher"
-    package.mkdir(parents=True, exist_ok=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").touch()
-    (package / "runner.py").write_text(STAND_IN)
+    """A sweep of trainings that take no time; what it says is in ``root/said``."""
     for name, program in (("played", PLAYED), ("sweep", WITH_STAND_INS)):
         (root / f"{name}.py").write_text(program)
     place_empty_store(root / "runs")
-    environment = {**os.environ, **QUIET, "RANK": "0", "PYTHONPATH": f"{package.parents[1]}:{REPOSITORY}"}
+    environment = {**os.environ, **QUIET, "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
     words = (str(root / "sweep.py"), str(root / "played.py"), *command(root, *words))
     said = root / "said"
     said.unlink(missing_ok=True)

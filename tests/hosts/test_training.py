@@ -169,9 +169,7 @@ def test_a_run_outlives_a_dropped_ssh_and_a_host_that_falls_silent_and_dies(
         "launch/train.py",
         *arguments(run_dir, (*PLAIN, "checkpoint.every_images=48"), "zero2_fp16.json", options),
     ]
-    run = one.start(
-        ["ddpm-ds", "run", "--max-restarts", "2", "--", "--hostfile", str(hostfile), *script], ENVIRONMENT, said
-    )
+    run = one.start(["ddpm-ds", "run", "--max-restarts", "2", "--hostfile", str(hostfile), *script], ENVIRONMENT, said)
 
     until = functools.partial(wait_for, said=lambda: said.read_text()[-6000:])
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 
 from ddpm_ds.pipeline.placement import Grid
-from tests.launching import launch, run_ranks, write_json
+from tests.launching import run_ranks, write_json
 from tests.pipeline.ladder_worker import Case, Precision, layers_of, spec_of
 from tests.unet.variants import narrowing, rounding
 
@@ -116,7 +114,7 @@ Recorder = Callable[[str, object], None]
 def test_loss_and_every_gradient_equal_plain_pytorch(
     processes: int, cases: list[Case], tmp_path: Path, record_property: Recorder
 ) -> None:
-    check(run_ranks, processes, cases, tmp_path, record_property)
+    check(processes, cases, tmp_path, record_property)
 
 
 @pytest.mark.parametrize(
@@ -131,20 +129,14 @@ def test_on_gpus_loss_and_every_gradient_equal_plain_pytorch(
     processes: int, cases: list[Case], tmp_path: Path, record_property: Recorder
 ) -> None:
     # TF32 rounds to ten bits, by which two ways of adding up the same products differ
-    on_gpus = functools.partial(launch, DS_ACCELERATOR="cuda", NVIDIA_TF32_OVERRIDE="0")
-    check(on_gpus, processes, cases, tmp_path, record_property)
+    on_gpus = {"DS_ACCELERATOR": "cuda", "NVIDIA_TF32_OVERRIDE": "0"}
+    check(processes, cases, tmp_path, record_property, **on_gpus)
 
 
-def check(
-    start: Callable[..., CompletedProcess[str]],
-    processes: int,
-    cases: list[Case],
-    folder: Path,
-    record_property: Recorder,
-) -> None:
+def check(processes: int, cases: list[Case], folder: Path, record_property: Recorder, **environment: str) -> None:
     """Train the cases and compare; the largest difference of a gradient in each precision is recorded."""
     file = write_json(folder / "cases.json", [asdict(case) for case in cases])
-    done = start(processes, WORKER, str(file), str(folder))
+    done = run_ranks(processes, WORKER, str(file), str(folder), **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     largest: dict[str, float] = {}

@@ -5,13 +5,11 @@ As a script, with CASES.json and REPORT_FOLDER, this is one rank, which writes w
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.launching import launch, run_ranks, tiny_spec, write_json
+from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases
 
@@ -91,18 +89,18 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def test_no_layout_is_converted_in_a_stage_or_on_its_way_to_the_next(tmp_path: Path) -> None:
-    check(run_ranks, 2, CASES, tmp_path)
+    check(2, CASES, tmp_path)
 
 
 @pytest.mark.gpu
 def test_no_layout_is_converted_on_a_gpu(tmp_path: Path) -> None:
-    check(functools.partial(launch, DS_ACCELERATOR="cuda"), 1, ON_A_GPU, tmp_path)
+    check(1, ON_A_GPU, tmp_path, DS_ACCELERATOR="cuda")
 
 
-def check(start: Callable[..., CompletedProcess[str]], processes: int, cases: list[Case], folder: Path) -> None:
+def check(processes: int, cases: list[Case], folder: Path, **environment: str) -> None:
     """Every rank of every case sees activations, and none in another format."""
     file = write_json(folder / "cases.json", [asdict(case) for case in cases])
-    done = start(processes, Path(__file__), str(file), str(folder))
+    done = run_ranks(processes, Path(__file__), str(file), str(folder), **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for rank in range(processes):
         for case, found in zip(cases, json.loads((folder / f"rank{rank}.json").read_text()), strict=True):

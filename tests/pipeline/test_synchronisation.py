@@ -14,7 +14,7 @@ import sys
 import traceback
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
-from tests.launching import launch, run_ranks, tiny_spec
+from tests.launching import run_ranks, tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision
 
@@ -197,16 +197,16 @@ def waits(case: Case) -> int:
     return 0 if case.fused or (case.zero, case.precision) == (0, "fp32") else 1
 
 
-def run(folder: Path, start: Callable[..., Any], what: str, **environment: Any) -> Any:
+def run(folder: Path, what: str, **environment: str) -> Any:
     """What the script saw, by case."""
-    done = start(1, Path(__file__), str(folder), what, **environment)
+    done = run_ranks(1, Path(__file__), str(folder), what, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(tmp_path_factory.mktemp("synchronisation"), run_ranks, "differs")
+    return run(tmp_path_factory.mktemp("synchronisation"), "differs")
 
 
 @pytest.mark.launch
@@ -239,7 +239,7 @@ def test_the_first_samples_and_the_first_after_the_first_step_go_by_the_hosts(re
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
-    found = run(tmp_path, launch, "waits", DS_ACCELERATOR="cuda")
+    found = run(tmp_path, "waits", DS_ACCELERATOR="cuda")
     assert {name: report["waits"] for name, report in found.items() if len(report["waits"]) != waits(CASES[name])} == {}
 
 

@@ -1,8 +1,8 @@
-"""The launcher's options about hosts, understood as DeepSpeed's own parser and filters understand them."""
+"""Where ranks are started: the hosts that take part and the variables of ranks are those of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import os
 import re
 import shlex
@@ -10,16 +10,17 @@ import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
-import deepspeed
 import pytest
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from deepspeed.launcher import runner
+from deepspeed.launcher import launch, runner
 
+from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
-from ddpm_ds.processes import launcher, ranks
-from ddpm_ds.processes.launcher import SSH_ALIVE, local_options, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import GIVEN_DEVICES
+from ddpm_ds.processes import launcher
+from ddpm_ds.processes.launcher import SSH_ALIVE, Place, gpus, rank_environments, ssh_environment
+from ddpm_ds.processes.ranks import RUN_SECRET
 
 OWN = socket.gethostname()
 SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
@@ -33,183 +34,117 @@ def hostfile(tmp_path: Path) -> Path:
     return file
 
 
-def test_every_option_of_deepspeeds_launcher_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, args=None: parser)
-    options = [action for action in runner.parse_args()._actions if action.option_strings and action.dest != "help"]
-    flags = {tuple(action.option_strings) for action in options if action.nargs == 0}
-    assert flags == names(launcher.FLAGS)
-    known = names(launcher.WITH_VALUE) | names(launcher.NUMBERS)
-    assert {tuple(action.option_strings) for action in options} - flags == known
-
-
-def names(options: str) -> set[tuple[str, ...]]:
-    return {tuple(option.split(",")) for option in options.split()}
-
-
-@pytest.fixture
-def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pdsh on the path, which nobody calls."""
-    (tmp_path / "pdsh").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-
-
-@pytest.mark.usefixtures("pdsh")
 @pytest.mark.parametrize(
-    ("options", "hosts", "remote"),
+    ("filters", "hosts"),
     [
-        ("-H {file}", (OWN, "worker-2", "worker-3"), True),
-        ("--hostfile={file} --ssh_port 22 --launcher_args '-R ssh'", (OWN, "worker-2", "worker-3"), True),
-        ("--hostf {file} --num_nodes 2", (OWN, "worker-2"), True),
-        ("-H {file} --num_nodes 1", (OWN,), False),
-        ("-H {file} --num_nodes 1 --force_multi", (OWN,), True),
-        (f"-H {{file}} --include worker-3@{OWN}:1", (OWN, "worker-3"), True),
-        ("-H {file} -e worker-2@worker-3:0", (OWN, "worker-3"), True),
-        ("-H {file} -e worker-2@worker-3:0,1", (OWN,), False),
-        ("-H {file} --no_ssh --node_rank 1 --master_addr worker-2", (OWN, "worker-2", "worker-3"), False),
-        ("--num_gpus 2 --no_local_rank -q", (), False),
-        ("--hostfile /dev/null --num_gpus 2", (), False),
+        ({}, {OWN: 2, "worker-2": 2, "worker-3": 2}),
+        ({"include": f"worker-3@{OWN}:1"}, {OWN: 1, "worker-3": 2}),
+        ({"exclude": "worker-2@worker-3:0"}, {OWN: 2, "worker-3": 1}),
+        ({"exclude": "worker-2@worker-3:0,1"}, {OWN: 2}),
     ],
 )
 def test_the_hosts_that_take_part_are_deepspeeds(
-    options: str, hosts: tuple[str, ...], remote: bool, hostfile: Path
+    filters: dict[str, str], hosts: dict[str, int], hostfile: Path
 ) -> None:
-    command = shlex.split(f"{options.format(file=hostfile)} --master_port 29511 {SCRIPT}")
-    launch = read_launch(command)
-    assert (launch.hosts, launch.remote, launch.port) == (hosts, remote, 29511)
-
-    theirs = runner.parse_args(command)
-    assert [theirs.user_script, *theirs.user_args] == list(launch.script) == SCRIPT.split()
-    if pool := runner.fetch_hostfile(theirs.hostfile):
-        active = runner.parse_inclusion_exclusion(pool, theirs.include, theirs.exclude)
-        assert tuple(runner.apply_num_nodes_and_gpus(active, theirs.num_nodes, theirs.num_gpus)) == hosts
-
-    assert launch.command(29511) == command
-    assert runner.parse_args(launch.command(29512)).master_port == 29512
-    assert launch.command(29512)[-len(SCRIPT.split()) :] == SCRIPT.split()
+    place = Place(hostfile=hostfile, port=29511, **filters)  # type: ignore[arg-type]
+    assert list(place.hosts().items()) == list(hosts.items())
+    theirs = runner.parse_args(place.deepspeed(shlex.split(SCRIPT)))
+    active = runner.parse_inclusion_exclusion(runner.fetch_hostfile(theirs.hostfile), theirs.include, theirs.exclude)
+    assert {host: len(slots) for host, slots in active.items()} == hosts
+    assert (theirs.master_port, [theirs.user_script, *theirs.user_args]) == (29511, SCRIPT.split())
+    module = runner.parse_args(place.deepspeed(["-m", "ddpm_ds.cli.rank", "-p", "2"]))
+    assert (module.module, module.user_script, module.user_args) == (True, "ddpm_ds.cli.rank", ["-p", "2"])
 
 
 REFUSED = {
-    "-H {file} --include localhost:5,6": "--include names localhost, which hostfile",
-    f"-H {{file}} --include {OWN}:5,6": f"--include {OWN}:5,6 names slot 5 of {OWN}, and hostfile",
-    "-H {file} --include worker-2:2": "has 2, from 0 on; use worker-2:0,1 or fewer",
-    "-H {file} --exclude worker-9": "--exclude names worker-9",
-    "-H {file} --include worker-2:a": "is no list of slots",
-    "-H {file} --include worker-2:0:1": "is no list of slots",
-    "-H {file} --include worker-2 --exclude worker-3": "exclude each other",
-    "-H {file} --include worker-2 --num_nodes 1": "--num_nodes and --num_gpus exclude --include",
-    "-H {file} --exclude worker-2 --num_gpus 1": "--num_nodes and --num_gpus exclude --include",
-    f"-H {{file}} --exclude {OWN}@worker-2@worker-3": "leaves no host",
-    "-H /dev/null --num_nodes 2": "needs the other hosts in a hostfile",
-    "-H /dev/null --include localhost:4": "names slot 4 of localhost, and this host, without a hostfile, has 4",
-    "-H /dev/null --include worker-2": "names worker-2, which this host, without a hostfile, does not; use localhost",
+    "include localhost:5,6": "--include names localhost, which hostfile",
+    f"include {OWN}:5,6": f"--include {OWN}:5,6: '5' is no slot of {OWN}; write {OWN}:0,1 or fewer",
+    "include worker-2:2": "'2' is no slot of worker-2",
+    "include worker-2:a": "'a' is no slot",
+    "include worker-2:": "'' is no slot of worker-2",
+    "include worker-2:0:1": "'0:1' is no slot",
+    "exclude worker-9": "--exclude names worker-9",
+    f"exclude {OWN}@worker-2@worker-3": "leaves no host",
 }
 
 
-@pytest.mark.usefixtures("pdsh")
-@pytest.mark.parametrize("options", REFUSED)
+@pytest.mark.parametrize("filters", REFUSED)
 def test_what_deepspeeds_filters_refuse_is_one_line_before_any_start(
-    options: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch
+    filters: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    four = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
-    monkeypatch.setattr(launcher, "_devices", four.device_count)
-    monkeypatch.setattr(runner, "get_accelerator", lambda: four)
     monkeypatch.setattr(runner.subprocess, "check_call", lambda *arguments, **options: 0)
-    command = shlex.split(f"{options.format(file=hostfile)} {SCRIPT}")
-    with pytest.raises(SpecError, match=re.escape(REFUSED[options])):
-        read_launch(command)
+    name, text = filters.split()
+    place = Place(hostfile=hostfile, **{name: text})  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=re.escape(REFUSED[filters])):
+        place.check()
     with pytest.raises((ValueError, AssertionError, IndexError, StopIteration)):  # as DeepSpeed does
-        runner.main(command)
+        runner.main(place.deepspeed(SCRIPT.split()))
 
 
-@pytest.mark.parametrize(
-    ("visible", "processes", "on_cpu", "taken", "seen"),
-    [
-        (None, 2, False, [0, 1], "0,1"),
-        ("", 1, False, [0], ""),
-        ("-1", 1, False, [0], "-1"),
-        ("3", 1, False, [3], "3"),
-        ("3, 1", 2, False, [1, 3], "1,3"),
-        ("3,2,1", 1, False, [3], "3"),
-        ("3", 2, False, [0, 1], "3"),
-        ("3,3", 2, False, [0, 1], "3,3"),
-        ("GPU-8d1f", 1, False, [0], "GPU-8d1f"),
-        ("MIG-8d1f,MIG-9e2a", 1, False, [0], "MIG-8d1f,MIG-9e2a"),
-        ("3", 1, True, [0], "0"),
-    ],
-)
-def test_processes_of_this_host_get_the_gpus_of_cuda_visible_devices(
-    visible: str | None, processes: int, on_cpu: bool, taken: list[int], seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``taken`` are the launcher's GPUs; ``seen`` is what a rank has in the variable before it starts CUDA."""
+def test_ranks_of_this_host_have_the_variables_that_deepspeeds_launcher_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for CUDA_VISIBLE_DEVICES, which is the user's, by number or UUID."""
+    popen = Mock(return_value=Mock(poll=lambda: 0, returncode=0))
+    host = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
+    host.set_visible_devices_envs = lambda *given: CUDA_Accelerator.set_visible_devices_envs(host, *given)
+    given = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "GPU-8d1f,GPU-9e2a", "RANK": "7", "LOCAL_SIZE": "9"}
+    world = runner.encode_world_info({"localhost": [0, 1]})
+    monkeypatch.setattr(sys, "argv", ["launch", f"--world_info={world}", "--master_port=29511", SCRIPT.split()[0]])
+    monkeypatch.setattr(launch, "get_accelerator", lambda: host)
+    monkeypatch.setattr(launch, "subprocess", Mock(Popen=lambda words, env: popen(dict(env))))
+    monkeypatch.setattr(launch, "signal", Mock())
+    monkeypatch.setattr(launch, "time", Mock())
+    monkeypatch.setattr(os, "environ", given)
+    launch.main()
+    ours = rank_environments(2, 29511, given)
+    assert len({rank.pop(RUN_SECRET) for rank in ours}) == 1
+    own = {"CUDA_VISIBLE_DEVICES": "GPU-8d1f,GPU-9e2a", "LOCAL_WORLD_SIZE": "2"}
+    assert ours == [{**call.args[0], **own} for call in popen.call_args_list] and len(ours) == 2
 
-    class Started(Exception):
-        """Raised where DeepSpeed would start the ranks."""
 
-    def start(hosts: dict[str, list[int]]) -> None:
-        raise Started(hosts)
+def test_the_gpus_of_this_host_are_those_that_cuda_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def driver(starts: int, count: int) -> SimpleNamespace:
+        def cu_device_get_count(pointer: object) -> int:
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = count  # type: ignore[arg-type]
+            return 0
 
-    rest = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", GIVEN_DEVICES)}
-    monkeypatch.setattr(os, "environ", rest if visible is None else {**rest, "CUDA_VISIBLE_DEVICES": visible})
-    host = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
-    monkeypatch.setattr(runner, "get_accelerator", lambda: host)
-    monkeypatch.setattr(runner, "encode_world_info", start)
-    with pytest.raises(Started) as started:
-        runner.main([*local_options(processes, on_cpu=on_cpu), "--hostfile", "/dev/null", *SCRIPT.split()])
-    assert started.value.args == ({"localhost": taken},)
+        return SimpleNamespace(cuInit=lambda flags: starts, cuDeviceGetCount=cu_device_get_count)
 
-    CUDA_Accelerator.set_visible_devices_envs(host, os.environ, taken)
-    monkeypatch.setattr(ranks, "find_environment", dict)
-    ranks.set_environment()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+    for starts, found in ((0, 3), (100, 0)):  # 100: no device, such as one that is hidden
+        monkeypatch.setattr(launcher.ctypes, "CDLL", lambda name, starts=starts: driver(starts, 3))
+        assert gpus() == found
+    monkeypatch.undo()
+    monkeypatch.setattr(launcher.ctypes, "CDLL", lambda name: ctypes.PyDLL("no such library"))
+    assert gpus() == 0
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("-H nowhere", "hostfile nowhere can't be read"),
-        ("-H {file} -i worker-9", f"--include names worker-9, which hostfile {{file}} does not; use {OWN}, worker-2"),
-        ("-H {file} -e {own}", "none of worker-2, worker-3 of hostfile {file} is this host; start it on one of them"),
-        ("--no_such_option 1", "unrecognized arguments: --no_such_option; deepspeed --help explains"),
+        ("--hostfile nowhere", "hostfile nowhere can't be read"),
+        (
+            "--hostfile {file} --exclude {own}",
+            "none of worker-2, worker-3 of hostfile {file} is this host; start it on",
+        ),
+        ("--hostfile {file} --processes 2", "not allowed with argument"),
+        ("--include {own}:0", "choose hosts of a --hostfile; GPUs of this host are chosen by CUDA_VISIBLE_DEVICES"),
+        ("--no_ssh --node_rank 1 --hostfile {file}", "run has no option --no_ssh; see ddpm-ds run --help, or type: "),
+        ("-- --num_gpus 2", "or type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of-the-"),
+        ("--max-restarts 1 -- --hostfile nowhere", "hostfile nowhere can't be read"),
     ],
 )
-def test_what_could_not_start_is_said_in_one_line(options: str, said: str, hostfile: Path) -> None:
-    with pytest.raises(SpecError) as error:
-        read_launch(shlex.split(f"{options.format(file=hostfile, own=OWN)} {SCRIPT}"))
-    assert said.format(file=hostfile) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("-i localhost:5,6", "No slot '5' specified on host 'localhost'"),
-        ("-e worker-9", "Hostname 'worker-9' not found in hostfile"),
-        ("-i localhost -e localhost:0", "include_str and exclude_str are mutually exclusive."),
-        ("-i localhost --num_gpus 1", "Cannot specify num_nodes/gpus with include/exclude"),
-        ("--num_nodes 2", "Num nodes is >1 but no extra nodes available via hostfile"),
-        ("--no_ssh --node_rank 7", "Launching training without ssh, but --node_rank is not set correctly."),
-        ("--force_multi --launcher nobodys", "Unknown launcher nobodys"),
-    ],
-)
-def test_what_only_deepspeed_can_check_is_one_line_too(
-    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_run_can_not_start_is_said_in_one_line(
+    options: str, said: str, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"], device_count=lambda: 4)
-    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: host)
-    monkeypatch.setattr(sys, "argv", ["launcher", "--hostfile", "/dev/null", *options.split(), *SCRIPT.split()])
-    monkeypatch.delitem(sys.modules, "deepspeed.launcher.runner")  # else runpy warns that it is imported
-    with pytest.raises(SystemExit) as ended:
-        launcher.main()
-    assert ended.value.code == EXIT_BAD_INPUT
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"ddpm_ds: error: DeepSpeed's launcher: {said}; deepspeed --help explains its options"
-    )
+    assert main(["run", *options.format(file=hostfile, own=OWN).split(), *SCRIPT.split()]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert said.format(file=hostfile) in error and error.count("\n") == 1
 
 
 def test_without_pdsh_the_other_way_is_named(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SpecError, match="pdsh is not installed; install it, or start on each host with --no_ssh"):
-        read_launch(["-H", str(hostfile), "launch/train.py"])
-    assert read_launch(["-H", str(hostfile), "--launcher", "OpenMPI", "launch/train.py"]).remote
+    with pytest.raises(SpecError, match="pdsh is not installed; install it, or start on each host: deepspeed --no_ssh"):
+        Place(hostfile=hostfile).check()
+    Place(hostfile=hostfile, include=OWN).check()
 
 
 def test_ssh_notices_a_host_that_has_gone_unless_the_user_has_said_how() -> None:

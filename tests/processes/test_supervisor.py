@@ -23,6 +23,7 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.processes import signals as processes_signals
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED
+from ddpm_ds.processes.launcher import Place
 from ddpm_ds.processes.ranks import (
     EXIT_FILE_VARIABLE,
     ExitFile,
@@ -35,23 +36,18 @@ from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
 from ddpm_ds.processes.supervisor import exit_code, supervise
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
+ONE, TWO = Place(1), Place(2)
 SCRIPT = REPOSITORY / "tests" / "fake_training.py"
+WAITED_FOR = "has ended 0.5 s ago and others have not: ending them"
 LOST = "exit code 76 (a process was lost or hung)"
 
 STAND_IN = """
 import json, os, signal, subprocess, sys, time
-count = int(sys.argv[sys.argv.index("--num_gpus") + 1])
 script = next(index for index, word in enumerate(sys.argv) if index and word.endswith(".py"))
-with open(os.environ.get("STAND_IN_LOG", os.devnull), "a") as log:
+with open("starts", "a") as log:
     log.write(json.dumps([sys.argv[1:script], dict(os.environ), open(os.environ["DS_ENV_FILE"]).read()]) + chr(10))
-os.environ["WORLD_SIZE"] = str(count)
-ranks = [
-    subprocess.Popen(
-        [sys.executable, *sys.argv[script:]], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    )
-    for rank in range(count)
-]
-code = max(rank.wait() % 256 for rank in ranks)
+rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+code = subprocess.run([sys.executable, *sys.argv[script:]], env={**os.environ, **rank}).returncode
 if "STAND_IN_WAITS_FOR" in os.environ:
     os.kill(os.getppid(), signal.SIGTERM)
     while not os.path.exists(os.environ["STAND_IN_WAITS_FOR"]):
@@ -59,7 +55,7 @@ if "STAND_IN_WAITS_FOR" in os.environ:
 time.sleep(float(os.environ.get("STAND_IN_SLEEPS", "0")))
 sys.exit(code)
 """
-"""A launcher that starts in no time, for what does not depend on the insides of DeepSpeed's."""
+"""A launcher that starts one rank, in no time, for what does not depend on the insides of DeepSpeed's."""
 
 RUN = """
 import signal, sys; from ddpm_ds.cli.main import main
@@ -77,30 +73,54 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name, value in (("HOME", tmp_path), ("PYTHONPATH", REPOSITORY), ("DS_ACCELERATOR", "cpu")):
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     yield folder
     assert left_running(folder) == []
 
 
+def several_hosts(run_dir: Path) -> Place:
+    """A hostfile with this host and another."""
+    (run_dir.parent / "hostfile").write_text(f"{socket.gethostname()} slots=1\nworker-2 slots=1\n")
+    return Place(hostfile=Path("hostfile"), port=29511)
+
+
 @pytest.fixture
-def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a launcher in the place of DeepSpeed's that starts ranks at once."""
+def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Several hosts, and a launcher in the place of DeepSpeed's."""
     package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
     package.mkdir(parents=True)
     (package / "runner.py").write_text(STAND_IN)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
+    program(run_dir, "pdsh", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parents[1]), str(REPOSITORY)]))
-    monkeypatch.setenv("STAND_IN_LOG", str(run_dir.parent / "starts"))
+    return several_hosts(run_dir)
 
 
-def command(run_dir: Path, *parts: str, ranks: int = 2, launcher: tuple[str, ...] = ()) -> list[str]:
-    """The words after ``ddpm-ds run``: a script that plays one of ``parts`` at each start."""
-    options = [*launcher, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1"]
-    options += [] if "--master_port" in launcher else ["--master_port", str(free_port())]
-    return [*options, str(SCRIPT), "--run-dir", str(run_dir), *parts]
+@pytest.fixture
+def one_of_deepspeed(run_dir: Path) -> Place:
+    """This host alone in a hostfile, so that DeepSpeed's launcher starts its ranks, with an ssh that it may ask."""
+    program(run_dir, "ssh", "echo 127.0.0.1")
+    (run_dir.parent / "hostfile").write_text(f"{socket.gethostname()} slots=1\n")
+    return Place(hostfile=Path("hostfile"), port=free_port())
 
 
-def supervised(command: list[str], max_restarts: int = 0, then: Callable[[str], Any] = print) -> tuple[int, list[str]]:
+def program(run_dir: Path, name: str, script: str) -> None:
+    """A program on the path."""
+    path = run_dir.parent / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def playing(run_dir: Path, *parts: str) -> list[str]:
+    """A script that plays one of ``parts`` at each start."""
+    return [str(SCRIPT), "--run-dir", str(run_dir), *parts]
+
+
+def supervised(
+    command: list[str], place: Place = TWO, max_restarts: int = 0, then: Callable[[str], Any] = print
+) -> tuple[int, list[str]]:
     """The exit code of a supervisor in this process, and what it logged; ``then`` is called with each line."""
     said: list[str] = []
 
@@ -109,12 +129,18 @@ def supervised(command: list[str], max_restarts: int = 0, then: Callable[[str], 
         then(line)
 
     with heard_signals():  # a supervisor is the last of a process and leaves signals ignored; this one goes on
-        return supervise(command, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log), said
+        code = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
+        return code, said
+
+
+def options_of(place: Place) -> list[str]:
+    return ["--hostfile", str(place.hostfile), "--port", str(place.port)]
 
 
 def start(command: list[str], *options: str) -> subprocess.Popen[str]:
-    """``ddpm-ds run`` in a process of its own, which can be signalled."""
-    words = [sys.executable, "-c", RUN, "run", *options, "--", *command]
+    """``ddpm-ds run`` in a process of its own, which can be signalled, with two ranks on this host by default."""
+    two = [] if "--hostfile" in options else ["--processes", "2"]
+    words = [sys.executable, "-c", RUN, "run", *two, *options, *command]
     return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
@@ -143,9 +169,8 @@ def left_running(run_dir: Path) -> list[str]:
     return found
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
-    run = start(command(run_dir, "train"), "--max-restarts", "3")
+    run = start(playing(run_dir, "train"), "--max-restarts", "3")
     wait_for(ready(run_dir))
     run.send_signal(signal.SIGUSR1)
     run.send_signal(signal.SIGTERM)  # so soon after the first, this is no second signal
@@ -157,8 +182,8 @@ def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -> None:
-    code, said = supervised(command(run_dir, "kill_launcher", ranks=1))
+def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path, one_of_deepspeed: Place) -> None:
+    code, said = supervised(playing(run_dir, "kill_launcher"), one_of_deepspeed)
     assert code == 76
     assert said == [
         "the launcher has ended (exit code 0), but its ranks have not: asking 1 ranks to save and stop; "
@@ -170,9 +195,11 @@ def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -
 
 @pytest.mark.launch
 @pytest.mark.long
-def test_a_launcher_whose_part_is_killed_before_ranks_exist_is_a_lost_process(run_dir: Path) -> None:
+def test_a_launcher_whose_part_is_killed_before_ranks_exist_is_a_lost_process(
+    run_dir: Path, one_of_deepspeed: Place
+) -> None:
     """DeepSpeed's launcher then ends with 0."""
-    run = start(command(run_dir, "0"))
+    run = start(playing(run_dir, "0"), *options_of(one_of_deepspeed))
 
     def node_launchers() -> list[psutil.Process]:
         found = []
@@ -187,10 +214,9 @@ def test_a_launcher_whose_part_is_killed_before_ranks_exist_is_a_lost_process(ru
     assert finish(run) == (76, [LOST])
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_when_only_the_launcher_is_left_does_not_change_that_the_run_is_done(
-    signals: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    signals: int, run_dir: Path, stand_in: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed's launcher sleeps before it sees that its ranks have ended."""
     heard = run_dir / "heard"
@@ -207,10 +233,9 @@ def test_a_signal_when_only_the_launcher_is_left_does_not_change_that_the_run_is
         return asked
 
     monkeypatch.setattr(supervisor._Start, "_ask_to_stop", ask_and_let_go)
-    assert supervised(command(run_dir, "0"), max_restarts=1) == (0, [])
+    assert supervised(playing(run_dir, "0"), stand_in, max_restarts=1) == (0, [])
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -236,25 +261,26 @@ def test_signals_while_the_supervisor_looks_at_a_finished_run_do_not_change_that
         return result
 
     monkeypatch.setattr(owner, name, signalled)
-    assert supervised(command(run_dir, "0"), max_restarts=1) == (0, []) and sent
+    assert supervised(playing(run_dir, "0"), max_restarts=1) == (0, []) and sent
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_signal_after_the_last_start_does_not_change_how_the_command_ends(code: int, run_dir: Path) -> None:
+def test_the_parent_of_ranks_imports_no_torch_and_a_signal_after_the_last_start_changes_nothing(
+    code: int, run_dir: Path
+) -> None:
     program = """
 import os, signal, sys
 from ddpm_ds.cli.main import main
 code = main()
+assert not {"torch", "deepspeed"} & set(sys.modules)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     os.kill(os.getpid(), number)
 sys.exit(code)
 """
-    words = [sys.executable, "-c", program, "run", "--", *command(run_dir, str(code))]
+    words = [sys.executable, "-c", program, "run", *playing(run_dir, str(code))]
     assert subprocess.run(words, timeout=PATIENCE_SECONDS).returncode == code
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_when_the_supervisor_is_killed_its_ranks_save_and_leave_and_so_do_its_secrets(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +288,7 @@ def test_when_the_supervisor_is_killed_its_ranks_save_and_leave_and_so_do_its_se
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hush")
-    words = [sys.executable, "-c", RUN, "run", "--", *command(run_dir, "train")]
+    words = [sys.executable, "-c", RUN, "run", "--processes", "2", "--", *playing(run_dir, "train")]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         wait_for(ready(run_dir))
         run.kill()
@@ -271,9 +297,8 @@ def test_when_the_supervisor_is_killed_its_ranks_save_and_leave_and_so_do_its_se
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run_dir: Path) -> None:
-    run = start(command(run_dir, "deaf"), "--grace-seconds", "0.5")
+    run = start(playing(run_dir, "deaf"), "--grace-seconds", "0.5")
     wait_for(ready(run_dir))
     assert len(left_running(run_dir)) > 4
     run.send_signal(signal.SIGTERM)
@@ -282,9 +307,8 @@ def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run
     assert "not saved within 0.5 s" in said[-1]
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
-    run = start(command(run_dir, "deaf"), "--max-restarts", "3")
+    run = start(playing(run_dir, "deaf"), "--max-restarts", "3")
     wait_for(ready(run_dir))
     run.send_signal(signal.SIGTERM)
     assert run.stderr is not None and "asking 2 ranks" in run.stderr.readline()  # heard, if the machine is busy later
@@ -296,49 +320,44 @@ def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
 
 
 @pytest.mark.launch
-def test_a_signal_before_there_are_ranks_ends_with_75(run_dir: Path) -> None:
-    run = start(command(run_dir, "train"))
+def test_a_signal_before_there_are_ranks_ends_with_75(run_dir: Path, one_of_deepspeed: Place) -> None:
+    run = start(playing(run_dir, "train"), *options_of(one_of_deepspeed))
     wait_for(lambda: len(left_running(run_dir)) > 1)  # the launcher runs
     run.send_signal(signal.SIGTERM)
     assert finish(run) == (75, ["SIGTERM: stopped before any rank had started"])
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_signal_between_two_starts_ends_with_75(run_dir: Path) -> None:
-    run = start(command(run_dir, "1", "0", ranks=1), "--max-restarts", "1")
+    run = start(playing(run_dir, "1", "0"), "--max-restarts", "1")
     assert run.stderr is not None and "restart 1 of 1" in run.stderr.readline()
     run.send_signal(signal.SIGTERM)
     assert finish(run)[0] == 75
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_new_checkpoint_gives_the_restarts_back(run_dir: Path) -> None:
-    code, said = supervised(command(run_dir, "raise", "checkpoint_and_die", "raise", ranks=1), max_restarts=1)
+    code, said = supervised(playing(run_dir, "raise", "checkpoint_and_die", "raise"), ONE, max_restarts=1)
     assert code == 1
     bug, once = "exit code 1 (an error of the program, see its traceback)", "restart 1 of 1 in 0.1 s"
     assert said == [f"{bug}; {once}", f"{LOST}; {once}", f"{bug}; no restart of 1 is left"]
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("option", [["--resume", "old"], ["--resume=old"]])
 def test_a_restart_goes_on_from_what_was_saved_and_not_from_before(option: list[str], run_dir: Path) -> None:
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "latest").write_text("images-000000001")  # which the second start writes again
-    code, _ = supervised([*command(run_dir, "76", "checkpoint_and_die", "0", ranks=1), *option], max_restarts=2)
+    code, _ = supervised([*playing(run_dir, "76", "checkpoint_and_die", "0"), *option], ONE, max_restarts=2)
     assert code == 0
     assert [(run_dir / f"resume-{number}").read_text() for number in range(3)] == ["old", "old", "auto"]
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_restart_does_not_refuse_the_folder_of_the_start_before(run_dir: Path) -> None:
-    assert supervised([*command(run_dir, "76", "0", ranks=1), "--resume", "never"], max_restarts=1)[0] == 0
+    assert supervised([*playing(run_dir, "76", "0"), "--resume", "never"], ONE, max_restarts=1)[0] == 0
     assert [(run_dir / f"resume-{number}").read_text() for number in range(2)] == ["never", "auto"]
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("code", [0, 2])
 def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> None:
-    assert supervised(command(run_dir, str(code)), max_restarts=1) == (code, [])
+    assert supervised(playing(run_dir, str(code)), max_restarts=1) == (code, [])
     assert {0, 2, 3, 75} == set(supervisor.FINAL)
 
 
@@ -370,72 +389,81 @@ def test_exit_code(
     assert exit_code(launcher, record, **{"stopping": False, "orphaned": False, **situation}) == expected
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_port(run_dir: Path) -> None:
-    hostfile, starts = Path("hostfile"), Path("starts")
-    hostfile.write_text(f"{socket.gethostname()} slots=2\nworker-2 slots=2\n")
+def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_port(
+    run_dir: Path, stand_in: Place
+) -> None:
     Path(".deepspeed_env").write_text("# the network\n\nexport GLOO_SOCKET_IFNAME = eth0\n")
-    options = ("--hostfile", "hostfile", "--launcher", "openmpi", "--master_port", "29511")
     said: list[str] = []
 
     def then(line: str) -> None:
         said.append(line)
         if "restart 2" in line:
-            hostfile.write_text("worker-2 slots=2\nworker-3 slots=2\n")
+            Path("hostfile").write_text("worker-2 slots=2\nworker-3 slots=2\n")
 
     with pytest.raises(SpecError, match="none of worker-2, worker-3 of hostfile"):
-        supervised(command(run_dir, "76", "76", ranks=1, launcher=options), max_restarts=3, then=then)
+        supervised(playing(run_dir, "76", "76"), stand_in, max_restarts=3, then=then)
     assert said == [f"{LOST}; restart 1 of 3 in 0.1 s", f"{LOST}; restart 2 of 3 in 0.2 s"]
 
-    (first, environment, travels), (second, _, _) = map(json.loads, starts.read_text().splitlines())
-    assert first[first.index("--master_port") + 1] == "29511" and second == [*first, "--master_port", "29512"]
+    (first, environment, travels), (second, _, _) = map(json.loads, Path("starts").read_text().splitlines())
+    assert first == ["--log_level", "critical", "--hostfile", "hostfile", "--master_port", "29511"]
+    assert second == [*first[:-1], "29512"]
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
     assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={environment[EXIT_FILE_VARIABLE]}\n"
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("hosts", ["one host", "several hosts"])
 def test_secrets_reach_the_ranks_of_this_host_and_no_command_line(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+    run_dir: Path, stand_in: Place, monkeypatch: pytest.MonkeyPatch, hosts: str
 ) -> None:
-    """DeepSpeed writes the file that it is given, and of its environment MLFLOW_*, into the command lines of ssh."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://bob:hush@db/ml")
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hush")
-    Path(".deepspeed_env").write_text("MLFLOW_GATEWAY_KEY=hush\nMLFLOW_EXPERIMENT_NAME=digits\n")
-    Path("hostfile").write_text(f"{socket.gethostname()} slots=1\nworker-2 slots=1\n")
-    options = ("--hostfile", "hostfile", "--launcher", "openmpi") if hosts == "several hosts" else ()
-    assert supervised(command(run_dir, "environment", ranks=1, launcher=options))[0] == 0
-    (words, environment, travels), *_ = map(json.loads, Path("starts").read_text().splitlines())
-    taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
-    assert "hush" not in f"{words} {travels}" and "MLFLOW_EXPERIMENT_NAME=digits" in travels
-    assert hosts == "one host" or "hush" not in str(taken)
-    of_rank = json.loads((run_dir / "environment").read_text())
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_GATEWAY_KEY"):
-        assert "hush" in of_rank[name]
-
-
-def test_deepspeeds_launcher_prints_no_secret_and_ranks_have_all(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It prints each variable with NCCL in its name."""
-    given = {"NCCL_TOKEN": "hush", "MY_NCCL_URL": "http://me:hush@proxy", "NCCL_DEBUG": "WARN"}
-    for name, value in given.items():
+    """DeepSpeed writes the file that it is given, and of its environment MLFLOW_*, into the command lines of ssh, and
+    prints each variable with NCCL in its name."""
+    secret = {
+        "MLFLOW_TRACKING_URI": "postgresql+psycopg2://bob:hush@db/ml",
+        "MLFLOW_TRACKING_PASSWORD": "hush",
+        "NCCL_TOKEN": "hush",
+        "MY_NCCL_URL": "http://me:hush@proxy",
+    }
+    for name, value in secret.items():
         monkeypatch.setenv(name, value)
-    assert supervised(command(run_dir, "environment", ranks=1))[0] == 0
-    said = "".join(capfd.readouterr())
-    assert "NCCL_DEBUG=WARN" in said and "hush" not in said
-    assert given.items() <= json.loads((run_dir / "environment").read_text()).items()
+    Path(".deepspeed_env").write_text("MLFLOW_GATEWAY_KEY=hush\nMLFLOW_EXPERIMENT_NAME=digits\n")
+    assert supervised(playing(run_dir, "environment"), stand_in if hosts == "several hosts" else ONE)[0] == 0
+    if hosts == "several hosts":
+        ((words, environment, travels),) = map(json.loads, Path("starts").read_text().splitlines())
+        taken = {name for name in environment if name.startswith(OF_DEEPSPEED) or "NCCL" in name}
+        assert not taken & secret.keys()
+        assert "hush" not in f"{words} {travels}" and "MLFLOW_EXPERIMENT_NAME=digits" in travels
+    of_rank = json.loads((run_dir / "environment").read_text())
+    assert of_rank.items() >= {**secret, "MLFLOW_GATEWAY_KEY": "hush"}.items()
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, stand_in: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "LOSING_SECONDS", 0.5)
     monkeypatch.setenv("STAND_IN_SLEEPS", "600")
-    code, said = supervised(command(run_dir, "76"))
+    code, said = supervised(playing(run_dir, "76"), stand_in)
     assert code == 76
     assert said[:1] == ["ranks were lost 0.5 s ago and the launcher has not ended: ending it"]
+
+
+@pytest.mark.parametrize(
+    ("part", "expected", "saved", "said"),
+    [
+        # has nothing to save yet, and would wait for long
+        ("fail:4", 4, True, ["exit code 4 (of the script)"]),
+        ("fail:kill", 76, True, ["rank 0 was ended by signal 9 (Killed)", LOST]),
+        ("training:4", 4, False, [f"rank 0 {WAITED_FOR}", "exit code 4 (of the script)"]),
+        ("training:kill", 76, False, ["rank 0 was ended by signal 9 (Killed)", f"rank 0 {WAITED_FOR}", LOST]),
+        # holds back the line that rank 0 has printed
+        ("training:2", 2, False, []),
+    ],
+)
+def test_when_a_rank_fails_only_those_that_do_not_train_are_asked_to_stop(
+    part: str, expected: int, saved: bool, said: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LOSING_SECONDS", PATIENCE_SECONDS if saved else 0.5)
+    assert supervised(playing(run_dir, part)) == (expected, said)
+    assert (run_dir / "saved-0-rank-1").exists() == saved
 
 
 @pytest.mark.parametrize(
@@ -443,7 +471,7 @@ def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(
     [
         ("", "add --run-dir DIR"),
         ("launch/train.py --run-dir", "add --run-dir DIR"),
-        ("-H hostfile launch/train.py --run-dir run", "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE"),
+        ("--hostfile hostfile launch/train.py --run-dir run", "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE"),
     ],
 )
 def test_what_could_not_start_is_refused_in_one_line(

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord, free_port
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for, write_json
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
@@ -42,8 +42,8 @@ class Supervised:
     def __init__(self, run_dir: Path, changes: Sequence[str], restarts: int) -> None:
         self.run_dir = run_dir
         self._output = run_dir.with_name(f"{run_dir.name}.output")
-        command = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--max-restarts", str(restarts), "--"]
-        command += ["--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(TRAIN)]
+        command = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--max-restarts", str(restarts)]
+        command += ["--processes", "2", str(TRAIN)]
         command += arguments(run_dir, changes, "zero2_fp16.json", ["-p", "2"])
         with self._output.open("w") as output:
             variables = {**os.environ, **QUIET}
@@ -68,13 +68,7 @@ class Supervised:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes that run."""
-        found = []
-        for process in self.supervisor.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                words = process.cmdline()
-                if str(TRAIN) in words and any(word.startswith("--local_rank=") for word in words):
-                    found.append(process)
-        return found
+        return self.supervisor.children()
 
     def until(self, happened: Callable[[], bool], pause: float = 0.05) -> None:
         """Wait for something that happens before the run is over, looking every ``pause`` seconds."""
@@ -144,7 +138,7 @@ def test_images_that_one_rank_can_not_read_any_more_end_all(tmp_path: Path) -> N
     assert "OSError: the images are gone" in lines
     named = [line for line in lines if line.endswith("; the run can be resumed")]
     assert len(named) == 1 and "rank 1 (stage 1) " in named[0], lines
-    assert exits.read() == ExitRecord(EXIT_PEER_LOST, ("1",))
+    assert exits.read() == ExitRecord(EXIT_PEER_LOST, ("1",), training=True)
 
 
 def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_is_not_done(tmp_path: Path) -> None:
@@ -183,7 +177,7 @@ def test_signals_from_the_last_save_on_do_not_change_that_the_run_is_done(tmp_pa
             assert ranks.codes() == [0, 0], ranks.said[-4000:]
         assert {moment for moment in moments if f"signals at {moment}\n" in ranks.said} == reached
         assert mlflow_run(tmp_path / "run")[1].info.status == "FINISHED"
-    assert exits.read() == ExitRecord(finished=True)
+    assert exits.read() == ExitRecord(finished=True, training=True)
 
 
 def test_a_gpu_that_a_kernel_has_broken_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
