@@ -33,6 +33,7 @@ exit codes
 
 
 WITHDRAWN = {
+    ("vary",): "it is called ddpm-ds sweep",
     ("bench-data",): "a run measures its wait for data; ddpm-ds diagnose RUN says what to change",
     ("compare", "--html"): "open MLflow's own comparison, whose address compare prints, or use --markdown",
     ("evaluate", "--guidances"): "--guidance takes several, such as 1,1.5,2",

@@ -46,7 +46,7 @@ DESCRIPTION = """\
 Train the same spec with different values of something, one run after another, and compare the runs. The baseline has
 the first value of each variable; every other value is tried alone, or with --full in every combination. All trials are
 checked before the first one starts. The runs are children of one run in MLflow. The same command continues where it was
-stopped: what is done is skipped, what failed is tried again. (The verb was called vary before.)
+stopped: what is done is skipped, what failed is tried again.
 """
 
 EXAMPLES = f"""\
@@ -68,10 +68,9 @@ exit codes
 
 
 def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Add the verb ``sweep``, alias ``vary``."""
+    """Add the verb ``sweep``."""
     parser = verbs.add_parser(
         "sweep",
-        aliases=["vary"],
         help="train one spec with different values, and compare the runs",
         description=DESCRIPTION,
         epilog=EXAMPLES,

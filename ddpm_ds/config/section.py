@@ -108,12 +108,12 @@ class Format(Generic[S]):
                 case "json_invalid":  # the one fault that a JSON text of our own can have
                     found[()] = "a text has half of a surrogate pair, such as \\udcff; write the character itself"
                 case "rule":
-                    found[location] = f"{key} = {shown(_number(_at(values, location)))} {problem['msg']}"
+                    found[location] = f"{key} = {shown(_at(values, location))} {problem['msg']}"
                 case "missing" if location == problem["loc"]:
                     if key not in meant:
                         found[location] = f"{key} is missing; it takes {self.takes(location)}"
                 case _:
-                    value = _number(_at(values, location))
+                    value = _at(values, location)
                     fix = self._fix(location, value)
                     found[location] = f"{key} = {shown(value)} should be {self.takes(location)}{fix}"
         return dict(sorted(found.items(), key=lambda fault: _position(values, fault[0]))[:MOST_FAULTS])
@@ -261,9 +261,9 @@ def is_off(value: object) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line."""
+    """Return a value as JSON, or its type if JSON has nothing like it, shortened to fit a line; 5.0 is 5."""
     try:
-        text = json.dumps(value, default=str)
+        text = json.dumps(_number(value), default=str)
     except (TypeError, ValueError):  # a list that holds itself, or thousands of digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -25,7 +25,7 @@ from torch import Tensor
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
 from ddpm_ds.files import read_json, replace_file
-from ddpm_ds.pipeline.exchange import said_by_all
+from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
@@ -166,7 +166,7 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
     if known is not None:
         return known[0]
     dist.barrier()
-    peak = statistics.fmean(said_by_all(matmul_peak(device, dtype), float))
+    peak = statistics.fmean(all_gather_objects(matmul_peak(device, dtype), float))
     if dist.get_rank() == 0:
         Remembered("matmul_peak.json").set(facts, [peak])
     return peak

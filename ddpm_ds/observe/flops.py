@@ -31,7 +31,7 @@ from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import said_to_rank_0
+from ddpm_ds.pipeline.exchange import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
 
@@ -115,7 +115,7 @@ class FlopsProfile(Observer):
         if self._found is None:
             return
         self._watching.close()
-        found, self._found = said_to_rank_0(self._found, list[StageProfile]), None
+        found, self._found = gather_objects(self._found, list[StageProfile]), None
         if found is not None:
             with fault_said("flops profile", self._report.log):
                 whole = (stage for stages in found for stage in stages)

@@ -33,7 +33,7 @@ from ddpm_ds.files import replace_file
 from ddpm_ds.observe.kernel_groups import GROUPS, INSTRUCTION, SPAN, WAIT, Shares, operations_of, shares
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import said_to_rank_0
+from ddpm_ds.pipeline.exchange import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS = 100
@@ -133,7 +133,7 @@ class KernelProfile(Observer):
         self._labels.close()
         if not self._recorded:
             return
-        ranks = said_to_rank_0(self._read(profiler), RankProfile)
+        ranks = gather_objects(self._read(profiler), RankProfile)
         if ranks is not None:
             with fault_said("kernel profile", self._report.log):
                 self._report_ranks(ranks)

@@ -25,7 +25,7 @@ from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import Observer, Report, keep
 from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace, Recording, aligned
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import said_to_rank_0
+from ddpm_ds.pipeline.exchange import gather_objects
 from ddpm_ds.pipeline.schedule import PROGRAMS, Program, written
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import PASSES_PER_STEP
@@ -117,7 +117,7 @@ class Timeline(Observer):
             self._report.log("the passes keep their order: the one made from the traced steps is the same")
             return False
         self._engine.follow(programs)
-        self._engine.be_cautious()
+        self._engine.send_next_step_through_host()
         if dist.get_rank() == 0:
             self._seconds_before = self._summary_of_last["step_seconds"]
             file = self._folder.parent / PROGRAMS
@@ -139,7 +139,7 @@ class Timeline(Observer):
         own = self._recording.close()
         self._recording, self._done = None, True
         peak = shared_peak(self._engine.device, self._precision)
-        traces = said_to_rank_0(own, RankTrace)
+        traces = gather_objects(own, RankTrace)
         if traces is not None:
             with fault_said("timeline", self._report.log):
                 self._report_traces(traces, peak)

@@ -20,7 +20,7 @@ from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import said_by_all_without_devices
+from ddpm_ds.pipeline.exchange import all_gather_objects_by_store
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.pipeline.schedule import Program, program
@@ -102,7 +102,7 @@ def build_engine(
         engine.device,
         dtype,
         engine.micro_batch_size,
-        lambda trial: said_by_all_without_devices(trial, Trial),
+        lambda trial: all_gather_objects_by_store(trial, Trial),
     )
     modules = list(engine.own_layers().values())
     use_kernels(modules, engine.kernels)

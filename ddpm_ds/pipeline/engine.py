@@ -182,7 +182,7 @@ class UnetPipelineEngine(PipelineEngine):
         finally:
             self._watchers -= 1
 
-    def be_cautious(self) -> None:
+    def send_next_step_through_host(self) -> None:
         """Send the messages of the next step from host to host, because its use of memory will change.
 
         All ranks of a pipeline call this before the same step.

@@ -18,7 +18,7 @@ from torch import Tensor
 _numbers = itertools.count()
 
 
-def said_by_all(value: Any, kind: Any) -> list[Any]:
+def all_gather_objects(value: Any, kind: Any) -> list[Any]:
     """Return all ranks' values of type ``kind``, by rank."""
     own = _of_one_length(_packed(value, kind))
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -26,7 +26,7 @@ def said_by_all(value: Any, kind: Any) -> list[Any]:
     return [_unpacked(message, kind) for message in messages]
 
 
-def said_to_rank_0(value: Any, kind: Any) -> list[Any] | None:
+def gather_objects(value: Any, kind: Any) -> list[Any] | None:
     """Return all ranks' values of type ``kind``, by rank, on rank 0; None on the others."""
     own = _of_one_length(_packed(value, kind))
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
@@ -34,7 +34,7 @@ def said_to_rank_0(value: Any, kind: Any) -> list[Any] | None:
     return None if messages is None else [_unpacked(message, kind) for message in messages]
 
 
-def said_by_rank_0(value: Any, kind: Any) -> Any:
+def broadcast_object(value: Any, kind: Any) -> Any:
     """Return rank 0's value of type ``kind``; the others' values are ignored."""
     first = dist.get_rank() == 0
     message = _packed(value, kind) if first else torch.empty(0, dtype=torch.uint8, device=_device())
@@ -45,7 +45,7 @@ def said_by_rank_0(value: Any, kind: Any) -> Any:
     return _unpacked(message, kind)
 
 
-def said_by_all_without_devices(value: Any, kind: Any) -> list[Any]:
+def all_gather_objects_by_store(value: Any, kind: Any) -> list[Any]:
     """Return all ranks' values of type ``kind``, by rank, through the process group's store, so that a rank with a
     broken GPU can report it.
     """

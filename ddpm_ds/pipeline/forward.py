@@ -61,7 +61,7 @@ class ForwardPipeline:
             self._run(calls, give, take, max(1, min(depth, calls)), progress, first and runs_behind(engine.device))
         finally:
             engine.module.train()
-            engine.be_cautious()
+            engine.send_next_step_through_host()
 
     def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], by_host: bool) -> None:
         engine, all_channels = self._engine, [*self._channels, self._back]

@@ -111,7 +111,7 @@ def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int
 
 def grid(machine: Machine, layout: Candidate) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
-    return _grid(layout.stages, layout.replicas, layout.apart, machine.devices_per_node)
+    return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, machine.devices_per_node)
 
 
 def link(machine: Machine, layout: Candidate) -> Links:

@@ -127,7 +127,7 @@ class Candidate:
         return self.replicas * self.micro_batches * self.micro_batch_images
 
     @property
-    def apart(self) -> AcrossHosts:
+    def axis_over_nodes(self) -> AcrossHosts:
         """Axis that is split over nodes, if there are several nodes."""
         if self.across == "auto":
             return "replicas" if self.stages == 1 else "stages"

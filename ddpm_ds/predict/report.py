@@ -44,9 +44,9 @@ def why(plan: Plan) -> str:
             f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
         )
     if machine.nodes > 1:
-        sentences.append(_apart(first, plan.turned))
-    if plan.tempting is not None:
-        misfit, memory = plan.tempting, plan.tempting.peak
+        sentences.append(_bytes_between_nodes(first, plan.other_axis))
+    if plan.fastest_misfit is not None:
+        misfit, memory = plan.fastest_misfit, plan.fastest_misfit.peak
         largest = max(memory.parts, key=lambda name: memory.parts[name])
         sentences.append(
             f"{misfit.layout.words()} would take {1 - misfit.step_seconds / first.step_seconds:.1%} less, but is "
@@ -56,20 +56,21 @@ def why(plan: Plan) -> str:
     return " ".join(sentences)
 
 
-def _apart(first: Prediction, turned: Prediction | None) -> str:
+def _bytes_between_nodes(first: Prediction, other_axis: Prediction | None) -> str:
     """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
     wires = first.traffic
     parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
     named = " and ".join(f"{size / 1e9:.3f} GB of {name}" for name, size in parts if size)
     said = (
-        f"1 has its {first.layout.apart} across nodes: {named or 'nothing'} between them in a step, and "
+        f"1 has its {first.layout.axis_over_nodes} across nodes: {named or 'nothing'} between them in a step, and "
         f"{wires.busiest / 1e9:.3f} GB from the busiest node"
     )
-    if turned is None:
+    if other_axis is None:
         return f"{said}."
-    longer, other = turned.step_seconds / first.step_seconds - 1, turned.traffic
+    longer, other = other_axis.step_seconds / first.step_seconds - 1, other_axis.traffic
+    axis = other_axis.layout.axis_over_nodes
     return (
-        f"{said}; with its {turned.layout.apart} across them it would be {other.between_hosts / 1e9:.3f} GB, "
+        f"{said}; with its {axis} across them it would be {other.between_hosts / 1e9:.3f} GB, "
         f"{other.busiest / 1e9:.3f} GB from one node, and a step {abs(longer):.1%} "
         f"{'longer' if longer >= 0 else 'shorter'}."
     )
@@ -110,7 +111,7 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
             "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
         }
         if several_nodes:
-            cells |= {"across nodes": layout.apart, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
+            cells |= {"across nodes": layout.axis_over_nodes, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
             cells |= {"from one": f"{wires.busiest / 1e9:.3f}"}
         rows += [list(cells), list(cells.values())] if number == 1 else [list(cells.values())]
     return rows

@@ -31,9 +31,9 @@ class Plan:
     """Number of layouts that fit the memory."""
     misfits: int
     """Number of layouts that don't fit the memory."""
-    tempting: Prediction | None
+    fastest_misfit: Prediction | None
     """Fastest layout that doesn't fit, if it would beat the best."""
-    turned: Prediction | None = None
+    other_axis: Prediction | None = None
     """Best layout with the other axis across nodes, if there are several nodes."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
     if not fitting:
         raise _nothing(predictor, misfits)
-    best, turned = _fastest(predictor, fitting, top), None
+    best, other_axis = _fastest(predictor, fitting, top), None
     if (across := best[0].layout.across) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
-        turned = predictor.predict(replace(best[0].layout, across=other))
+        other_axis = predictor.predict(replace(best[0].layout, across=other))
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
-    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), turned)
+    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis)
 
 
 def candidates(

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.pipeline.exchange import said_by_rank_0
+from ddpm_ds.pipeline.exchange import broadcast_object
 from ddpm_ds.processes.store import SealedStore, connect
 
 BEAT_SECONDS = 0.5
@@ -60,13 +60,13 @@ def make_store(rank: int, world_size: int) -> SealedStore | None:
     if world_size == 1:
         return None
     if rank != 0:
-        return SealedStore(connect(rank, said_by_rank_0(None, int), STORE_TIMEOUT))
+        return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
     served = connect(rank, 0, STORE_TIMEOUT)
     store = SealedStore(served)
     for peer in range(world_size):
         store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
     store.set(VERDICT, "")
-    said_by_rank_0(served.port, int)
+    broadcast_object(served.port, int)
     return store
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpm_ds import errors
 from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, DeviceLostError, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.exchange import said_by_rank_0
+from ddpm_ds.pipeline.exchange import broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import port_taken
@@ -109,7 +109,7 @@ def decided_by_rank_0(decide: Callable[[], Value], kind: Any) -> Value:
             decided = decide()
         except UserError as error:
             refused = type(error).__name__, str(error)
-    decided, refused = said_by_rank_0((decided, refused), tuple[kind | None, tuple[str, str] | None])
+    decided, refused = broadcast_object((decided, refused), tuple[kind | None, tuple[str, str] | None])
     if refused is not None:
         name, why = refused
         raise vars(errors)[name](why)

@@ -13,7 +13,7 @@ from ddpm_ds.device import wait_for_device
 from ddpm_ds.files import REHEARSAL, write_file
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import said_by_all
+from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.pipeline.messages import runs_behind
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
 
@@ -47,7 +47,7 @@ class Rehearsal(Observer):
     def finish(self) -> None:
         device = self._engine.device
         peak = peak_reserved_bytes(device) or peak_memory_bytes(device)
-        seconds, peaks = zip(*said_by_all([self._seconds, peak], Any), strict=True)
+        seconds, peaks = zip(*all_gather_objects([self._seconds, peak], Any), strict=True)
         if dist.get_rank() == 0:
             found = {
                 "step_seconds": [max(step) for step in zip(*seconds, strict=True)],  # of the slowest rank

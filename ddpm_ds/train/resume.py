@@ -256,7 +256,7 @@ def check_resume(
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
 
 
-def leave_other_course(
+def remove_abandoned_points(
     run_dir: Path, checkpoint: CompleteCheckpoint | None, spec: RunSpec, ds_config: Mapping[str, Any]
 ) -> str | None:
     """Remove the points and pictures after the checkpoint if the folder's last start trained something else; rank 0

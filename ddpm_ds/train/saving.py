@@ -24,7 +24,7 @@ from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import said_by_all, said_by_rank_0
+from ddpm_ds.pipeline.exchange import all_gather_objects, broadcast_object
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
@@ -151,7 +151,7 @@ class Saver:
         Raises:
             OutputError: it could not be written; on all ranks alike.
         """
-        if why_not := said_by_rank_0("" if self.wait() else self._writer.why_not, str):
+        if why_not := broadcast_object("" if self.wait() else self._writer.why_not, str):
             raise OutputError(f"{why_not}; make {self._folder} writable, with room, and start the same command again")
 
     @torch.no_grad()
@@ -219,11 +219,11 @@ class Saver:
     def before_now(self) -> CompleteCheckpoint | None:
         """Return the newest good checkpoint up to now; later ones were abandoned by a rollback or resume."""
         try:
-            return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)
+            return newest(self._folder, self._groups, gathered_json, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
             return None
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gathered_json(value: Any) -> list[Any]:
     """Return all ranks' JSON values, by rank; collective over the process group."""
-    return said_by_all(value, Any)
+    return all_gather_objects(value, Any)

@@ -59,7 +59,7 @@ from ddpm_ds.train.resume import (
     find_checkpoint,
     gather_in,
     images_learned,
-    leave_other_course,
+    remove_abandoned_points,
 )
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.validation import HeldOutLoss, Validation
@@ -195,7 +195,7 @@ def _prepare(
         )
     rendezvous.agree("ready", {})
     if rank == 0:
-        if left := leave_other_course(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
+        if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
             log(left)
         hosts = hosts_line(plan)
         for notice in (

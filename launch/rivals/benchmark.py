@@ -17,7 +17,7 @@ from ddpm_ds.device import DTYPES, wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.observe.device_speed import matmul_peak
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.exchange import said_by_all
+from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
@@ -116,16 +116,18 @@ def _measure_layout(
     setting: Setting, names: Sequence[str], rounds: int, steps: int, options: argparse.Namespace
 ) -> list[Result]:
     device, images = setting.device, setting.plan.ds.layout.batch_images
-    peaks = [said_by_all(measure.peak_in_child(name), int) if options.memory else None for name in names]
+    peaks = [all_gather_objects(measure.peak_in_child(name), int) if options.memory else None for name in names]
     rows = [build_row(name, setting) for name in names]
     parts = [[float(row.step()) for _ in range(options.compared_steps)] for row in rows]  # which warms them up, too
-    losses = [[sum(of_ranks) for of_ranks in zip(*said_by_all(part, list[float]), strict=True)] for part in parts]
+    losses = [
+        [sum(of_ranks) for of_ranks in zip(*all_gather_objects(part, list[float]), strict=True)] for part in parts
+    ]
     differences = measure.check_losses(
         [row.name for row in rows], losses, measure.LOSS_TOLERANCE[setting.plan.ds.precision]
     )
     gc.collect()
     seconds = measure.time_rounds([row.step for row in rows], rounds, steps, lambda: measure.all_done(device))
-    observed = [said_by_all(measure.observe(row, steps, device), tuple[int, int, float]) for row in rows]
+    observed = [all_gather_objects(measure.observe(row, steps, device), tuple[int, int, float]) for row in rows]
     return [
         layout_result(name, row, images, own, seconds[0], *others)
         for name, row, own, *others in zip(names, rows, seconds, observed, losses, differences, peaks, strict=True)

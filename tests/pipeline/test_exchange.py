@@ -17,10 +17,10 @@ from ddpm_ds.observe.kernels import RankProfile
 from ddpm_ds.observe.recording import Barrier, RankTrace, TracedStep
 from ddpm_ds.pipeline import exchange
 from ddpm_ds.pipeline.exchange import (
-    said_by_all,
-    said_by_all_without_devices,
-    said_by_rank_0,
-    said_to_rank_0,
+    all_gather_objects,
+    all_gather_objects_by_store,
+    broadcast_object,
+    gather_objects,
 )
 from ddpm_ds.pipeline.schedule import Event, Program, program
 from ddpm_ds.unet.kernel_choice import Trial
@@ -58,9 +58,9 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("what", VALUES)
 def test_a_value_arrives_as_it_was_told(what: str) -> None:
     value, kind = VALUES[what]
-    for tell in (said_by_all, said_to_rank_0, said_by_all_without_devices):
+    for tell in (all_gather_objects, gather_objects, all_gather_objects_by_store):
         assert tell(value, kind) == [value]
-    assert said_by_rank_0(value, kind) == value
+    assert broadcast_object(value, kind) == value
 
 
 @pytest.mark.usefixtures("alone")

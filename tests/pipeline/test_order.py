@@ -182,7 +182,7 @@ class RecordedEngine:
 
     def eval(self) -> None: ...
 
-    train = be_cautious = eval
+    train = send_next_step_through_host = eval
 
 
 def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: int, **ways: bool) -> list[Operation]:

@@ -82,7 +82,7 @@ def test_what_lies_across_nodes_is_only_asked_where_there_is_a_choice() -> None:
     assert {one.across for one in layouts(small_job(), 4, offload=False)} == {"auto"}
     for one in layouts(small_job(), 4, offload=False, nodes=2):
         assert (one.across == "auto") == (one.stages == 1 or one.replicas == 1)
-        assert one.apart == ("replicas" if one.stages == 1 else "stages" if one.replicas == 1 else one.across)
+        assert one.axis_over_nodes == ("replicas" if one.stages == 1 else "stages" if one.replicas == 1 else one.across)
 
 
 def test_the_json_keeps_what_a_layout_does_not_decide() -> None:

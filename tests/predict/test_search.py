@@ -81,10 +81,10 @@ def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predi
     found = search(tight, top=3)
     assert found.best[0].layout != winner.layout
     assert all(one.peak.total < winner.peak.total for one in found.best)
-    assert found.tempting is not None and found.misfits > 0
-    assert found.tempting.step_seconds < found.best[0].step_seconds
-    assert found.tempting.peak.total > tight.machine.usable_bytes
-    assert f"{found.tempting.layout.words()} would take" in why(found)
+    assert found.fastest_misfit is not None and found.misfits > 0
+    assert found.fastest_misfit.step_seconds < found.best[0].step_seconds
+    assert found.fastest_misfit.peak.total > tight.machine.usable_bytes
+    assert f"{found.fastest_misfit.layout.words()} would take" in why(found)
 
 
 def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs(no_communicators: None) -> None:
@@ -118,9 +118,9 @@ def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
         among = [one for one in possible if (one.stages, one.zero_stage, one.schedule) == asked]
         assert {one.across for one in among} == {"stages", "replicas"}
         found = search(apart, 1, among)
-        first, turned = found.best[0], found.turned
+        first, turned = found.best[0], found.other_axis
         assert turned is not None and turned.layout == replace(first.layout, across=turned.layout.across)
-        assert first.layout.across == first.layout.apart == kept != turned.layout.across
+        assert first.layout.across == first.layout.axis_over_nodes == kept != turned.layout.across
         assert first.step_seconds < turned.step_seconds and first.traffic.busiest < turned.traffic.busiest
         said = why(found)
         assert f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across} across them" in said

@@ -52,11 +52,11 @@ def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
     """Makes the watchdogs of several ranks, in this process; rank 0 first."""
     port: list[int] = []
 
-    def said_by_rank_0(value: int | None, kind: type) -> int:
+    def broadcast_object(value: int | None, kind: type) -> int:
         port.extend([] if value is None else [value])
         return port[-1]
 
-    monkeypatch.setattr(heartbeat, "said_by_rank_0", said_by_rank_0)
+    monkeypatch.setattr(heartbeat, "broadcast_object", broadcast_object)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     made: list[Watchdog] = []
 
@@ -326,7 +326,7 @@ import torch.distributed as dist
 from ddpm_ds.processes import heartbeat
 from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.processes.watchdog import Watchdog
-heartbeat.said_by_rank_0 = lambda port, kind: print(port, flush=True)
+heartbeat.broadcast_object = lambda port, kind: print(port, flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 watchdog = Watchdog(0, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
 time.sleep(60)

@@ -32,7 +32,7 @@ from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
-from ddpm_ds.train.saving import Saver, gather_objects, state_fragments
+from ddpm_ds.train.saving import Saver, gathered_json, state_fragments
 
 STEPS = 3
 OVERFLOWING = (13, 30)
@@ -136,7 +136,7 @@ def run_course(course: Course, folder: Path) -> None:
         groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
         saver = Saver(plan, engine, ema, there, data_sha256={}, log=print, groups=groups, store=store)
         if source:
-            saver.load(whole(Path(source), groups, gather_objects))
+            saver.load(whole(Path(source), groups, gathered_json))
         else:
             train(plan, engine, ema, saver, there, report)
             saver.save()

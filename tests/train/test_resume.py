@@ -21,7 +21,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_points
 from ddpm_ds.tracking.run_folder import RunFolder, checkpoints_of, identity_of, snapshots_of
-from ddpm_ds.train.resume import check_resume, leave_other_course
+from ddpm_ds.train.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
 from tests.train.courses import BATCH, BOTH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
 from tests.train.ranks import the_same
@@ -204,11 +204,11 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
     ) -> tuple[str | None, list[int], list[int], bool]:
         """What is said, and the steps of the points, the images of the pictures and whether it is the same run."""
         identity = folder.identity()
-        said = leave_other_course(tmp_path, checkpoint, spec, config)
+        said = remove_abandoned_points(tmp_path, checkpoint, spec, config)
         steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in read_points(tmp_path / name)]
         return said, steps, folder._sampled_after(), identity_of(tmp_path) == identity
 
-    assert leave_other_course(tmp_path, None, slow, config) is None, "a new folder"
+    assert remove_abandoned_points(tmp_path, None, slow, config) is None, "a new folder"
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tiny_spec().model_dump(mode="json"), sort_keys=False))
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "samples").mkdir()
