@@ -9,7 +9,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
@@ -279,8 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                     device = choose_device(options.device, plan.ds.layout.stages)
                     import_deepspeed()
-                    from ddpm_ds.train.session import run_training
-            run_training(plan, run_dir, device, options, line)
+                    from ddpm_ds.train.session import Asked, run_training
+            asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
+            run_training(plan, run_dir, device, asked, line)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))

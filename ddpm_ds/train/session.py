@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -69,6 +68,32 @@ from ddpm_ds.unet.operations import widening
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What is asked of a run beside its plan, by the options of ``launch/train.py``."""
+
+    resume: str
+    """``auto``, ``never``, or the path of a checkpoint or of a run's folder."""
+    steps: int | None
+    """Timed steps of a rehearsal; None trains."""
+    trace_steps: range
+    """Optimizer steps whose timeline is recorded."""
+    profile_kernels: range
+    """Optimizer steps that PyTorch's profiler records."""
+    note: str | None
+    parent_run: str | None
+    """Id of the MLflow run of which this one is a child."""
+    verbose: bool
+    """Whether DeepSpeed's own log is shown."""
+    start_seconds: float
+    """Time for all ranks to meet."""
+    hang_seconds: float
+    dead_seconds: float
+    """Time without a step, and without a sign of life, after which a rank is lost (docs/exit_codes.md)."""
+    memory_budget: int | None
+    """Most bytes that PyTorch may take of a GPU; None is all of it."""
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Inputs of a run, checked on all ranks before they have a process group."""
 
@@ -84,7 +109,7 @@ class Prepared:
 
 
 def run_training(
-    plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace, progress: ProgressLine | None
+    plan: RunPlan, run_dir: Path, device: torch.device, asked: Asked, progress: ProgressLine | None
 ) -> None:
     """Train as planned on this process's ``device``; every rank calls this. Rank 0's ``run_dir`` counts.
 
@@ -96,15 +121,15 @@ def run_training(
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
     """
-    limit_memory(device, options.memory_budget)
+    limit_memory(device, asked.memory_budget)
     use_host_accelerator()
     share_threads(device)
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     with doing("waiting for all processes"):
-        rendezvous = Rendezvous(options.start_seconds)
+        rendezvous = Rendezvous(asked.start_seconds)
     with rendezvous.telling(), disk_errors_said(run_dir), doing("checking the run's files and images"):
-        prepared = _prepare(plan, run_dir, device, options, rendezvous, progress)
-    with process_group(group_timeout(options.hang_seconds, options.dead_seconds)):
+        prepared = _prepare(plan, run_dir, device, asked, rendezvous, progress)
+    with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
         rendezvous.close()
         places = prepared.plan.grid()
         names = [rendezvous.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
@@ -112,8 +137,8 @@ def run_training(
             dist.get_rank(),
             names,
             make_store(dist.get_rank(), len(names)),
-            dead_seconds=options.dead_seconds,
-            hang_seconds=options.hang_seconds,
+            dead_seconds=asked.dead_seconds,
+            hang_seconds=asked.hang_seconds,
             work=DeviceWork.of(device),
         ) as watchdog:
             with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"):
@@ -126,12 +151,12 @@ def run_training(
                     seed=plan.spec.train.seed,
                     programs=plan.programs,
                     rate=rate_of(plan.spec),
-                    verbose=options.verbose,
+                    verbose=asked.verbose,
                     doing=doing,
                 )
                 ema = Ema(engine, plan.spec.ema)
             recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
-            if options.steps is None:
+            if asked.steps is None:
                 recording = recorded(
                     replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
                     prepared.store,
@@ -140,13 +165,13 @@ def run_training(
                     progress,
                     prepared.checkpoint.path if prepared.checkpoint else None,
                     prepared.changed,
-                    note=options.note,
-                    parent=options.parent_run,
+                    note=asked.note,
+                    parent=asked.parent_run,
                 )
             with disk_errors_said(run_dir), recording as recorder:
                 if plan.ds.kernels == "auto" and device.type == "cuda":
                     recorder.log(engine.why_kernels)
-                _train(plan, prepared, engine, ema, recorder, watchdog, options)
+                _train(plan, prepared, engine, ema, recorder, watchdog, asked)
         dist.barrier()
 
 
@@ -154,7 +179,7 @@ def _prepare(
     plan: RunPlan,
     run_dir: Path,
     device: torch.device,
-    options: argparse.Namespace,
+    asked: Asked,
     rendezvous: Rendezvous,
     progress: ProgressLine | None,
 ) -> Prepared:
@@ -174,14 +199,14 @@ def _prepare(
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
         verify=None if first_on_host else False,
-        learned=next(filter(None, gather(images_learned(run_dir, options.resume) if first_on_host else None)), None),
+        learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
     )
     check_store(store, plan)
     check_same_images(rendezvous, store.meta.sha256)
     plan = decide(plan, device)
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
-    checkpoint = find_checkpoint(claim.run_dir, options.resume, claim.groups, gather, log)
+    checkpoint = find_checkpoint(claim.run_dir, asked.resume, claim.groups, gather, log)
     changed: list[str] = []
     initial = None
     if checkpoint is not None:
@@ -238,13 +263,13 @@ def _train(
     ema: Ema,
     recorder: Recorder,
     watchdog: Watchdog,
-    options: argparse.Namespace,
+    asked: Asked,
 ) -> None:
     """Load the checkpoint, train to the end, then report where the time went and how the run ended."""
     run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
     rehearsal, saver = None, None
-    if options.steps is not None:
-        rehearsal = Rehearsal(engine, run_dir, options.steps, int(plan.ds.checkpoint_interval))
+    if asked.steps is not None:
+        rehearsal = Rehearsal(engine, run_dir, asked.steps, int(plan.ds.checkpoint_interval))
     with watchdog.blamed(), watchdog.pause():
         if rehearsal is None:
             saver = Saver(
@@ -269,8 +294,8 @@ def _train(
         observer: Observer = rehearsal or Observers(
             [
                 FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-                Timeline(engine, options.trace_steps, trace, recorder, precision, macs, replan),
-                KernelProfile(engine, options.profile_kernels, run_dir / "kernels", recorder),
+                Timeline(engine, asked.trace_steps, trace, recorder, precision, macs, replan),
+                KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
                 PauseClock(run_dir if dist.get_rank() == 0 else None),
             ]
         )
