@@ -15,7 +15,8 @@ A name is imported when it is first used, so ``import ddpm_ds`` brings no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+from ddpm_ds.version import __version__ as __version__
+
 __all__ = ["SamplerSpec", "load_spec", "load_trained", "open_run", "plan", "sample"]
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-import ddpm_ds
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors, parse_json, sha256_of
 from ddpm_ds.files import read_bytes as read_file
+from ddpm_ds.version import __version__
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -195,7 +195,7 @@ def manifest_of(description: Description, state: bytes, parts: Iterable[Part], d
     return Manifest(
         **dict(description),
         format=FORMAT,
-        version=ddpm_ds.__version__,
+        version=__version__,
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),

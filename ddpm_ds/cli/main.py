@@ -15,9 +15,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import ddpm_ds
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, UserError
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
+from ddpm_ds.version import __version__
 
 if TYPE_CHECKING:
     from ddpm_ds.command_line import OneLineParser
@@ -64,7 +64,7 @@ def make_parser() -> OneLineParser:
         description="Train diffusion U-Nets on DeepSpeed pipelines, and everything around it.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"ddpm_ds {ddpm_ds.__version__}")
+    parser.add_argument("--version", action="version", version=f"ddpm_ds {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for add in (
         add_train,

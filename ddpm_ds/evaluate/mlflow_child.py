@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import ddpm_ds
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.tracker import Tracker, check_tracking_uri, print_to_stderr
+from ddpm_ds.version import __version__
 
 
 def check_recordable(trained: Trained) -> None:
@@ -59,7 +59,7 @@ def record_child(
             "digest": trained.digest,
             "images_seen": str(trained.images_seen),
             "mlflow.source.name": f"ddpm-ds {kind}",
-            "version.ddpm_ds": ddpm_ds.__version__,
+            "version.ddpm_ds": __version__,
         },
         parent=parent,
     )

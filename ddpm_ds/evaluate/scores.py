@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-import ddpm_ds
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.config.spec import ALL_SIGMAS
@@ -39,6 +38,7 @@ from ddpm_ds.evaluate.outputs import Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
 from ddpm_ds.tracking.tracker import print_to_stderr
+from ddpm_ds.version import __version__
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -171,7 +171,7 @@ class Scorer:
             frechet_distance(pixel_gaussian(images), reference),
             len(images),
             len(real),
-            f"ddpm_ds {ddpm_ds.__version__}",
+            f"ddpm_ds {__version__}",
             real=frechet_distance(*halves),
             details={"dims": dims, "real_is": "between two halves of the reference"},
         )
@@ -236,7 +236,7 @@ def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
     drawn = request.model_dump(mode="json", exclude={"batch_images"})
     labels = None if request.labels is None else "in the proportions of the reference"
     real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
-    versions = {"ddpm_ds": ddpm_ds.__version__, "torch": torch.__version__}
+    versions = {"ddpm_ds": __version__, "torch": torch.__version__}
     return {**drawn, "labels": labels, "reference": real, "version": versions}
 
 

@@ -7,7 +7,7 @@ import hashlib
 from importlib import metadata
 from pathlib import Path
 
-import ddpm_ds
+from ddpm_ds.version import __version__
 
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 CHECKSUM_DIGITS = 12
@@ -15,7 +15,7 @@ CHECKSUM_DIGITS = 12
 
 def versions() -> dict[str, str]:
     """Return the versions of ddpm_ds and of each of :data:`PACKAGES`; a missing one is left out."""
-    found = {"ddpm_ds": ddpm_ds.__version__}
+    found = {"ddpm_ds": __version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 def sources() -> dict[str, str]:
     """Return the beginning of the checksum of each of this package's files, by its path."""
-    package = Path(ddpm_ds.__file__).parent
+    package = Path(__file__).parents[1]
     return {
         str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:CHECKSUM_DIGITS]
         for path in sorted(package.rglob("*"))

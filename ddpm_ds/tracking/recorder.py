@@ -16,7 +16,6 @@ import torch
 import yaml
 from torch import Tensor
 
-import ddpm_ds
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
@@ -31,6 +30,7 @@ from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import ANIMATION, SAMPLES_KEY, RunFolder, labels
 from ddpm_ds.tracking.runs import DERIVED, RATE, VARIED_TAG, Run
 from ddpm_ds.tracking.tracker import RunLink, Tracker, flatten
+from ddpm_ds.version import __version__
 
 PARAMETERS = (
     *("data.image_size", "unet.channels", "optimizer.learning_rate"),
@@ -264,7 +264,7 @@ def _tags(plan: RunPlan) -> dict[str, str]:
 
     def git(*arguments: str) -> str | None:
         """Return git's output; None without git, or if the code is in no repository."""
-        command = ["git", "-C", str(Path(ddpm_ds.__file__).parent), *arguments]
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
@@ -279,5 +279,5 @@ def _tags(plan: RunPlan) -> dict[str, str]:
         "world_size": str(plan.ds.layout.world_size),
         "stage_cuts": json.dumps(plan.bounds[1:-1]),
         **{f"version.{name}": version(name) for name in ("torch", "deepspeed", "mlflow-skinny")},
-        "version.ddpm_ds": ddpm_ds.__version__,
+        "version.ddpm_ds": __version__,
     }

@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 import torch
 
-import ddpm_ds
 from ddpm_ds.command_line import aligned, writing
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.tracking.tracker import RunLink, Tracker
+from ddpm_ds.version import __version__
 from rivals.measure import Spread
 from rivals.rows import Setting
 
@@ -113,7 +113,7 @@ def about(
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(setting.device),
         "versions": {
-            "ddpm_ds": ddpm_ds.__version__,
+            "ddpm_ds": __version__,
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "deepspeed", *packages)},
         },

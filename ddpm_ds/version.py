@@ -1,0 +1,3 @@
+"""Version of this package, in a module of its own, since files below the package's face name it."""
+
+__version__ = "0.2.0"
