@@ -7,7 +7,6 @@ error. A field's docstring is its documentation; everything else about it is rea
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -233,7 +232,8 @@ class Format(Generic[S]):
 
     def _free(self, location: Sequence[str]) -> list[str]:
         """Return the names in a section that have more than one value."""
-        return [name for name in self._names(location) if "const" not in self.schema((*location, name))]
+        section = self.at(location)
+        return [name for name, part in _fields_of(section).items() if "const" not in part] if section else []
 
     def _fix(self, location: tuple[str, ...], value: object) -> str:
         """Return what to do about a wrong value: what it clearly means, such as "False" or null, or the reason."""
@@ -269,9 +269,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@functools.cache
 def _fields_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the JSON schema of each field of a section."""
+    """Return the JSON schema of each field of a section; not kept, since a choice may be added."""
     fields: Mapping[str, Mapping[str, Any]] = section.model_json_schema()["properties"]
     return fields
 
