@@ -158,7 +158,7 @@ def check_snapshots_are_of_one_course(run_dir: Path, said: str) -> None:
 @pytest.mark.long
 def test_too_many_rollbacks_end_the_run_on_all_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "hopeless"
-    codes, said = train(run_dir, BAD, 10**9, "bad_numbers.max_rewinds=2", config="zero1_fp32.json", count=2)
+    codes, said = train(run_dir, BAD, 10**9, "bad_numbers.max_rollbacks=2", config="zero1_fp32.json", count=2)
     assert codes == [3, 3], said[-4000:]
     assert said.count("rolled back to") == 2 and "the run was rolled back 2 times" in said
     assert mlflow_run(run_dir)[1].info.status == "FAILED"
