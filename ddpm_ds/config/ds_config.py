@@ -72,8 +72,8 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
     """
     faults = _Faults(path)
     readable = _readable(config, faults)
-    _check_together(readable, faults)
     blocks = readable.model_dump(mode="json", exclude_unset=True, exclude=UNUSED)
+    _check_together(readable, blocks, faults)
     if spec is not None:
         _check_beside_spec(blocks, spec, faults)
     faults.check()
@@ -119,19 +119,18 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
             del inside[location[-1]]
 
 
-def _check_together(config: DsConfig, faults: _Faults) -> None:
-    """Find keys that contradict each other, among those that have no fault of their own."""
+def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) -> None:
+    """Find keys that contradict each other, among those that have no fault of their own; ``given`` has no defaults."""
     zero, params, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
     if config.fp16.enabled and config.bf16.enabled:
         faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
-    given = config.model_dump(mode="json", exclude_unset=True)
     if zero.stage == 0:
         for key in ZERO_ONLY_KEYS:
             if (value := given_at(given, key)) not in (None, "auto"):
                 advice = "remove it" if is_off(value) else f"remove it or {with_zero}"
                 faults.add(key, f"= {shown(value)} has no effect without ZeRO; {advice}", stage)
-        if config.fp16.enabled and config.fp16.model_fields_set & {"hysteresis"} and config.fp16.hysteresis != 1:
+        if config.fp16.enabled and given_at(given, "fp16.hysteresis") not in (None, 1):
             fault = f"= {config.fp16.hysteresis} is ignored without ZeRO; write 1 or {with_zero}"
             faults.add("fp16.hysteresis", fault, stage, "fp16.enabled")
         if config.fp16.enabled and not params.torch_adam:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from ddpm_ds.command_line import MOST_IMAGES, MOST_PROCESSES
-from ddpm_ds.config.section import Format, Section, because, broken_rule, is_off, no_switch, shown
+from ddpm_ds.config.section import Format, Section, broken_rule, is_off, no_switch, shown
 from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
@@ -42,14 +42,13 @@ def _adam(kind: object) -> object:
 
 
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
-ONLY_ZERO: dict[str, Any] = {"zero_only": True}
-ZERO_ONLY = Field(json_schema_extra=ONLY_ZERO)
+ZERO_ONLY: Any = Field(json_schema_extra={"zero_only": True})
 """Mark of a field that DeepSpeed ignores without ZeRO (stage 0)."""
 
 
 def _why(reason: str) -> Any:
     """Return the annotation of a field whose other values are refused for this reason."""
-    return Field(json_schema_extra=because(reason))
+    return Field(json_schema_extra={"reason": reason})
 
 
 class Off(Section):
@@ -470,5 +469,7 @@ UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(fi
 """Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""
-ZERO_ONLY_KEYS = [key for key in DS_CONFIG.all_keys() if (DS_CONFIG.field_at(key).json_schema_extra or {}) == ONLY_ZERO]
+ZERO_ONLY_KEYS = [
+    key for key in DS_CONFIG.all_keys() if DS_CONFIG.field_at(key).json_schema_extra == ZERO_ONLY.json_schema_extra
+]
 """Keys that DeepSpeed ignores without ZeRO."""

@@ -1,7 +1,8 @@
 """Models of the two configuration files: their base class, one-line messages for their faults, and their reference.
 
 The run spec and the DeepSpeed JSON are trees of :class:`Section`, frozen pydantic models in which an unknown key is an
-error. A field's docstring is its documentation; everything else about it is read from its JSON schema.
+error. A field's docstring is its documentation; everything else about it is read from its JSON schema, in which
+``reason`` may say why other values are refused.
 """
 
 from __future__ import annotations
@@ -49,11 +50,6 @@ def no_switch(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
     return value
-
-
-def because(reason: str) -> dict[str, Any]:
-    """Return the ``json_schema_extra`` of a field that says why other values are refused."""
-    return {"reason": reason}
 
 
 S = TypeVar("S", bound=Section)

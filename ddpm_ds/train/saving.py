@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +219,8 @@ class Saver:
 
     def before_now(self) -> CompleteCheckpoint | None:
         """Return the newest good checkpoint up to now; later ones were abandoned by a rollback or resume."""
+        gather = partial(all_gather_objects, kind=Any)
         try:
-            return newest(self._folder, self._groups, gathered_json, self._log, until=self._engine.images_seen)
+            return newest(self._folder, self._groups, gather, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
             return None
-
-
-def gathered_json(value: Any) -> list[Any]:
-    """Return all ranks' JSON values, by rank; collective over the process group."""
-    return all_gather_objects(value, Any)

@@ -25,7 +25,7 @@ from tests.launching import tiny_spec
 
 BATCH = 32
 LATENCY_SECONDS = 1e-4
-"""Of a message, as the planner assumes on a CPU."""
+"""Latency of a message, as the planner assumes it on a CPU."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
-from ddpm_ds.train.saving import Saver, gathered_json, state_fragments
+from ddpm_ds.train.saving import Saver, state_fragments
 
 STEPS = 3
 OVERFLOWING = (13, 30)
@@ -136,7 +138,7 @@ def run_course(course: Course, folder: Path) -> None:
         groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
         saver = Saver(plan, engine, ema, there, data_sha256={}, log=print, groups=groups, store=store)
         if source:
-            saver.load(whole(Path(source), groups, gathered_json))
+            saver.load(whole(Path(source), groups, partial(all_gather_objects, kind=Any)))
         else:
             train(plan, engine, ema, saver, there, report)
             saver.save()

@@ -179,9 +179,8 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
     start, end = (found.beta_start, found.beta_end) if trained is None else (trained[0], trained[-1])
     for name, ours in schedules.items():
-        values = {"schedule": name} | (
-            {"beta_start": start, "beta_end": end} if SCHEDULES[name].reads_beta_range else {}
-        )
+        ends = {"beta_start": start, "beta_end": end} if SCHEDULES[name].reads_beta_range else {}
+        values = {"schedule": name, **ends}
         if trained is None:
             same = found.beta_schedule == ours.diffusers != EXPLICIT
         else:
