@@ -306,8 +306,9 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 def planned_bytes(work: Path) -> int:
     """Return the bytes that the planner predicts for the run that ``memory`` makes."""
+    from ddpm_ds.config.ds_config import Layout
     from ddpm_ds.config.spec_file import load_spec
-    from ddpm_ds.predict.layouts import Candidate, Workload
+    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.memory import peak_bytes
 
     found, path = json.loads((work / "trials.json").read_text()), work / "fit.json"
@@ -315,7 +316,7 @@ def planned_bytes(work: Path) -> int:
     job = Workload(load_spec(Path(found["spec"])), config, on_cpu=False)
     zero = config["zero_optimization"]["stage"]
     sizes = (trial["micro_batch_images"], trial["micro_batches"], trial["checkpoint_interval"])
-    layout = Candidate(1, 1, "1f1b", *sizes, zero, offload=False)
+    layout = Layout(1, 1, "1f1b", *sizes, zero, offload=False)
     return peak_bytes(job, layout, (0, len(job.layers)))
 
 

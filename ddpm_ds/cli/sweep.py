@@ -164,7 +164,7 @@ def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
         state = " (done)" if sweep.finished(trial) else ""
         lines.append(
             f"  {trial.label}: {counted(layout.stages, 'stage')} x {counted(layout.replicas, 'replica')}, "
-            f"{plan.ds.precision}, ZeRO-{plan.ds.zero_stage}, "
+            f"{plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}, "
             f"{counted(layout.micro_batches, 'micro-batch')} of {layout.micro_batch_images}, "
             f"{plan.steps:,} steps{state}"
         )

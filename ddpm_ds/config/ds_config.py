@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES
+from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, counted
 from ddpm_ds.config.ds_model import DS_CONFIG, UNUSED, ZERO_ONLY_KEYS, CutMethod, DsConfig, given_at
 from ddpm_ds.config.section import is_off, shown
 from ddpm_ds.config.spec import RunSpec
@@ -88,6 +88,12 @@ def precision(config: Mapping[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage of a checked config; 0 means off."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Return whether a checked config keeps the optimizer in host memory."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return bool(offload.get("device", "none") != "none")
 
 
 def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
@@ -262,19 +268,87 @@ ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a weight, a gradient or an element of a message between stages, by precision."""
 
 
+Schedule = Literal["1f1b", "folded", "planned"]
+"""1F1B in a line; DualPipeV in a fold; or in a fold, an order computed from the run's costs."""
+AcrossHosts = Literal["stages", "replicas"]
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a run: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
+    """Layout of a run on its processes: the values of the JSON's keys that the planner can choose.
 
-    In a fold, ``stages`` counts the ranks of a pipeline, each with two stages of the U-Net.
+    Processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
     """
 
-    world_size: int
     stages: int
+    """Number of ranks of a pipeline. In a folded or planned schedule each has two stages of the U-Net."""
     replicas: int
-    batch_images: int
+    schedule: Schedule
     micro_batch_images: int
     micro_batches: int
+    checkpoint_interval: int | Literal["auto"]
+    """Number of layers per activation checkpoint; 0 keeps all activations."""
+    zero_stage: int
+    """ZeRO stage; 0 means off."""
+    offload: bool
+    """Whether Adam's state and the averaged weights are in host memory."""
+    across_hosts: AcrossHosts | Literal["auto"] = "auto"
+    """Axis that is split over hosts; "auto" is undecided, or makes no difference."""
+    in_flight: int | Literal["auto"] = "auto"
+    """Most micro-batches that a rank of a planned pipeline holds; "auto" is the usual number."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.stages * self.replicas
+
+    @property
+    def batch_images(self) -> int:
+        """Number of images of an optimizer step."""
+        return self.replicas * self.micro_batches * self.micro_batch_images
+
+    @property
+    def most_held(self) -> int:
+        """Most micro-batches that a rank of a planned pipeline holds, usually two for each stage, as in DualPipeV.
+
+        If ZeRO-2 reduces gradients over replicas after each pass of weight gradients, passes take more of them at once.
+        A single stage usually holds one; if it holds several, it computes their weight gradients together.
+        """
+        if self.in_flight != "auto":
+            return self.in_flight
+        each = 3 if self.zero_stage == 2 and self.replicas > 1 else 2
+        return 1 if self.stages == 1 else each * self.stages
+
+    @property
+    def axis_over_nodes(self) -> AcrossHosts:
+        """Axis that is split over nodes, if there are several nodes."""
+        if self.across_hosts == "auto":
+            return "replicas" if self.stages == 1 else "stages"
+        return self.across_hosts
+
+    @property
+    def interval(self) -> int:
+        """``checkpoint_interval``, which must have been decided."""
+        assert self.checkpoint_interval != "auto"
+        return self.checkpoint_interval
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of the layout, by the names that runs and checkpoints have kept them under since version 0.1."""
+        names = ("world_size", "stages", "replicas", "batch_images", "micro_batch_images", "micro_batches")
+        return {name: getattr(self, name) for name in names}
+
+    def words(self) -> str:
+        """Return the layout in a few words, for a sentence."""
+        schedule = f" ({self.schedule})" if self.stages > 1 else ""
+        recompute = ", recomputing activations" if self.checkpoint_interval else ""
+        in_flight = "" if self.in_flight == "auto" else f", {self.in_flight} in flight"
+        across = "" if self.across_hosts == "auto" else f", {self.across_hosts} across nodes"
+        return (
+            f"{counted(self.stages, 'stage')}{schedule} x {counted(self.replicas, 'replica')}{across}, "
+            f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{in_flight}, "
+            f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
+        )
 
 
 @dataclass(frozen=True)
@@ -287,16 +361,9 @@ class ResolvedDsConfig:
 
     layout: Layout
     partition: CutMethod | list[int]
-    schedule: Literal["1f1b", "folded", "planned"]
-    in_flight: int | Literal["auto"]
-    """Maximum micro-batches in flight on a rank of a planned pipeline."""
     replan: bool
     """Whether a planned schedule is recomputed from traced steps."""
-    checkpoint_interval: int | Literal["auto"]
-    """Layers between kept activations; 0 keeps all activations."""
     use_reentrant: bool
-    across_hosts: Literal["stages", "replicas", "auto"]
-    """The axis of the layout that is split over several hosts."""
     kernels: Literal["fused", "masks", "reference", "auto"]
     compile: bool
     blocks: Mapping[str, Any]
@@ -308,16 +375,12 @@ class ResolvedDsConfig:
         return precision(self.blocks)
 
     @property
-    def zero_stage(self) -> int:
-        """ZeRO stage; 0 means off."""
-        return zero_stage(self.blocks)
-
-    @property
     def is_ordered(self) -> bool:
         """Whether the order of passes is computed for the run: its schedule is planned, or its one stage holds several
         micro-batches.
         """
-        return self.schedule == "planned" or (self.layout.stages == 1 and self.in_flight not in ("auto", 1))
+        layout = self.layout
+        return layout.schedule == "planned" or (layout.stages == 1 and layout.in_flight not in ("auto", 1))
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
@@ -326,21 +389,22 @@ class ResolvedDsConfig:
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as one JSON, as runs and checkpoints store it."""
+        layout = self.layout
         pipeline = {
             **self.blocks.get("pipeline", {}),
-            "stages": self.layout.stages,
+            "stages": layout.stages,
             "partition": self.partition,
-            "schedule": self.schedule,
-            "in_flight": self.in_flight,
+            "schedule": layout.schedule,
+            "in_flight": layout.in_flight,
             "replan": self.replan,
-            "across_hosts": self.across_hosts,
-            "activation_checkpoint_interval": self.checkpoint_interval,
+            "across_hosts": layout.across_hosts,
+            "activation_checkpoint_interval": layout.checkpoint_interval,
             "use_reentrant": self.use_reentrant,
         }
         return {
-            "train_batch_size": self.layout.batch_images,
-            "train_micro_batch_size_per_gpu": self.layout.micro_batch_images,
-            "gradient_accumulation_steps": self.layout.micro_batches,
+            "train_batch_size": layout.batch_images,
+            "train_micro_batch_size_per_gpu": layout.micro_batch_images,
+            "gradient_accumulation_steps": layout.micro_batches,
             **self.blocks,
             "pipeline": pipeline,
             "compile": self.compile,
@@ -359,6 +423,10 @@ class ResolvedDsConfig:
         del config["pipeline"]["in_flight"], config["pipeline"]["replan"]
         config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
         return config
+
+    def with_layout(self, **changes: Any) -> ResolvedDsConfig:
+        """Return the configuration with some fields of its layout replaced."""
+        return replace(self, layout=replace(self.layout, **changes))
 
     def without_reports(self) -> ResolvedDsConfig:
         """Return the configuration without timers, profilers and reports, for steps that are timed from outside."""
@@ -446,23 +514,19 @@ def resolve(
     return ResolvedDsConfig(
         layout=layout,
         partition=_given(pipeline, "partition", "flops"),
-        schedule=_schedule(pipeline, layout.stages),
-        in_flight=pipeline.get("in_flight", "auto"),
         replan=pipeline.get("replan", False),
-        checkpoint_interval=pipeline.get("activation_checkpoint_interval", "auto"),
         use_reentrant=pipeline.get("use_reentrant", False),
-        across_hosts=pipeline.get("across_hosts", "auto"),
         kernels=blocks.pop("kernels", "auto"),
         compile=blocks.pop("compile", False),
         blocks={**blocks, "pipeline": own} if own else blocks,
     )
 
 
-def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded", "planned"]:
+def _schedule(pipeline: dict[str, Any], stages: int) -> Schedule:
     """Return the JSON's schedule, by default planned if the cuts allow it; a planned schedule of one stage is 1F1B."""
     cuts = pipeline.get("partition")
     line = stages == 1 or (isinstance(cuts, list) and len(cuts) == stages - 1)
-    schedule: Literal["1f1b", "folded", "planned"] = _given(pipeline, "schedule", "1f1b" if line else "planned")
+    schedule: Schedule = _given(pipeline, "schedule", "1f1b" if line else "planned")
     return "1f1b" if stages == 1 and schedule == "planned" else schedule
 
 
@@ -477,8 +541,8 @@ def _layout(
     original: dict[str, Any], config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None
 ) -> Layout:
     """Return the layout of a JSON into which the spec's values have been written, from the ``original``."""
-    stages = _stages(config, world_size, asked_stages)
-    schedule = _schedule(config.get("pipeline", {}), stages)
+    stages, pipeline = _stages(config, world_size, asked_stages), config.get("pipeline", {})
+    schedule = _schedule(pipeline, stages)
     replicas, batch = world_size // stages, spec.train.batch_images
     if batch % replicas:
         also = " --set ds.train_batch_size=auto" if _given(original, "train_batch_size", None) is not None else ""
@@ -507,7 +571,18 @@ def _layout(
             f"replica's {share} images make {micro_batches}; use a smaller train_micro_batch_size_per_gpu, a larger "
             "train.batch_images or --set ds.pipeline.schedule=1f1b"
         )
-    return Layout(world_size, stages, replicas, batch, micro, micro_batches)
+    return Layout(
+        stages=stages,
+        replicas=replicas,
+        schedule=schedule,
+        micro_batch_images=micro,
+        micro_batches=micro_batches,
+        checkpoint_interval=pipeline.get("activation_checkpoint_interval", "auto"),
+        zero_stage=zero_stage(config),
+        offload=offloads(config),
+        across_hosts=pipeline.get("across_hosts", "auto"),
+        in_flight=pipeline.get("in_flight", "auto"),
+    )
 
 
 def _nearest_batch(config: dict[str, Any], spec: RunSpec, replicas: int) -> int:

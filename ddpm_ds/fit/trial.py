@@ -219,13 +219,13 @@ def expected(task: Task) -> int:
 
 def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
     """Return the bytes that the planner predicts for the fullest rank of a run."""
-    from ddpm_ds.predict.layouts import Candidate, Workload
+    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes
 
-    job, interval = Workload(plan.spec, plan.ds.blocks, device == "cpu"), plan.ds.checkpoint_interval
+    job, interval = Workload(plan.spec, plan.ds.blocks, device == "cpu"), plan.ds.layout.checkpoint_interval
     if interval == "auto":
-        interval = checkpoint_interval(job, Candidate.of(plan.ds, 0), plan.bounds, device_bytes)
-    return peak_bytes(job, Candidate.of(plan.ds, interval), plan.bounds)
+        interval = checkpoint_interval(job, replace(plan.ds.layout, checkpoint_interval=0), plan.bounds, device_bytes)
+    return peak_bytes(job, replace(plan.ds.layout, checkpoint_interval=interval), plan.bounds)
 
 
 def _device_bytes() -> int:

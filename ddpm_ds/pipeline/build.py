@@ -16,13 +16,12 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.config.ds_config import ResolvedDsConfig
+from ddpm_ds.config.ds_config import AcrossHosts, ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects_by_store
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
-from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.pipeline.schedule import Program, program
 from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
 from ddpm_ds.unet.layers import Layer
@@ -89,12 +88,12 @@ def build_engine(
     """
     gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):
-        across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
-        kind = FoldedUnetModule if folds(resolved.schedule) else UnetPipelineModule
+        across: AcrossHosts = "replicas" if resolved.layout.across_hosts == "replicas" else "stages"
+        kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
         with insides.named_builds(doing), insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
-    engine.objective, engine.schedule, engine.rate = objective, resolved.schedule, rate
+    engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
         resolved.kernels,
@@ -111,7 +110,7 @@ def build_engine(
         compile_layers(modules, cache_folder() / "compiled")
     if programs is None:
         count, ranks = engine.micro_batches, engine.num_stages
-        programs = [program(resolved.schedule, count, ranks, rank) for rank in range(ranks)]
+        programs = [program(resolved.layout.schedule, count, ranks, rank) for rank in range(ranks)]
     engine.follow(programs)
     return engine
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 
 PartitionMethod = Literal["flops", "parameters", "uniform"]
-Schedule = Literal["1f1b", "folded", "planned"]
-"""1F1B in a line; DualPipeV in a fold; or in a fold, an order computed from the run's costs."""
 
 CROSSING_MACS = 65
 """Cost, to the rank on either side, of an element that crosses a cut and of its gradient, in multiply-accumulates of a
@@ -49,14 +48,6 @@ copy engines overlap that with other micro-batches.
 def folds(schedule: Schedule) -> bool:
     """Return whether a rank holds two mirrored stages instead of one."""
     return schedule != "1f1b"
-
-
-def usual_in_flight(stages: int, *, reduces: bool) -> int:
-    """Return how many micro-batches a rank of a planned pipeline usually holds: two for each stage, as in DualPipeV.
-
-    If ZeRO-2 ``reduces`` gradients over replicas after each pass of weight gradients, passes take more of them at once.
-    """
-    return (3 if reduces else 2) * stages
 
 
 @dataclass(frozen=True)

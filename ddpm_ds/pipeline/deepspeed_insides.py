@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.file_baton import FileBaton
 
+from ddpm_ds.config.ds_config import AcrossHosts
 from ddpm_ds.errors import HostError
-from ddpm_ds.pipeline.placement import AcrossHosts
 
 BUILD_SECONDS = 1800.0
 """Time after which an extension's build counts as hung, or its lock as forgotten; one takes minutes on a busy host."""

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.cuts import Schedule, sent_shapes
+from ddpm_ds.pipeline.cuts import sent_shapes
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up

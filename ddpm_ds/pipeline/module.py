@@ -11,9 +11,9 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.cuts import Schedule, segments
-from ddpm_ds.pipeline.placement import AcrossHosts
+from ddpm_ds.pipeline.cuts import segments
 from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import EmbedLayer, Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, ResolvedDsConfig
-from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_elements, usual_in_flight
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts, ResolvedDsConfig, Schedule
+from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
 from ddpm_ds.unet.layers import Layer
 
-AcrossHosts = Literal["stages", "replicas"]
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
 
@@ -179,18 +178,19 @@ def run_exchange(
     While they are unknown, a weight-gradient pass is assumed to take half of the micro-batches in flight.
     """
     layout = ds.layout
-    if reductions is None and ds.schedule == "planned":
-        held = usual_in_flight(layout.stages, reduces=True) if ds.in_flight == "auto" else ds.in_flight
-        passes = math.ceil(layout.micro_batches / max(1, held // 2))
+    if reductions is None and layout.schedule == "planned":
+        passes = math.ceil(layout.micro_batches / max(1, layout.most_held // 2))
         reductions = [[passes, passes]] * layout.stages
     return exchange(
         layers,
         bounds,
-        ds.schedule,
+        layout.schedule,
         replicas=layout.replicas,
         images=layout.batch_images // layout.replicas,
         precision=ds.precision,
-        shared=sharing(ds.blocks, precision=ds.precision, zero_stage=ds.zero_stage, micro_batches=layout.micro_batches),
+        shared=sharing(
+            ds.blocks, precision=ds.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
+        ),
         reductions=reductions,
     )
 
@@ -248,8 +248,8 @@ def across_hosts(
     stages, replicas = ds.layout.stages, ds.layout.replicas
     if len(set(hosts)) < 2 or min(stages, replicas) == 1:
         return "replicas" if len(set(hosts)) > 1 and stages == 1 else "stages"
-    if ds.across_hosts != "auto":
-        return ds.across_hosts
+    if ds.layout.across_hosts != "auto":
+        return ds.layout.across_hosts
     sent = run_exchange(ds, layers, bounds)
     by_stages, by_replicas = (
         traffic(Grid(stages, replicas, across, tuple(hosts)), sent).busiest for across in ACROSS_HOSTS

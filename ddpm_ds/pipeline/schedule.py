@@ -26,7 +26,8 @@ from typing import Literal, NamedTuple
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, TrainSchedule
 
-from ddpm_ds.pipeline.cuts import Schedule, folds
+from ddpm_ds.config.ds_config import Schedule
+from ddpm_ds.pipeline.cuts import folds
 
 Name = Literal[
     "LoadMicroBatch",

@@ -15,12 +15,13 @@ from statistics import fmean
 from typing import Any
 
 from ddpm_ds.command_line import counted
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import link, shared, update_bytes
 from ddpm_ds.predict.finished_run import FinishedRun
-from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
+from ddpm_ds.predict.layouts import ds_config, layouts
 from ddpm_ds.predict.machine import USABLE_MEMORY, Machine
 from ddpm_ds.predict.memory import peak_bytes
 from ddpm_ds.predict.predictor import Predictor
@@ -137,7 +138,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
         one
         for one in layouts(predictor.job, predictor.machine.devices, offload=now.offload)
         if (one.stages == now.stages) == same_stages
-        and one.in_flight in (None, now.in_flight)
+        and one.in_flight in ("auto", now.in_flight)
         and sum(a != b for a, b in zip(_respects(one), _respects(now), strict=True)) <= 1
         and (one.offload, one.zero_stage > 0) >= (now.offload, now.zero_stage > 0)  # other keys may need them
     ]
@@ -149,7 +150,7 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
     return [change for change in found if change.settings]  # the run's own layout is among them
 
 
-def _change(facts: FinishedRun, layout: Candidate, bounds: tuple[int, ...], saved_seconds: float) -> Change:
+def _change(facts: FinishedRun, layout: Layout, bounds: tuple[int, ...], saved_seconds: float) -> Change:
     """Return the change of a run to a layout that saves so much of a step."""
     given, wanted = facts.job.config, ds_config(facts.job, layout, bounds)
     for same in ("across_hosts", *(["partition"] if bounds == facts.bounds else [])):
@@ -162,7 +163,7 @@ def _change(facts: FinishedRun, layout: Candidate, bounds: tuple[int, ...], save
     return Change(f"The planner's {layout.words()}{cuts}", gain, settings)
 
 
-def _respects(layout: Candidate) -> tuple[Any, ...]:
+def _respects(layout: Layout) -> tuple[Any, ...]:
     """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
     place = layout.stages, folds(layout.schedule)
     return place, layout.micro_batch_images, layout.checkpoint_interval, layout.zero_stage

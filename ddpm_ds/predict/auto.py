@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig, divisors, precision, resolve
+from ddpm_ds.config.ds_config import Layout, ResolvedDsConfig, divisors, precision, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerTimes
@@ -21,7 +21,7 @@ from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import APART, link
 from ddpm_ds.predict.finished_run import mean_ranks
-from ddpm_ds.predict.layouts import Candidate, Workload
+from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import machine, most_alike, this_machine
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.predict.scheduler import order_of
@@ -78,7 +78,7 @@ def planned_order(
     ``times`` measures layers; without it their seconds are computed.
     """
     predictor = _predictor(spec, ds.blocks, ds.layout.world_size, times)
-    made = predictor.programs(Candidate.of(ds, int(ds.checkpoint_interval)), bounds)
+    made = predictor.programs(replace(ds.layout, checkpoint_interval=int(ds.layout.checkpoint_interval)), bounds)
     assert made is not None
     return made
 
@@ -92,7 +92,7 @@ def planned_again(
     and what a pass of weight gradients takes once for all its micro-batches.
     """
     predictor = _predictor(spec, ds.blocks, ds.layout.world_size)
-    layout = Candidate.of(ds, int(ds.checkpoint_interval))
+    layout = replace(ds.layout, checkpoint_interval=int(ds.layout.checkpoint_interval))
 
     def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:
         whole = expected.weight_seconds + expected.weight_pass_seconds
@@ -122,14 +122,14 @@ def _predictor(
     return Predictor(job, devices, times(job) if times else None)
 
 
-def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Candidate]:
+def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Layout]:
     """Return a configuration's layouts, with and without recomputation if that is open; none without cuts."""
-    intervals = (0, 1) if ds.checkpoint_interval == "auto" else (ds.checkpoint_interval,)
-    layouts = [Candidate.of(ds, interval) for interval in intervals]
+    intervals = (0, 1) if ds.layout.checkpoint_interval == "auto" else (ds.layout.checkpoint_interval,)
+    layouts = [replace(ds.layout, checkpoint_interval=interval) for interval in intervals]
     if predictor.cut(layouts[0]) is None:
         return []
     hosts, layers = launched_hosts(ds.layout.world_size), predictor.job.layers
     if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.replicas) > 1:
-        bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
-        layouts = [replace(layout, across=across_hosts(ds, layers, bounds, hosts)) for layout in layouts]
+        bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
+        layouts = [replace(layout, across_hosts=across_hosts(ds, layers, bounds, hosts)) for layout in layouts]
     return layouts

@@ -10,10 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from ddpm_ds.config.ds_config import AcrossHosts, Layout
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
-from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exchange, sharing, traffic
+from ddpm_ds.pipeline.placement import Grid, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
-from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
+from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
@@ -40,7 +41,7 @@ def update_bytes(job: Workload) -> int:
 
 
 def planned_costs(
-    job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], times: Sequence[LayerSeconds]
+    job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], times: Sequence[LayerSeconds]
 ) -> list[RankCosts]:
     """Return the costs of each rank's instructions on a machine, for the simulator.
 
@@ -109,12 +110,12 @@ def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int
     return Grid(stages, replicas, across, tuple(rank // devices_per_node for rank in range(stages * replicas)))
 
 
-def grid(machine: Machine, layout: Candidate) -> Grid:
+def grid(machine: Machine, layout: Layout) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
     return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, machine.devices_per_node)
 
 
-def link(machine: Machine, layout: Candidate) -> Links:
+def link(machine: Machine, layout: Layout) -> Links:
     """Return the links of a pipeline, of the slowest replica if replicas differ."""
     boundaries = grid(machine, layout).boundaries
 
@@ -126,14 +127,14 @@ def link(machine: Machine, layout: Candidate) -> Links:
     return between
 
 
-def crossing_seconds(job: Workload, machine: Machine, layout: Candidate) -> float:
+def crossing_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
     """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
     between = link(machine, layout)
     speeds = [between(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
     return 2 * layout.micro_batch_images * job.stored_bytes / min(speeds, default=machine.link_bandwidth)
 
 
-def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
+def ring_bandwidth(machine: Machine, layout: Layout, rank: int) -> float:
     """Return the bytes per second around the ring through the replicas of a rank of the pipeline.
 
     Across nodes every device of a node uses its share of the network.
@@ -145,7 +146,7 @@ def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
     return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
 
 
-def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:
+def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passes: int) -> float:
     """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes) or gather them (one)."""
     count = layout.replicas
     if count == 1 or not size:
@@ -154,7 +155,7 @@ def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, pa
     return passes * size * (count - 1) / count / ring_bandwidth(machine, layout, rank) + latency
 
 
-def shared(job: Workload, layout: Candidate) -> Sharing:
+def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
     return sharing(
         job.config, precision=job.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
@@ -162,7 +163,7 @@ def shared(job: Workload, layout: Candidate) -> Sharing:
 
 
 def step_traffic(
-    job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], programs: Sequence[Program] | None = None
+    job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
     """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas."""
     sent = exchange(
@@ -178,7 +179,7 @@ def step_traffic(
     return traffic(grid(machine, layout), sent)
 
 
-def _reductions(programs: Sequence[Program], layout: Candidate) -> list[list[float]]:
+def _reductions(programs: Sequence[Program], layout: Layout) -> list[list[float]]:
     """Return by rank and phase how often ZeRO-2 reduces weight gradients; programs may have fewer micro-batches."""
     of = max(number for own in programs for one in own for number in one.micro_batches) + 1
     counts = weight_passes(programs, layout.schedule)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddpm_ds.config.ds_config import zero_stage
+from ddpm_ds.config.ds_config import Layout, offloads, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.residence import Residence
@@ -21,7 +21,7 @@ from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_tex
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
-from ddpm_ds.predict.layouts import Candidate, Workload, offloads, rank_stages
+from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
@@ -93,7 +93,7 @@ class FinishedRun:
     """Data of a finished run that a verdict needs."""
 
     job: Workload
-    layout: Candidate
+    layout: Layout
     """Layout of the traced step."""
     bounds: tuple[int, ...]
     """First layers of the stages of the traced step, and the end."""
@@ -124,7 +124,7 @@ class FinishedRun:
     @property
     def mfu(self) -> float | None:
         """Model flops of a traced step, as a share of what the devices could do meanwhile; None is unknown."""
-        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.images
+        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.batch_images
         could = self.peak_flops_per_second * self.layout.stages * self.layout.replicas * self.step_seconds
         return flops / could if could else None
 
@@ -229,7 +229,7 @@ def _read(run_dir: Path) -> FinishedRun:
     )
 
 
-def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[Candidate, tuple[int, ...]]:
+def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[Layout, tuple[int, ...]]:
     """Return the layout of the traced step, and the cuts of stages.txt, since "measured" in the JSON leaves them to
     times.
 
@@ -242,7 +242,7 @@ def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[C
     bounds = tuple(accumulate(map(int, rows), initial=0))
     if bounds[-1] != len(job.layers):
         raise ValueError(f"stages.txt has {bounds[-1]} layers, the U-Net {len(job.layers)}")
-    layout = Candidate(
+    layout = Layout(
         stages=summary["pipeline_ranks"],
         replicas=summary["replicas"],
         schedule=summary["schedule"],
@@ -251,7 +251,7 @@ def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[C
         checkpoint_interval=pipeline["activation_checkpoint_interval"],
         zero_stage=zero_stage(config),
         offload=offloads(config),
-        in_flight=None if (held := pipeline.get("in_flight", "auto")) == "auto" else held,
+        in_flight=pipeline.get("in_flight", "auto"),
     )
     unchanged = {"zero_stage": layout.zero_stage, "precision": job.precision}  # older summaries lack the precision
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == 0)

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import (
     BUCKET_ELEMENTS,
     ELEMENT_BYTES,
-    ResolvedDsConfig,
+    AcrossHosts,
+    Layout,
+    Schedule,
     divisors,
     fp16_needs_zero,
     precision,
 )
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import DTYPES, Dtype
-from ddpm_ds.pipeline.cuts import Schedule, Stage, describe, stages_of, usual_in_flight
-from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts
+from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
 
@@ -75,84 +76,7 @@ class Workload:
         return BUCKET_ELEMENTS if given == "auto" else int(given)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Layout: the values of the JSON's keys that a plan chooses."""
-
-    stages: int
-    """Number of pipeline ranks; the fold has twice as many stages in its cuts."""
-    replicas: int
-    schedule: Schedule
-    micro_batch_images: int
-    micro_batches: int
-    checkpoint_interval: int
-    """Number of layers per activation checkpoint; 0 keeps all activations."""
-    zero_stage: int
-    offload: bool
-    """Whether Adam's state and the averaged weights are in host memory."""
-    across: AcrossHosts | Literal["auto"] = "auto"
-    """Axis that is split over nodes; "auto" if it makes no difference."""
-    in_flight: int | None = None
-    """Most micro-batches that a rank of a planned pipeline holds; None for the usual number."""
-
-    @staticmethod
-    def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
-        """Return the layout of a resolved configuration, with activation checkpointing as decided here."""
-        layout = ds.layout
-        sizes = layout.micro_batch_images, layout.micro_batches, checkpoint_interval
-        return Candidate(
-            layout.stages,
-            layout.replicas,
-            ds.schedule,
-            *sizes,
-            ds.zero_stage,
-            offloads(ds.blocks),
-            in_flight=None if ds.in_flight == "auto" else ds.in_flight,
-        )
-
-    @property
-    def most_held(self) -> int:
-        """Most micro-batches that a rank of a planned pipeline holds.
-
-        A single stage usually holds one; if it holds several, it computes their weight gradients together.
-        """
-        if self.stages == 1:
-            return self.in_flight or 1
-        reduces = self.zero_stage == 2 and self.replicas > 1
-        return self.in_flight or usual_in_flight(self.stages, reduces=reduces)
-
-    @property
-    def images(self) -> int:
-        """Number of images of an optimizer step."""
-        return self.replicas * self.micro_batches * self.micro_batch_images
-
-    @property
-    def axis_over_nodes(self) -> AcrossHosts:
-        """Axis that is split over nodes, if there are several nodes."""
-        if self.across == "auto":
-            return "replicas" if self.stages == 1 else "stages"
-        return self.across
-
-    def words(self) -> str:
-        """Return the layout in a few words, for a sentence."""
-        schedule = f" ({self.schedule})" if self.stages > 1 else ""
-        recompute = ", recomputing activations" if self.checkpoint_interval else ""
-        held = f", {self.in_flight} in flight" if self.in_flight else ""
-        across = "" if self.across == "auto" else f", {self.across} across nodes"
-        return (
-            f"{counted(self.stages, 'stage')}{schedule} x {counted(self.replicas, 'replica')}{across}, "
-            f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{held}, "
-            f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
-        )
-
-
-def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed JSON keeps the optimizer in host memory."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    return bool(offload.get("device", "none") != "none")
-
-
-def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Candidate]:
+def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Layout]:
     """Yield all layouts of a job that divide devices, layers and batch without remainder.
 
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
@@ -166,18 +90,18 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
         places: Sequence[AcrossHosts | Literal["auto"]] = (
             ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
         )
-        schedules: list[tuple[Schedule, int | None]] = [("1f1b", None)]
+        schedules: list[tuple[Schedule, int | Literal["auto"]]] = [("1f1b", "auto")]
         if 1 < stages <= len(job.layers) // 2:
-            schedules += [("planned", None), ("planned", stages)]  # faster, or with half of the activations
+            schedules += [("planned", "auto"), ("planned", stages)]  # faster, or with half of the activations
         for (schedule, in_flight), count in itertools.product(schedules, divisors(share, most)):
-            if wanted not in ("auto", count) or (in_flight is not None and count <= in_flight):
+            if wanted not in ("auto", count) or (in_flight != "auto" and count <= in_flight):
                 continue
             for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
                 sizes = share // count, count, interval
-                yield Candidate(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight)
+                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight)
 
 
-def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[str, Any]:
+def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
     """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
     config = copy.deepcopy(dict(job.config))
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
@@ -188,9 +112,9 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
     pipeline.update(
         stages=layout.stages,
         schedule=layout.schedule,
-        in_flight=layout.in_flight or "auto",
+        in_flight=layout.in_flight,
         partition=[int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops",
-        across_hosts=layout.across,
+        across_hosts=layout.across_hosts,
         activation_checkpoint_interval=layout.checkpoint_interval,
     )
     if layout.zero_stage == 0:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddpm_ds.pipeline.cuts import Schedule, Stage, folds
+from ddpm_ds.config.ds_config import Layout, Schedule
+from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
-from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
+from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.scheduler import typical_programs
 from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLayer
 
@@ -59,7 +60,7 @@ class Memory:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
 
 
-def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[Memory, ...]:
+def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[Memory, ...]:
     """Return the memory of each rank of a pipeline at the larger of two peaks.
 
     One is in the passes, with activations; the other in the optimizer's step, without them.
@@ -81,12 +82,12 @@ def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> 
     return tuple(found)
 
 
-def peak_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
+def peak_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> int:
     """Return the bytes of the fullest rank."""
     return max(memory.total for memory in pipeline_memory(job, layout, bounds))
 
 
-def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
+def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> int:
     """Return the peak bytes of activations on the fullest rank, which checkpointing can save.
 
     They exclude received messages and copies of skips and weights, which :func:`pipeline_memory` also counts.
@@ -99,7 +100,7 @@ def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) ->
     )
 
 
-def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int], device_bytes: int) -> int:
+def checkpoint_interval(job: Workload, layout: Layout, bounds: Sequence[int], device_bytes: int) -> int:
     """Return the value of ``"activation_checkpoint_interval": "auto"``: 0 if all activations fit, else 1.
 
     ``layout`` keeps all activations; ``device_bytes`` is the memory of one device.
@@ -107,7 +108,7 @@ def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int],
     return 0 if activation_bytes(job, layout, bounds) <= ACTIVATION_SHARE * device_bytes else 1
 
 
-def communicator_bytes(layout: Candidate, rank: int) -> int:
+def communicator_bytes(layout: Layout, rank: int) -> int:
     """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
     groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
     edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
@@ -115,7 +116,7 @@ def communicator_bytes(layout: Candidate, rank: int) -> int:
     return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
 
 
-def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list[float]:
+def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[float]:
     """Return the approximate bytes that each layer would take on a rank in a phase: its weights' state and activations.
 
     Activations are counted for the most micro-batches that the rank holds.
@@ -123,7 +124,7 @@ def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list
     state = _State(job, layout, _MANY_PARAMETERS)
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     held = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
-    if interval := layout.checkpoint_interval:
+    if interval := layout.interval:
         kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.layers]
     else:
         kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.layers]
@@ -133,7 +134,7 @@ def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list
 class _State:
     """Bytes of a rank's weights, gradients and optimizer, which do not depend on the number of images."""
 
-    def __init__(self, job: Workload, layout: Candidate, parameters: int) -> None:
+    def __init__(self, job: Workload, layout: Layout, parameters: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
         owned = -(-parameters // layout.replicas) if partitioned else parameters
@@ -191,10 +192,10 @@ class Kept:
     working_copies: int
 
 
-def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
+def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
     """Return the bytes that each rank keeps in each of its phases."""
     sizes = job.arithmetic_bytes, job.stored_bytes
-    return _kept_by_rank(job.layers, bounds, layout.schedule, layout.checkpoint_interval, *sizes)
+    return _kept_by_rank(job.layers, bounds, layout.schedule, layout.interval, *sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -257,7 +258,7 @@ def moments(
     """Return the candidate peaks of a rank's step, as (micro-batches held by phase 0, by phase 1, between their
     backwards).
 
-    No entry is dominated by another. ``most_held`` is as in :class:`Candidate`.
+    No entry is dominated by another. ``most_held`` is as in :class:`Layout`.
     """
     held = [0, 0]
     between = 0
@@ -277,12 +278,12 @@ def moments(
     )
 
 
-def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
+def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
     count = min(layout.micro_batches, FILLING * layout.stages)
     return moments(layout.schedule, count, layout.stages, rank, layout.most_held)
 
 
-def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:
+def _activations(layout: Layout, rank: int, keeps: Sequence[Kept]) -> int:
     """Return the peak bytes of activations on a rank."""
     images = layout.micro_batch_images
     first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ddpm_ds.command_line import aligned, counted
 from ddpm_ds.config.ds_config import (
     ELEMENT_BYTES,
+    AcrossHosts,
     ResolvedDsConfig,
     check_ds_config,
     leaves_stages_open,
@@ -22,7 +23,7 @@ from ddpm_ds.config.ds_config import (
 from ddpm_ds.config.spec import ALL_SIGMAS, HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.pipeline.cuts import Stage, describe, folds, partition
-from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts, run_exchange, traffic
+from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange, traffic
 from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
@@ -68,7 +69,7 @@ class RunPlan:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Stages in the order of the layers."""
-        return describe(self.layers, self.bounds, self.ds.schedule)
+        return describe(self.layers, self.bounds, self.ds.layout.schedule)
 
     @cached_property
     def across(self) -> AcrossHosts:
@@ -91,7 +92,7 @@ class RunPlan:
             return run_exchange(self.ds, self.layers, self.bounds)
         from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
 
-        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.schedule))
+        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.layout.schedule))
 
 
 def plan_run(
@@ -130,7 +131,7 @@ def plan_run(
         stages, chosen = choose_stages(spec, config, ds_path, world_size=world_size)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
+    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     names = ("0",) * world_size if hosts is None else tuple(hosts)
     return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
 
@@ -148,7 +149,7 @@ def stage_table(plan: RunPlan) -> str:
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
         row = [
-            f"{stage.index} on rank {stage.rank}" if folds(plan.ds.schedule) else str(stage.index),
+            f"{stage.index} on rank {stage.rank}" if folds(plan.ds.layout.schedule) else str(stage.index),
             str(stage.layers),
             stage.first_layer,
             stage.last_layer,
@@ -192,7 +193,7 @@ def _megabytes(size: float) -> str:
 def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     """Return the text that every run prints first, and ``--dry-run`` prints alone."""
     spec, data, layout, ds = plan.spec, plan.spec.data, plan.ds.layout, plan.ds
-    match ds.checkpoint_interval:
+    match ds.layout.checkpoint_interval:
         case "auto":
             recompute = "only if memory is short"
         case 0:
@@ -210,9 +211,9 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         + (f", latents of {data.autoencoder}" if data.autoencoder else ""),
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
-        f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
+        f"precision    {ds.precision}, ZeRO-{ds.layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
-        f"{counted(layout.replicas, 'replica')}{f', schedule {ds.schedule}' if layout.stages > 1 else ''}",
+        f"{counted(layout.replicas, 'replica')}{f', schedule {ds.layout.schedule}' if layout.stages > 1 else ''}",
         *([f"stages       {plan.chosen}"] if plan.chosen else []),
         *([line] if (line := hosts_line(plan)) else []),
         f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "

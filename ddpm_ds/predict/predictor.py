@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
 from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import analytic_times, crossing_seconds, link, planned_costs, step_traffic
-from ddpm_ds.predict.layouts import Candidate, Workload
+from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.scheduler import order_of
@@ -39,7 +40,7 @@ Bounds = tuple[int, ...]
 class Prediction:
     """Prediction of one step of a layout."""
 
-    layout: Candidate
+    layout: Layout
     step_seconds: float
     bubble: float
     """Share of all devices' time spent waiting for another stage."""
@@ -67,28 +68,28 @@ class Predictor:
     """Times of the layers; without them they are computed."""
     _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str], Bounds | None] = field(default_factory=dict)
-    _own_cuts: dict[Candidate, Bounds] = field(default_factory=dict)
+    _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)
     """Cuts made for one layout alone."""
-    _programs: dict[tuple[Candidate, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
+    _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
-    def cut(self, layout: Candidate) -> Bounds | None:
+    def cut(self, layout: Layout) -> Bounds | None:
         """Return the fastest cuts of a layout, or those that :meth:`fits` found to fit the memory; None if the U-Net
         can't be cut into so many stages.
         """
         if layout in self._own_cuts:
             return self._own_cuts[layout]
-        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across)
+        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts)
         if key not in self._cuts:
             self._cuts[key] = self._fastest_cut(layout, None)
         return self._cuts[key]
 
-    def bounds(self, layout: Candidate) -> Bounds:
+    def bounds(self, layout: Layout) -> Bounds:
         """Return the cuts of a layout that is known to have some."""
         bounds = self.cut(layout)
         assert bounds is not None
         return bounds
 
-    def fits(self, layout: Candidate) -> bool:
+    def fits(self, layout: Layout) -> bool:
         """Return whether every rank fits its memory, if needed with other cuts, which are used from then on."""
         usable = limit = self.machine.usable_bytes
 
@@ -108,7 +109,7 @@ class Predictor:
             limit -= over
         return False
 
-    def improve(self, layout: Candidate) -> None:
+    def improve(self, layout: Layout) -> None:
         """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and it still fits.
 
         Earlier cuts minimise the busiest rank's passes; this also counts the optimizer and the order.
@@ -130,16 +131,16 @@ class Predictor:
                     better, shortest = moved, taken
         self._own_cuts[layout] = best
 
-    def knows_times(self, layout: Candidate) -> bool:
+    def knows_times(self, layout: Layout) -> bool:
         """Return whether the layers' times are already known for this micro-batch."""
         return layout.micro_batch_images in self._times
 
-    def costs(self, layout: Candidate, bounds: Bounds | None = None) -> list[RankCosts]:
+    def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
         times = self._layer_times(layout.micro_batch_images)
         return planned_costs(self.job, self.machine, layout, bounds or self.bounds(layout), times)
 
-    def lower_bound(self, layout: Candidate, bounds: Bounds | None = None) -> float:
+    def lower_bound(self, layout: Layout, bounds: Bounds | None = None) -> float:
         """Return a lower bound of a step's seconds: the busiest rank's work."""
         more = layout.micro_batches - 1 if layout.schedule == "planned" else 0
         return max(
@@ -150,20 +151,20 @@ class Predictor:
             for rank in self.costs(layout, bounds)
         )
 
-    def simulate(self, layout: Candidate, bounds: Bounds | None = None, *, keep_events: bool = False) -> Simulation:
+    def simulate(self, layout: Layout, bounds: Bounds | None = None, *, keep_events: bool = False) -> Simulation:
         """Simulate a step of a layout, with its own cuts or others."""
         cuts, between = bounds or self.bounds(layout), link(self.machine, layout)
         costs, made = self.costs(layout, cuts), self.programs(layout, cuts)
         return simulate(layout.schedule, layout.micro_batches, costs, between, programs=made, keep_events=keep_events)
 
-    def programs(self, layout: Candidate, bounds: Bounds) -> tuple[Program, ...] | None:
+    def programs(self, layout: Layout, bounds: Bounds) -> tuple[Program, ...] | None:
         """Return the programs of a planned schedule; None if the schedule's name defines them."""
         if (layout, bounds) not in self._programs:
             costs, between = self.costs(layout, bounds), link(self.machine, layout)
             self._programs[layout, bounds] = order_of(layout, costs, between)
         return self._programs[layout, bounds]
 
-    def predict(self, layout: Candidate) -> Prediction:
+    def predict(self, layout: Layout) -> Prediction:
         """Predict everything about a layout."""
         costs, bounds, most = self.costs(layout), self.bounds(layout), _most_simulated(layout)
         step, busy = self._step_and_busy(layout)
@@ -180,7 +181,7 @@ class Predictor:
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
 
-    def _step_and_busy(self, layout: Candidate) -> tuple[float, float]:
+    def _step_and_busy(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds of a step, and the mean seconds in which a device is busy."""
 
         def simulated(count: int) -> tuple[float, float]:
@@ -200,7 +201,7 @@ class Predictor:
             self._times[images] = (self.times or analytic_times(self.job, self.machine))(images)
         return self._times[images]
 
-    def _fastest_cut(self, layout: Candidate, room: Room | None) -> Bounds | None:
+    def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:
         """Return the cuts that are fastest in simulation, among cuts for several :data:`HIDDEN` shares; None if there
         are none.
 
@@ -223,10 +224,10 @@ class Predictor:
         return min(found, key=lambda cut: self.simulate(few, cut).step_seconds)
 
 
-def _few(layout: Candidate) -> Candidate:
+def _few(layout: Layout) -> Layout:
     """Return a layout with few micro-batches, for comparing cuts."""
     return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))
 
 
-def _most_simulated(layout: Candidate) -> int:
+def _most_simulated(layout: Layout) -> int:
     return max(SIMULATED // layout.stages, 4 * layout.most_held)

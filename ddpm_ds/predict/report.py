@@ -95,7 +95,7 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
     rows = []
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
-        rate = layout.images / prediction.step_seconds
+        rate = layout.batch_images / prediction.step_seconds
         cells = {
             "": str(number),
             "stages": str(layout.stages),

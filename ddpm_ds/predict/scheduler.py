@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.pipeline import schedule as schedules
-from ddpm_ds.pipeline.cuts import Schedule, folds
+from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import PASSES, Instruction, Program, completed, neighbours, phases_of, program
-from ddpm_ds.predict.layouts import Candidate
 from ddpm_ds.predict.simulate import Links, PhaseCosts, RankCosts, free, simulate
 
 Pass = tuple[Literal["forward", "backward"], int]
@@ -100,7 +100,7 @@ def _whole(
     return tuple(joined)
 
 
-def order_of(layout: Candidate, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
+def order_of(layout: Layout, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
     """Return the programs of a planned schedule, or of a single stage that holds several micro-batches; None if the
     schedule's name defines them.
     """

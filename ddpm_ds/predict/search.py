@@ -11,10 +11,9 @@ from typing import Any
 from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
-from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.ds_config import AcrossHosts, Layout, resolve
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.pipeline.placement import AcrossHosts
-from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
+from ddpm_ds.predict.layouts import ds_config, layouts
 from ddpm_ds.predict.memory import peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 
@@ -48,7 +47,7 @@ class Plan:
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
 
 
-def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = None) -> Plan:
+def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None) -> Plan:
     """Return the ``top`` fastest layouts that fit, among all or ``among``.
 
     Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
@@ -60,18 +59,16 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     if not fitting:
         raise _nothing(predictor, misfits)
     best, other_axis = _fastest(predictor, fitting, top), None
-    if (across := best[0].layout.across) != "auto":
+    if (across := best[0].layout.across_hosts) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
-        other_axis = predictor.predict(replace(best[0].layout, across=other))
+        other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
     return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis)
 
 
-def candidates(
-    predictor: Predictor, path: Path | str = "plan", among: Sequence[Candidate] | None = None
-) -> list[Candidate]:
+def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
     """Return layouts that training accepts; those that recompute have the interval that needs least memory.
 
     ``path`` is that of the DeepSpeed JSON, for messages. The layouts are all of the job, or ``among``.
@@ -79,8 +76,8 @@ def candidates(
     Raises:
         DsConfigError: training would refuse the JSON with every layout.
     """
-    chosen: list[Candidate] = []
-    recomputing: dict[Candidate, tuple[int, Candidate]] = {}
+    chosen: list[Layout] = []
+    recomputing: dict[Layout, tuple[int, Layout]] = {}
     refusals: dict[tuple[str, int, bool, int], UserError | None] = {}
     machine = predictor.machine
     if among is None:
@@ -88,7 +85,7 @@ def candidates(
     for layout in tqdm(among, "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
         if predictor.cut(layout) is None:
             continue
-        kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
+        kind = (layout.schedule, layout.zero_stage, layout.offload, layout.interval)
         if kind not in refusals:
             refusals[kind] = _refusal(predictor, layout, path)
         if refusals[kind] is not None:
@@ -105,22 +102,22 @@ def candidates(
     return chosen + [layout for _, layout in recomputing.values()]
 
 
-def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[Layout], list[Layout]]:
     """Return the layouts that fit the devices' memory, and those that don't."""
-    fitting: list[Candidate] = []
-    misfits: list[Candidate] = []
+    fitting: list[Layout] = []
+    misfits: list[Layout] = []
     for layout in tqdm(considered, "computing memory", unit=" layouts", delay=3, leave=False, disable=None):
         (fitting if predictor.fits(layout) else misfits).append(layout)
     return fitting, misfits
 
 
-def _needs(predictor: Predictor, layout: Candidate) -> int:
+def _needs(predictor: Predictor, layout: Layout) -> int:
     """Return the bytes on the rank that holds the most."""
     return peak_bytes(predictor.job, layout, predictor.bounds(layout))
 
 
 def _fastest(
-    predictor: Predictor, among: Sequence[Candidate], top: int, limit: float = math.inf
+    predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
     """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
     best: dict[tuple[int, str, int], Prediction] = {}
@@ -141,7 +138,7 @@ def _order(prediction: Prediction) -> tuple[float, int]:
     return prediction.step_seconds, prediction.peak.total
 
 
-def _refusal(predictor: Predictor, layout: Candidate, path: Path | str) -> UserError | None:
+def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
     """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
@@ -151,7 +148,7 @@ def _refusal(predictor: Predictor, layout: Candidate, path: Path | str) -> UserE
     return None
 
 
-def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
+def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
     """Return the error for no layout that divides devices, layers and batch, or none that fits the memory."""
     job, machine = predictor.job, predictor.machine
     batch, wanted, devices = job.spec.train.batch_images, job.spec.train.accumulation, machine.devices

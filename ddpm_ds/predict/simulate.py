@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import BACKWARDS, Event, Name, Program, neighbours, program
 
 

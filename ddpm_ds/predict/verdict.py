@@ -263,8 +263,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         case "optimizer":
             optimizer, ema = longest("optimizer_seconds")[1], longest("ema_seconds")[1]
             return (
-                f"of {step} of {counted(now.images, 'image')} the optimizer takes {optimizer} and the averaged weights "
-                f"{ema}, however few the images"
+                f"of {step} of {counted(now.batch_images, 'image')} the optimizer takes {optimizer} and the averaged "
+                f"weights {ema}, however few the images"
             )
         case "checkpoint pauses":
             return f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of {pauses.seconds:,.3g} s"
@@ -308,7 +308,7 @@ def _slow_reading(facts: FinishedRun) -> str:
         few = f" on {counted(residence.cores, 'core')}"
         return f"{workers}: it is the store, which keeps images encoded, so that they are decoded each time{few}"
     if not residence.in_memory:
-        rate = facts.layout.images * residence.stored_bytes / residence.images / facts.step_seconds
+        rate = facts.layout.batch_images * residence.stored_bytes / residence.images / facts.step_seconds
         return f"{larger}; it gave {rate / 1e6:,.3g} MB/s; {residence.remedy(data.shuffle_images)} gives more"
     return f"{workers}: it is the workers, since memory of {memory} holds all of the store, {size} of {residence.kind}"
 

@@ -249,12 +249,12 @@ def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str
 def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
     """Return settings that follow from spec, JSON and machine."""
     return {
-        **asdict(plan.ds.layout),
+        **plan.ds.layout.sizes,
         "parameters": plan.parameters,
         "forward_gflops_per_image": 2 * plan.macs / 1e9,
         "steps": plan.steps,
         "precision": plan.ds.precision,
-        "zero_stage": plan.ds.zero_stage,
+        "zero_stage": plan.ds.layout.zero_stage,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
     }
 

@@ -12,7 +12,7 @@ from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import LayerTimes, measured_times
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.auto import measured_cuts, planned_order
-from ddpm_ds.predict.layouts import Candidate, Workload
+from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import usable
 from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes
 from ddpm_ds.predict.plan import RunPlan, stage_table
@@ -52,16 +52,14 @@ def decide(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the axis split over hosts, and with the recomputation and the number of micro-batches in
     flight that this device's memory needs.
     """
-    interval, in_flight, memory = plan.ds.checkpoint_interval, plan.ds.in_flight, memory_bytes(device)
+    now, memory = plan.ds.layout, memory_bytes(device)
+    interval, in_flight = now.checkpoint_interval, now.in_flight
     job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
     if interval == "auto":
-        fewest = replace(
-            Candidate.of(plan.ds, 0), in_flight=plan.ds.layout.stages if in_flight == "auto" else in_flight
-        )
+        fewest = replace(now, checkpoint_interval=0, in_flight=now.stages if in_flight == "auto" else in_flight)
         interval = checkpoint_interval(job, fewest, plan.bounds, memory)
-    if in_flight == "auto" and plan.ds.schedule == "planned":
-        layout = Candidate.of(plan.ds, interval)
-        fullest = peak_bytes(job, layout, plan.bounds)
-        in_flight = layout.most_held if fullest <= usable(memory, on_cpu=job.on_cpu) else layout.stages
-    decided = replace(plan.ds, checkpoint_interval=interval, in_flight=in_flight, across_hosts=plan.across)
-    return replace(plan, ds=decided)
+    if in_flight == "auto" and now.schedule == "planned":
+        fullest = peak_bytes(job, replace(now, checkpoint_interval=interval), plan.bounds)
+        in_flight = now.most_held if fullest <= usable(memory, on_cpu=job.on_cpu) else now.stages
+    ds = plan.ds.with_layout(checkpoint_interval=interval, in_flight=in_flight, across_hosts=plan.across)
+    return replace(plan, ds=ds)

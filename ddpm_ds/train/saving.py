@@ -7,7 +7,6 @@ depend on stages, replicas, ZeRO stage or precision: in another layout each rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ class Saver:
             step=engine.global_steps,
             spec=plan.spec.model_dump(mode="json"),
             ds_config=plan.ds.as_json(),
-            layout=asdict(plan.ds.layout),
+            layout=plan.ds.layout.sizes,
             data_sha256=self._data_sha256,
             parameters=self._shapes,
         )

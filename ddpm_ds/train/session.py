@@ -269,7 +269,7 @@ def _train(
     run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
     rehearsal, saver = None, None
     if asked.steps is not None:
-        rehearsal = Rehearsal(engine, run_dir, asked.steps, int(plan.ds.checkpoint_interval))
+        rehearsal = Rehearsal(engine, run_dir, asked.steps, int(plan.ds.layout.checkpoint_interval))
     with watchdog.blamed(), watchdog.pause():
         if rehearsal is None:
             saver = Saver(
@@ -289,7 +289,7 @@ def _train(
         flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
         trace = run_dir / "trace"
         replan = None
-        if plan.ds.replan and plan.ds.schedule == "planned":
+        if plan.ds.replan and plan.ds.layout.schedule == "planned":
             replan = functools.partial(planned_again, plan.spec, plan.ds, plan.bounds)
         observer: Observer = rehearsal or Observers(
             [

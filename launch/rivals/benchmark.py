@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.device import DTYPES, wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.observe.device_speed import matmul_peak
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.predict.plan import RunPlan

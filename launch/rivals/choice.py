@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import PartitionMethod, Schedule, partition
+from ddpm_ds.pipeline.cuts import PartitionMethod, partition
 from ddpm_ds.predict.plan import RunPlan
 
 ROWS = {
@@ -98,7 +99,7 @@ def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
     Raises:
         LayoutError: the U-Net has no such cuts.
     """
-    if plan.ds.schedule == schedule:
+    if plan.ds.layout.schedule == schedule:
         return plan.bounds
     method: PartitionMethod = plan.ds.partition if plan.ds.partition in ("parameters", "uniform") else "flops"
     return partition(plan.layers, plan.ds.layout.stages, method, schedule)

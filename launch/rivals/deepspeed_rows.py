@@ -17,12 +17,11 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe.recording import Recording
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.train.resolve import cut_and_ordered
@@ -55,12 +54,12 @@ class OurPipeline:
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
         plan = setting.plan
         schedule_name = "1F1B" if schedule == "1f1b" else schedule
-        self.name = f"ddpm_ds {schedule_name}, {plan.ds.precision}, ZeRO-{plan.ds.zero_stage}"
+        self.name = f"ddpm_ds {schedule_name}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
         self.note = ""
         self.is_pipeline = plan.ds.layout.stages > 1
         self._replicas = plan.ds.layout.replicas
         bounds = bounds_of(plan, schedule)
-        plan = replace(plan, ds=replace(plan.ds, schedule=schedule), bounds=bounds)
+        plan = replace(plan, ds=plan.ds.with_layout(schedule=schedule), bounds=bounds)
         with layout_of(None):
             plan = cut_and_ordered(plan, setting.device)
             self._engine = build_engine(
@@ -84,7 +83,7 @@ class TracedPipeline(OurPipeline):
     """This project's engine under the JSON's schedule, every step recorded as a timeline is."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, setting.plan.ds.schedule)
+        super().__init__(setting, setting.plan.ds.layout.schedule)
         self.name += ", traced"
         self._recording = Recording(self._engine, 0)
 
@@ -204,10 +203,10 @@ class StockPipeline:
         plan, seed = setting.plan, setting.plan.spec.train.seed
         zero_stage, why = stock_zero_stage(plan)
         crash = "no activation checkpointing, whose default crashes it on several outputs"
-        self.note = "; ".join(part for part in (why, crash if plan.ds.checkpoint_interval else "") if part)
+        self.note = "; ".join(part for part in (why, crash if plan.ds.layout.checkpoint_interval else "") if part)
         self.is_pipeline = plan.ds.layout.stages > 1
         self._objective = setting.objective()
-        config = with_zero_stage(replace(plan.ds, checkpoint_interval=0).for_deepspeed(), zero_stage)
+        config = with_zero_stage(plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), zero_stage)
         with layout_of(None), quiet_deepspeed(setting.verbose):
             module = CutModule(
                 None if default_cuts else bounds_of(plan, "1f1b"),
@@ -242,7 +241,7 @@ class StockPipeline:
 
 def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
     """Return the ZeRO stage that the stock engine runs under, and the reason if the JSON asks for another one."""
-    asked, clips = plan.ds.zero_stage, plan.ds.blocks.get("gradient_clipping", 1.0)
+    asked, clips = plan.ds.layout.zero_stage, plan.ds.blocks.get("gradient_clipping", 1.0)
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"
     if asked == 0 and plan.ds.precision == "fp16":

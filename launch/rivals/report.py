@@ -121,7 +121,7 @@ def about(
         "spec": str(setting.plan.spec_path),
         "overrides": list(overrides),
         "deepspeed_config": str(setting.plan.ds_path),
-        "activation_checkpoint_interval": setting.plan.ds.checkpoint_interval,
+        "activation_checkpoint_interval": setting.plan.ds.layout.checkpoint_interval,
         "not_run": [{"row": row, "reason": reason} for row, reason in not_run.items()],
         **more,
     }
@@ -162,7 +162,7 @@ def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
     shared = {
         "spec": plan.spec.model_dump(mode="json"),
         "ds_config": plan.ds.as_json(),
-        "layout": vars(plan.ds.layout),
+        "layout": plan.ds.layout.sizes,
         "machine": facts["machine"],
     }
     tags = {"kind": "benchmark", "mlflow.source.name": "launch/bench.py"}

@@ -84,7 +84,7 @@ class Setting:
 
     def unchecked(self) -> str:
         """Return the note of a row that recomputes nothing, if the configuration asks for it."""
-        return "no activation checkpointing" if self.plan.ds.checkpoint_interval else ""
+        return "no activation checkpointing" if self.plan.ds.layout.checkpoint_interval else ""
 
 
 @dataclass(frozen=True)

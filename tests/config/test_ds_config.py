@@ -119,9 +119,9 @@ def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(p
     for world_size in (2, 4) if folded else (1, 2, 4):
         resolved = resolve(read_ds_config(path), run, world_size=world_size, stages=world_size, path=path)
         assert "auto" not in list(values_of(resolved.for_deepspeed()))
-        assert resolved.precision in path.stem and f"zero{resolved.zero_stage}" in path.stem
+        assert resolved.precision in path.stem and f"zero{resolved.layout.zero_stage}" in path.stem
         taken = DeepSpeedConfig(resolved.for_deepspeed())
-        assert taken.zero_optimization_stage == resolved.zero_stage
+        assert taken.zero_optimization_stage == resolved.layout.zero_stage
         assert taken.train_micro_batch_size_per_gpu == resolved.layout.micro_batch_images
         assert taken.gradient_accumulation_steps == resolved.layout.micro_batches
 
@@ -165,20 +165,20 @@ def test_keys_that_are_left_out_are_filled_like_auto() -> None:
     resolved = filled(short, world_size=2, stages=2)
     assert resolved.blocks["optimizer"]["params"]["lr"] == 1e-3
     assert resolved.blocks["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
-    assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (2, "flops", "planned")
-    assert (resolved.precision, resolved.zero_stage, resolved.checkpoint_interval) == ("fp32", 0, "auto")
+    assert (resolved.layout.stages, resolved.partition, resolved.layout.schedule) == (2, "flops", "planned")
+    assert (resolved.precision, resolved.layout.zero_stage, resolved.layout.checkpoint_interval) == ("fp32", 0, "auto")
     pipeline = resolved.as_json()["pipeline"]
     assert (pipeline["use_reentrant"], pipeline["schedule"], pipeline["in_flight"]) == (False, "planned", "auto")
     assert "in_flight" not in resolved.for_deepspeed()["pipeline"]
-    assert filled(short).schedule == "1f1b"
+    assert filled(short).layout.schedule == "1f1b"
 
 
 @pytest.mark.parametrize(("interval", "given_to_deepspeed"), [("auto", 0), (3, 3)])
 def test_what_memory_and_hosts_decide_stays_auto_until_they_are_known(interval: Any, given_to_deepspeed: int) -> None:
     resolved = filled(config(pipeline__activation_checkpoint_interval=interval))
-    assert resolved.checkpoint_interval == interval
+    assert resolved.layout.checkpoint_interval == interval
     assert resolved.for_deepspeed()["pipeline"]["activation_checkpoint_interval"] == given_to_deepspeed
-    assert resolved.across_hosts == resolved.as_json()["pipeline"]["across_hosts"] == "auto"
+    assert resolved.layout.across_hosts == resolved.as_json()["pipeline"]["across_hosts"] == "auto"
 
 
 def test_without_a_warm_up_there_is_no_scheduler() -> None:
@@ -250,13 +250,13 @@ def test_a_list_of_cuts_makes_its_number_of_stages_and_with_the_stages_its_sched
     cuts = config(pipeline__partition=[3, 7, 9])
     for stages, made, schedule in ((None, 4, "1f1b"), (4, 4, "1f1b"), (2, 2, "planned")):
         resolved = filled(cuts, world_size=8, stages=stages)
-        assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (made, [3, 7, 9], schedule)
+        assert (resolved.layout.stages, resolved.partition, resolved.layout.schedule) == (made, [3, 7, 9], schedule)
 
 
 def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
-    assert filled(config(pipeline__in_flight=3), world_size=2, stages=2).in_flight == 3
+    assert filled(config(pipeline__in_flight=3), world_size=2, stages=2).layout.in_flight == 3
     recorded = filled(config(pipeline__in_flight=3, pipeline__replan=True))
-    assert recorded.schedule == "1f1b" and filled(recorded.as_json()) == recorded
+    assert recorded.layout.schedule == "1f1b" and filled(recorded.as_json()) == recorded
     for ignored in ({"partition": [8]}, {"stages": 1, "schedule": "folded"}):
         for name, value in (("in_flight", 3), ("replan", True)):
             message = refusal(config(pipeline={name: value, **ignored}), world_size=2, stages=2)
@@ -272,14 +272,14 @@ def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> N
     }
     resolved = filled(config(**counts, pipeline__activation_checkpoint_interval=2.0), world_size=2, stages=2)
     bucket = resolved.blocks["zero_optimization"]["reduce_bucket_size"]
-    numbers = [*resolved.partition, resolved.in_flight, resolved.checkpoint_interval, bucket]
+    numbers = [*resolved.partition, resolved.layout.in_flight, resolved.layout.checkpoint_interval, bucket]
     assert numbers == [2, 9, 12, 2, 2, 500_000_000] and all(type(number) is int for number in numbers)
     assert type(resolved.blocks["gradient_clipping"]) is float, "what is no count stays as it is written"
 
 
 def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
     resolved = filled(config(pipeline__schedule="folded", pipeline__partition=[2, 9, 12]), world_size=4)
-    assert (resolved.schedule, resolved.layout.stages, resolved.layout.replicas) == ("folded", 2, 2)
+    assert (resolved.layout.schedule, resolved.layout.stages, resolved.layout.replicas) == ("folded", 2, 2)
     assert filled(config(pipeline__schedule="folded"), world_size=4, stages=4).layout.micro_batches >= 8
 
 

@@ -79,7 +79,7 @@ def test_what_a_sweep_varies_is_always_a_parameter_of_its_trials() -> None:
 def test_any_precision_and_zero_stage_is_legal_from_any_json(config: str) -> None:
     made = made_of("precision=fp32,fp16,bf16", "zero=0,1,2", config=config, full=True, processes=2)
     for trial, plan in zip(made, plan_trials(made, SPEC, CONFIGS / config, stages=2), strict=True):
-        assert plan.ds.precision == trial.values["precision"] and plan.ds.zero_stage == int(trial.values["zero"])
+        assert plan.ds.precision == trial.values["precision"] and plan.ds.layout.zero_stage == int(trial.values["zero"])
         assert {"fp16", "bf16"} & set(trial.config) == {trial.values["precision"]} - {"fp32"}
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.observe.kernel_groups import GROUPS
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.schedule import neighbours, program
 from tests.launching import run_ranks, write_json
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS

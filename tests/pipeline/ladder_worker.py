@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 
-from ddpm_ds.config.ds_config import Layout, ResolvedDsConfig
+from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, Schedule
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
-from ddpm_ds.pipeline.cuts import Schedule, partition
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.placement import AcrossHosts, run_exchange
+from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, weight_passes
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
@@ -102,14 +102,20 @@ class Case:
             blocks["data_types"] = {"grad_accum_dtype": "fp32"}
         micro = batch // (self.micro_batches * self.replicas)
         return ResolvedDsConfig(
-            layout=Layout(self.stages * self.replicas, self.stages, self.replicas, batch, micro, self.micro_batches),
+            layout=Layout(
+                self.stages,
+                self.replicas,
+                self.schedule,
+                micro,
+                self.micro_batches,
+                self.checkpoint,
+                zero.get("stage", 0),
+                self.offload,
+                self.across,
+            ),
             partition="flops",
-            schedule=self.schedule,
-            in_flight="auto",
             replan=False,
-            checkpoint_interval=self.checkpoint,
             use_reentrant=self.reentrant,
-            across_hosts=self.across,
             kernels=self.kernels,
             compile=self.compile,
             blocks=blocks,

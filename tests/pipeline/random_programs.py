@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import Instruction, Program, completed, neighbours, phases_of
 
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline import cuts as fold
-from ddpm_ds.pipeline.cuts import Room, Schedule, describe, partition, segments, sent_shapes, weighted
+from ddpm_ds.pipeline.cuts import Room, describe, partition, segments, sent_shapes, weighted
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig, resolve
-from ddpm_ds.pipeline.cuts import Schedule, partition, segments, sent_shapes
+from ddpm_ds.config.ds_config import ResolvedDsConfig, Schedule, resolve
+from ddpm_ds.pipeline.cuts import partition, segments, sent_shapes
 from ddpm_ds.pipeline.placement import (
     ACROSS_HOSTS,
     AcrossHosts,
@@ -168,7 +168,7 @@ def test_auto_is_what_leaves_less_to_the_busiest_host() -> None:
         sent = run_exchange(ds, LAYERS, bounds)
         busiest = {across: traffic(Grid(2, 2, across, hosts), sent).busiest for across in ACROSS_HOSTS}
         assert across_hosts(ds, LAYERS, bounds, hosts) == expected
-        assert ds.across_hosts != "auto" or expected == min(ACROSS_HOSTS, key=lambda across: busiest[across])
+        assert ds.layout.across_hosts != "auto" or expected == min(ACROSS_HOSTS, key=lambda across: busiest[across])
 
 
 def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:

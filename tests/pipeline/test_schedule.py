@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ddpm_ds.pipeline.cuts import Schedule, segments, stages_of
+from ddpm_ds.config.ds_config import Schedule
+from ddpm_ds.pipeline.cuts import segments, stages_of
 from ddpm_ds.pipeline.schedule import (
     Instruction,
     Program,

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.ds_config import Layout, Schedule, resolve
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
-from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
+from ddpm_ds.pipeline.cuts import partition, weighted
 from ddpm_ds.predict.costs import APART, weight_share
 from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, RankFacts
-from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
+from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 from ddpm_ds.unet.layers import Layer
@@ -39,7 +39,7 @@ class Bench:
     cuts: tuple[int, ...] | None = None
     """None makes the ranks' flops as equal as can be."""
     interval: int = 0
-    in_flight: int | None = None
+    in_flight: int | Literal["auto"] = "auto"
     replan: bool = False
     accumulation: int | Literal["auto"] = "auto"
     """The spec's ``train.accumulation``."""
@@ -90,7 +90,7 @@ class Bench:
             "pipeline": {
                 "stages": self.ranks,
                 "schedule": self.schedule,
-                "in_flight": self.in_flight or "auto",
+                "in_flight": self.in_flight,
                 "replan": self.replan,
                 "partition": list(self.cuts) if self.cuts else "measured",
                 "activation_checkpoint_interval": self.interval,
@@ -125,7 +125,7 @@ class Bench:
         """A traced step of it, with some facts replaced."""
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         sizes = self.images, self.micro_batches, self.interval, self.zero_stage
-        layout = Candidate(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)
+        layout = Layout(self.ranks, self.replicas, self.schedule, *sizes, offload=False, in_flight=self.in_flight)
         link = Link(self.bytes_per_second, LATENCY_SECONDS)
         order = order_of(layout, costs, lambda *_: link)
         step = simulate(self.schedule, self.micro_batches, costs, lambda *_: link, programs=order)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.ds_config import Layout, Schedule, resolve
 from ddpm_ds.observe.device_speed import LayerSeconds
-from ddpm_ds.pipeline.cuts import Schedule, partition
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
-from ddpm_ds.predict.layouts import Candidate, ds_config, rank_stages
+from ddpm_ds.predict.layouts import ds_config, rank_stages
 from ddpm_ds.predict.scheduler import typical_programs
 from tests.launching import tiny_spec
 from tests.predict.small import small_job, small_machine
 
-FOLD = Candidate(2, 4, "folded", 2, 8, 0, 1, False)
+FOLD = Layout(2, 4, "folded", 2, 8, 0, 1, False)
 RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
 
 
@@ -26,14 +26,14 @@ RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
     ("layout", "devices", "nodes", "rings", "links"),
     [
         (FOLD, 8, 2, [100, 100], [10]),  # each stage is a node
-        (replace(FOLD, across="replicas"), 8, 2, [20, 20], [100]),  # two pipelines in each node
-        (Candidate(4, 2, "1f1b", 1, 8, 0, 1, False), 8, 2, [100] * 4, [100, 10, 100]),
-        (Candidate(1, 8, "1f1b", 1, 2, 0, 1, False), 8, 2, [40], []),
-        (Candidate(2, 3, "1f1b", 1, 2, 0, 1, False), 6, 3, [10, 10], [10]),  # 2 + 1 devices, and 1 + 2
+        (replace(FOLD, across_hosts="replicas"), 8, 2, [20, 20], [100]),  # two pipelines in each node
+        (Layout(4, 2, "1f1b", 1, 8, 0, 1, False), 8, 2, [100] * 4, [100, 10, 100]),
+        (Layout(1, 8, "1f1b", 1, 2, 0, 1, False), 8, 2, [40], []),
+        (Layout(2, 3, "1f1b", 1, 2, 0, 1, False), 6, 3, [10, 10], [10]),  # 2 + 1 devices, and 1 + 2
     ],
 )
 def test_what_crosses_nodes_is_as_slow_as_their_network(
-    layout: Candidate, devices: int, nodes: int, rings: list[float], links: list[float]
+    layout: Layout, devices: int, nodes: int, rings: list[float], links: list[float]
 ) -> None:
     """A ring through several nodes is as fast as the network of the fewest devices that a node has in it."""
     machine = small_machine(devices, nodes=nodes, **RATES)
@@ -43,7 +43,7 @@ def test_what_crosses_nodes_is_as_slow_as_their_network(
 
 
 def test_an_all_reduce_goes_around_the_ring_twice() -> None:
-    machine, alone = small_machine(8, nodes=2, **RATES), Candidate(1, 8, "1f1b", 1, 2, 0, 1, False)
+    machine, alone = small_machine(8, nodes=2, **RATES), Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
     seconds = ring_seconds(machine, alone, 0, 800, 2)
     assert seconds == pytest.approx(2 * 800 * 7 / 8 / 40 + 6 * machine.latency_seconds)
     assert ring_seconds(machine, replace(alone, replicas=1), 0, 800, 2) == 0
@@ -53,14 +53,14 @@ def test_an_all_reduce_goes_around_the_ring_twice() -> None:
 def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
     """As a run of the same layout, cuts, order and hosts counts them (tests/pipeline/test_placement.py)."""
     job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
-    layout, hosts = Candidate(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
+    layout, hosts = Layout(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
     bounds = partition(job.layers, 2, "flops", schedule)
     half = typical_programs(schedule, 2, 2, most_held=2)  # twice as many micro-batches have twice as many passes
     passes = [[2 * count for count in own] for own in weight_passes(half, schedule)]
     config = ds_config(job, layout, bounds)
     ds = resolve(config, job.spec, world_size=4, stages=None, path="ds.json")
     for across in ACROSS_HOSTS:
-        planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across=across), bounds, half)
+        planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across_hosts=across), bounds, half)
         counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds, passes))
         assert (planned.activations, planned.gradients, planned.weights) == (
             counted.activations,
@@ -92,8 +92,7 @@ def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
     job, machine = small_job(), small_machine(8, **RATES)
     bounds, times = (0, len(job.layers)), [LayerSeconds(1.0, 10.0)] * len(job.layers)
     once, each = (
-        planned_costs(job, machine, Candidate(1, 8, "1f1b", 1, 2, 0, stage, False), bounds, times)[0]
-        for stage in (1, 2)
+        planned_costs(job, machine, Layout(1, 8, "1f1b", 1, 2, 0, stage, False), bounds, times)[0] for stage in (1, 2)
     )
     assert once.reduce_seconds > 0 == each.reduce_seconds
     assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
@@ -102,7 +101,7 @@ def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
 
 
 def test_every_average_is_read_and_written_in_a_step() -> None:
-    machine, layout = small_machine(1, **RATES), Candidate(1, 1, "1f1b", 1, 2, 0, 0, False)
+    machine, layout = small_machine(1, **RATES), Layout(1, 1, "1f1b", 1, 2, 0, 0, False)
     seconds = []
     specs: tuple[dict[str, Any], ...] = ({}, {"profiles": [0.05, 0.1], "snapshot_images": 64})
     for ema in specs:

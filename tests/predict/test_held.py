@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.ds_config import Layout, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.predict.layouts import Candidate, ds_config
+from ddpm_ds.predict.layouts import ds_config
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.processes.ranks import set_environment
@@ -36,13 +36,13 @@ SPEC = tiny_spec(
     train={"label_drop": 0.0},
 )
 # Two micro-batches under 1F1B: gloo's sends count as under way until a step ends, so its messages add up.
-CASES: list[tuple[dict[str, Any], Candidate]] = [
-    ({}, Candidate(2, 1, "1f1b", 8, 2, 0, 0, False)),
-    ({"fp16": {"enabled": True}}, Candidate(1, 2, "1f1b", 2, 4, 0, 1, False)),
-    ({"fp16": {"enabled": True}}, Candidate(2, 1, "folded", 2, 8, 0, 2, False)),
-    ({}, Candidate(2, 1, "folded", 4, 4, 0, 1, False)),
-    ({}, Candidate(2, 1, "folded", 4, 4, 1, 1, False)),
-    ({}, Candidate(1, 2, "1f1b", 4, 2, 2, 2, False)),
+CASES: list[tuple[dict[str, Any], Layout]] = [
+    ({}, Layout(2, 1, "1f1b", 8, 2, 0, 0, False)),
+    ({"fp16": {"enabled": True}}, Layout(1, 2, "1f1b", 2, 4, 0, 1, False)),
+    ({"fp16": {"enabled": True}}, Layout(2, 1, "folded", 2, 8, 0, 2, False)),
+    ({}, Layout(2, 1, "folded", 4, 4, 0, 1, False)),
+    ({}, Layout(2, 1, "folded", 4, 4, 1, 1, False)),
+    ({}, Layout(1, 2, "1f1b", 4, 2, 2, 2, False)),
 ]
 
 
@@ -90,7 +90,7 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     ds = resolve(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     assert ds.partition != "measured"
-    bounds = partition(layers, ds.layout.stages, ds.partition, ds.schedule)
+    bounds = partition(layers, ds.layout.stages, ds.partition, ds.layout.schedule)
     others = living_bytes()
     objective = Denoising(spec, torch.device("cpu"))
     engine = build_engine(layers, bounds, ds, objective, seed=0)

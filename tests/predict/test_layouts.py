@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.ds_config import Layout, offloads, resolve
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.predict.layouts import Candidate, ds_config, layouts, offloads
+from ddpm_ds.predict.layouts import ds_config, layouts
 from ddpm_ds.predict.search import candidates
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
@@ -50,20 +50,19 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
         bounds = predictor.bounds(layout)
         filled = json.loads(json.dumps(ds_config(job, layout, bounds)))
         read = resolve(filled, job.spec, world_size=devices, stages=None, path="plan.json")
-        assert Candidate.of(read, layout.checkpoint_interval) == layout
-        assert read.checkpoint_interval == layout.checkpoint_interval and read.partition != "measured"
-        assert partition(job.layers, read.layout.stages, read.partition, read.schedule) == bounds
+        assert read.layout == layout and read.partition != "measured"
+        assert partition(job.layers, read.layout.stages, read.partition, layout.schedule) == bounds
     assert len({layout.stages for layout in found}) > 1
     assert {layout.zero_stage for layout in found} == zero_stages
     planned = [layout for layout in found if layout.schedule == "planned"]
     assert all(one.stages > 1 for one in planned) and {one.schedule for one in found} == {"1f1b", "planned"}
-    fewer = [one for one in planned if one.in_flight is not None]
+    fewer = [one for one in planned if one.in_flight != "auto"]
     assert fewer and all(one.in_flight == one.stages == one.most_held < one.micro_batches for one in fewer)
-    assert {replace(one, in_flight=None, checkpoint_interval=0) for one in fewer} < set(planned)
+    assert {replace(one, in_flight="auto", checkpoint_interval=0) for one in fewer} < set(planned)
 
 
 def test_usually_two_micro_batches_are_held_for_each_stage_and_three_where_zero_2_reduces_after_each_pass() -> None:
-    usual = Candidate(4, 2, "planned", 1, 16, 0, 1, False)
+    usual = Layout(4, 2, "planned", 1, 16, 0, 1, False)
     others = (replace(usual, zero_stage=2), replace(usual, zero_stage=2, replicas=1), replace(usual, in_flight=5))
     assert [one.most_held for one in (usual, *others)] == [8, 12, 8, 5]
     assert "16 micro-batches of 1, 5 in flight, ZeRO-1" in others[-1].words() and "flight" not in usual.words()
@@ -79,16 +78,18 @@ def test_a_given_accumulation_is_kept_and_offload_needs_a_host_and_zero() -> Non
 
 
 def test_what_lies_across_nodes_is_only_asked_where_there_is_a_choice() -> None:
-    assert {one.across for one in layouts(small_job(), 4, offload=False)} == {"auto"}
+    assert {one.across_hosts for one in layouts(small_job(), 4, offload=False)} == {"auto"}
     for one in layouts(small_job(), 4, offload=False, nodes=2):
-        assert (one.across == "auto") == (one.stages == 1 or one.replicas == 1)
-        assert one.axis_over_nodes == ("replicas" if one.stages == 1 else "stages" if one.replicas == 1 else one.across)
+        assert (one.across_hosts == "auto") == (one.stages == 1 or one.replicas == 1)
+        assert one.axis_over_nodes == (
+            "replicas" if one.stages == 1 else "stages" if one.replicas == 1 else one.across_hosts
+        )
 
 
 def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
     given: dict[str, Any] = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
     job = small_job(**given)
-    layout = Candidate(2, 1, "1f1b", 2, 8, 1, 2, False)
+    layout = Layout(2, 1, "1f1b", 2, 8, 1, 2, False)
     assert ds_config(job, layout, (0, 5, len(job.layers))) == {
         "optimizer": ADAMW,
         **given,

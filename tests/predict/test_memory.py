@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.pipeline.schedule import program
-from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
+from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.memory import (
     COLLECTIVE_BYTES,
     EDGE_BYTES,
@@ -22,11 +23,11 @@ from ddpm_ds.predict.memory import (
 from tests.launching import tiny_spec
 from tests.predict.small import small_job
 
-ONE = Candidate(1, 4, "1f1b", 20, 2, 0, 0, False)
+ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
 """One stage, four replicas, two micro-batches of twenty images, whose activations outweigh an optimizer step."""
 
 
-def memory(job: Workload, layout: Candidate = ONE) -> Memory:
+def memory(job: Workload, layout: Layout = ONE) -> Memory:
     """The memory of a layout of one stage."""
     return pipeline_memory(job, layout, (0, len(job.layers)))[0]
 
@@ -61,7 +62,7 @@ def test_bytes_of_a_parameter(
 
 def test_communicators_of_a_gpu() -> None:
     """The job's, a stage's replicas', a pipeline's, and one for each kind of message to and from each neighbour."""
-    job, layout = small_job(), Candidate(3, 2, "1f1b", 1, 6, 0, 2, False)
+    job, layout = small_job(), Layout(3, 2, "1f1b", 1, 6, 0, 2, False)
     cuts = (0, 4, 8, len(job.layers))
     sizes = [rank.communicators for rank in pipeline_memory(job, layout, cuts)]
     assert sizes == [3 * COLLECTIVE_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
@@ -118,7 +119,7 @@ def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
 
 def test_the_first_of_two_stages_holds_two_micro_batches_and_the_second_what_it_received() -> None:
     job = small_job()
-    layout, cut = Candidate(2, 1, "1f1b", 3, 8, 0, 0, False), 5
+    layout, cut = Layout(2, 1, "1f1b", 3, 8, 0, 0, False), 5
     bounds = (0, cut, len(job.layers))
     kept_elements = [sum(one.activation_elements for one in part) for part in (job.layers[:cut], job.layers[cut:])]
     received = rank_stages(job.layers, bounds, "1f1b")[1][0].received_elements

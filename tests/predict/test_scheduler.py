@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import (
     PASSES,
     Program,

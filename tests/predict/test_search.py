@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
-from ddpm_ds.predict.layouts import Candidate, Workload, ds_config, layouts
+from ddpm_ds.predict.layouts import Workload, ds_config, layouts
 from ddpm_ds.predict.machine import USABLE_MEMORY
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.predict.report import report, why
@@ -65,7 +66,7 @@ def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monk
     monkeypatch.setattr(predict, "SIMULATED", 1)
     predictor = small_predictor(4, small_job(tiny_spec(train={"batch_images": 64})), **SLOW_LINKS)
     many = [one for one in candidates(predictor) if one.stages > 1 and one.micro_batches > 4 * one.most_held]
-    assert {(one.schedule, one.in_flight) for one in many} == {(name, None) for name in ("1f1b", "planned")} | {
+    assert {(one.schedule, one.in_flight) for one in many} == {(name, "auto") for name in ("1f1b", "planned")} | {
         ("planned", stages) for stages in (2, 4)
     }
     for layout in {(one.schedule, one.in_flight, one.stages): one for one in many}.values():
@@ -116,22 +117,24 @@ def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
         asked = (2, zero_stage, "1f1b")
         possible = layouts(job, 4, offload=False, nodes=2)
         among = [one for one in possible if (one.stages, one.zero_stage, one.schedule) == asked]
-        assert {one.across for one in among} == {"stages", "replicas"}
+        assert {one.across_hosts for one in among} == {"stages", "replicas"}
         found = search(apart, 1, among)
         first, turned = found.best[0], found.other_axis
-        assert turned is not None and turned.layout == replace(first.layout, across=turned.layout.across)
-        assert first.layout.across == first.layout.axis_over_nodes == kept != turned.layout.across
+        assert turned is not None and turned.layout == replace(first.layout, across_hosts=turned.layout.across_hosts)
+        assert first.layout.across_hosts == first.layout.axis_over_nodes == kept != turned.layout.across_hosts
         assert first.step_seconds < turned.step_seconds and first.traffic.busiest < turned.traffic.busiest
         said = why(found)
-        assert f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across} across them" in said
+        assert (
+            f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across_hosts} across them" in said
+        )
         assert ds_config(job, first.layout, apart.bounds(first.layout))["pipeline"]["across_hosts"] == kept
 
 
 def test_cuts_are_made_for_the_links_of_a_placement() -> None:
     """Over a slow network fewer elements cross than inside of a node, where the ranks are evener."""
     apart = small_predictor(4, nodes=2, link_bandwidth=1e12, network_bandwidth=1e5)
-    by_stages = Candidate(2, 2, "1f1b", 1, 8, 0, 1, False, across="stages")
-    by_replicas = replace(by_stages, across="replicas")
+    by_stages = Layout(2, 2, "1f1b", 1, 8, 0, 1, False, across_hosts="stages")
+    by_replicas = replace(by_stages, across_hosts="replicas")
     (_, slow, _), (_, fast, _) = apart.bounds(by_stages), apart.bounds(by_replicas)
     assert sent_elements(apart.job.layers, slow) < sent_elements(apart.job.layers, fast)
     near = small_predictor(4, link_bandwidth=1e12)
@@ -154,7 +157,7 @@ def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(
 
 
 def test_cuts_are_moved_as_long_as_a_step_gets_shorter_and_fits(no_communicators: None) -> None:
-    layout, free = Candidate(2, 2, "planned", 2, 4, 0, 2, False, in_flight=2), small_predictor(4, **SLOW_LINKS)
+    layout, free = Layout(2, 2, "planned", 2, 4, 0, 2, False, in_flight=2), small_predictor(4, **SLOW_LINKS)
     found, peak = free.bounds(layout), free.predict(layout).peak.total
     free.improve(layout)
     best, moved = free.bounds(layout), free.predict(layout)

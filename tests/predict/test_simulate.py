@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.schedule import Instruction, completed
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 

@@ -60,8 +60,7 @@ def test_a_row_that_cannot_run_says_why(layout: dict[str, Any], reasons: dict[st
 def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedules() -> None:
     plan = plan_of(2, 2)
     assert bounds_of(plan, "planned") == plan.bounds == bounds_of(plan, "folded") and len(bounds_of(plan, "1f1b")) == 3
-    deep = replace(plan.ds.layout, stages=16, micro_batches=32)
-    line = replace(plan, ds=replace(plan.ds, schedule="1f1b", layout=deep))
+    line = replace(plan, ds=plan.ds.with_layout(schedule="1f1b", stages=16, micro_batches=32))
     assert "mirrored cuts" in (why_not_in_layout("folded", line) or "")
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import to_pixels
@@ -25,10 +26,8 @@ from ddpm_ds.data.loader import split
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
-from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss, draw_previews
