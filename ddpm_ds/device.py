@@ -118,6 +118,21 @@ def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
     return host_memory() // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def described(sharing: int) -> tuple[str, int]:
+    """Return the name of this process's GPU, or ``cpu``, and its memory in bytes: of a CPU, the share of one of
+    ``sharing`` processes.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return "cpu", memory_bytes(torch.device("cpu"), sharing)
+    return torch.cuda.get_device_name(), memory_bytes(torch.device("cuda", 0))
+
+
+def share_threads(device: torch.device) -> None:
+    """Give each process on this host its share of the cores, unless the environment sets the number of threads."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
 def limit_memory(device: torch.device, size: int | None) -> None:
     """Let PyTorch's allocator reserve at most ``size`` bytes of a GPU; None, and a CPU, have no limit of their own."""
     if size is not None and device.type == "cuda":

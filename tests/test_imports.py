@@ -29,6 +29,7 @@ ROOMS = (
     "processes",
     "observe",
     "predict",
+    "planning",
     "tracking",
     "train",
     "evaluate",

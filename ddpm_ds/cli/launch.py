@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
+from ddpm_ds.cli.description import describe_plan
 from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import REHEARSAL
-from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.launcher import Place, gpus
 from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.mirrors import check_trackers

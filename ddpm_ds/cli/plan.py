@@ -27,8 +27,8 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
+from ddpm_ds.planning.planner import plan
 from ddpm_ds.predict.machine import KINDS, Machine
-from ddpm_ds.predict.planner import plan
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:

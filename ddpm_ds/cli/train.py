@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
+from ddpm_ds.cli.description import decided_since, describe_plan, stage_table
 from ddpm_ds.command_line import (
     OneLineParser,
     add_spec_options,
@@ -41,7 +42,8 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import REHEARSAL, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.predict.plan import RunPlan, describe_plan, plan_run
+from ddpm_ds.planning.resolve import plan_run
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
@@ -279,9 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                     device = choose_device(options.device, plan.ds.layout.stages)
                     import_deepspeed()
-                    from ddpm_ds.train.session import Asked, run_training
+                    from ddpm_ds.train.session import run_training
+                    from ddpm_ds.train.start import Asked, started
             asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
-            run_training(plan, run_dir, device, asked, line)
+            with started(plan, run_dir, device, asked, line) as (prepared, watchdog):
+                if line is not None and (said := decided_since(plan, prepared.plan)):
+                    print(said, flush=True)
+                run_training(prepared, watchdog, asked, line, {"stages.txt": stage_table(prepared.plan)})
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))

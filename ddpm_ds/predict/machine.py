@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpm_ds.command_line import GIB
 from ddpm_ds.errors import LayoutError
@@ -141,28 +140,19 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if unknown."""
+    """Return the kind of a device by CUDA's name, such as ``NVIDIA A100-SXM4-80GB``, or ``cpu``; None if unknown."""
     plain = name.lower().replace("rtx ", "rtx")
     if re.search(r"a100(?!\d)", plain):
         return "a100-80" if "80gb" in plain else "a100-40"
     return next((kind for kind in KINDS if re.search(rf"{kind}(?!\d)", plain)), None)  # an L40 is no L4
 
 
-def this_machine(sharing: int) -> tuple[str | None, int]:
-    """Return the kind of this machine's GPU (None if it is not in the table) or ``cpu``, and its memory in bytes.
+def machine_like(name: str, memory_bytes: int, *, half: bool, devices: int, nodes: int) -> Machine:
+    """Return devices of a name and memory; of an unknown GPU, those of the table with the most similar memory.
 
-    On a CPU the memory is the share of each of ``sharing`` processes.
+    See :func:`machine`. ``name`` is CUDA's, or ``cpu``.
     """
-    import torch
-
-    from ddpm_ds.device import memory_bytes
-
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
-        return "cpu", memory_bytes(torch.device("cpu"), sharing)
-    return kind_of(torch.cuda.get_device_name()), memory_bytes(torch.device("cuda", 0))
-
-
-def most_alike(memory_bytes: int) -> str:
-    """Return the GPU of the table that represents an unknown one: the one with the most similar memory."""
     gpus = (kind for kind in KINDS if kind != "cpu")
-    return min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))
+    alike = min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))
+    found = machine(kind_of(name) or alike, half=half, devices=devices, nodes=nodes)
+    return replace(found, memory_bytes=memory_bytes)

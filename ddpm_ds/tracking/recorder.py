@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-import torch
-import yaml
 from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
-from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
-from ddpm_ds.pipeline.schedule import PROGRAMS, written
-from ddpm_ds.predict.finished_run import RESIDENCE
-from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import ANIMATION, SAMPLES_KEY, RunFolder, labels
 from ddpm_ds.tracking.runs import DERIVED, RATE, VARIED_TAG, Run
@@ -179,60 +170,49 @@ class Recorder:
 
 @contextlib.contextmanager
 def recorded(
-    plan: RunPlan,
-    store: DatasetCache,
     run_dir: Path,
-    device: torch.device,
-    line: ProgressLine | None,
-    checkpoint: Path | None,
-    changed: Sequence[str],
+    line: ProgressLine,
+    spec: RunSpec,
     *,
+    files: Mapping[str, str],
+    settings: Mapping[str, object],
+    tags: Mapping[str, str],
+    dataset: Mapping[str, str],
+    checkpoint: Path | None = None,
+    changed: Sequence[str] = (),
     note: str | None = None,
     parent: str | None = None,
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
-    ``line`` is None on other ranks. ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings
-    that have changed since; ``note`` is the reason for a new run, ``parent`` the identity of its parent run.
+    ``files`` are texts to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
+    ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings that have changed since;
+    ``note`` is the reason for a new run, ``parent`` the identity of its parent run.
     """
-    if line is None:
-        yield Recorder()
-        return
     run_dir.mkdir(parents=True, exist_ok=True)
-    folder, config, spec = RunFolder(run_dir), plan.ds.as_json(), plan.spec.model_dump(mode="json")
-    contents = {
-        "spec.yaml": yaml.safe_dump(spec, sort_keys=False),
-        "ds_config.json": json.dumps(config, indent=2) + "\n",
-        "stages.txt": stage_table(plan) + "\n",
-        RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
-    }
-    if plan.programs is not None:
-        contents[PROGRAMS] = written(plan.programs)
-    for name, text in contents.items():  # a full disk must not cut off those of the start before
+    folder = RunFolder(run_dir)
+    for name, text in files.items():  # a full disk must not cut off those of the start before
         replace_file(run_dir / name, text.encode())
-    settings = flatten({**spec, "ds_config": config, "derived": _derived(plan, device)})
-    tags = _tags(plan) | labels(run_dir, note, line.log)
-    params = parameters(settings, tags)
-    tags |= {name: value for name, value in settings.items() if name.startswith(DERIVED) and name not in params}
+    flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
+    params = parameters(flat, own)
+    own |= {name: value for name, value in flat.items() if name.startswith(DERIVED) and name not in params}
     if checkpoint is not None:
-        tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
-    meta = store.meta
-    images = Path(meta.folder).name if meta.folder else meta.source
+        own["resume_count"] = str(folder.add_resume(checkpoint, changed))
     tracker = Tracker.start(
-        plan.spec.logging.experiment,
+        spec.logging.experiment,
         run_dir.name,
         output_root=run_dir.parent,
         run_dir=run_dir,
         params=params,
-        tags=tags,
-        artifacts=[run_dir / name for name in contents],
-        dataset={"name": f"{images}-{meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
-        trackers=plan.spec.logging.trackers,
+        tags=own,
+        artifacts=[run_dir / name for name in files],
+        dataset=dataset,
+        trackers=spec.logging.trackers,
         identity=folder.identity(),
         parent=parent,
         log=line.log,
     )
-    recorder = Recorder(line, tracker, folder, plan.spec)
+    recorder = Recorder(line, tracker, folder, spec)
     try:
         yield recorder
     except BaseException as error:
@@ -246,20 +226,7 @@ def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
 
 
-def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
-    """Return settings that follow from spec, JSON and machine."""
-    return {
-        **plan.ds.layout.sizes,
-        "parameters": plan.parameters,
-        "forward_gflops_per_image": 2 * plan.macs / 1e9,
-        "steps": plan.steps,
-        "precision": plan.ds.precision,
-        "zero_stage": plan.ds.layout.zero_stage,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-    }
-
-
-def _tags(plan: RunPlan) -> dict[str, str]:
+def _origin() -> dict[str, str]:
     """Return tags for the run's origin: code, host, versions."""
 
     def git(*arguments: str) -> str | None:
@@ -276,8 +243,6 @@ def _tags(plan: RunPlan) -> dict[str, str]:
         "git_dirty": "unknown" if changes is None else str(bool(changes)).lower(),
         "host": platform.node(),
         "mlflow.source.name": "launch/train.py",
-        "world_size": str(plan.ds.layout.world_size),
-        "stage_cuts": json.dumps(plan.bounds[1:-1]),
         **{f"version.{name}": version(name) for name in ("torch", "deepspeed", "mlflow-skinny")},
         "version.ddpm_ds": __version__,
     }

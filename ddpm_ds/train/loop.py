@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import BadNumbersError, LauncherLostError, Preempted
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
@@ -32,7 +32,9 @@ REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_image
 class Run:
     """State that the training loop works with, on every rank."""
 
-    plan: RunPlan
+    spec: RunSpec
+    macs: int
+    """Multiply-accumulates of one image's forward."""
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[Any] | None]
     """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
@@ -56,7 +58,7 @@ def train(run: Run) -> Interval:
         BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.
         Preempted: the run was asked to stop, or its launcher is gone, and it is saved; on all ranks alike.
     """
-    engine, spec = run.engine, run.plan.spec
+    engine, spec = run.engine, run.spec
     run.validation.before_first_step()
     meter = Meter()
     batches = meter.timed(run.batches())
@@ -86,7 +88,7 @@ def train(run: Run) -> Interval:
             if spec.bad_numbers.policy == "stop" or run.saver is None:
                 raise BadNumbersError(trouble)
             with run.watchdog.pause():  # a checkpoint is read as fast as the disk is
-                what = run.saver.roll_back(trouble)
+                what = run.saver.roll_back(trouble, spec.bad_numbers.max_rollbacks)
             run.recorder.rolled_back(what, run.saver.rollbacks, engine.images_seen, engine.global_steps)
             run.recent.clear()
             meter = Meter()
@@ -120,7 +122,7 @@ def _log(run: Run, meter: Meter) -> Interval:
     """Make one log point; waits for the device, and for the other ranks."""
     engine = run.engine
     interval = gather(meter.read(), engine)
-    values = metrics(interval, engine, run.plan.macs)
+    values = metrics(interval, engine, run.macs)
     run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
     return interval
 
@@ -146,7 +148,7 @@ def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
         return f"train/loss was not finite in any of the last {interval.steps} steps, {after}"
     if interval.non_finite_steps and not run.engine.fp16_enabled():
         return f"train/loss was not finite in {interval.non_finite_steps} of the last {interval.steps} steps, {after}"
-    factor = run.plan.spec.bad_numbers.spike_factor
+    factor = run.spec.bad_numbers.spike_factor
     usual = sum(run.recent) / max(len(run.recent), 1)
     if factor and len(run.recent) == SPIKE_POINTS and interval.loss > factor * usual:
         return (

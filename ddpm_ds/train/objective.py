@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.predict.plan import RunPlan
 
 
 class Noised(NamedTuple):
@@ -77,7 +77,8 @@ class Denoising:
 
 
 def replica_batches(
-    plan: RunPlan,
+    spec: RunSpec,
+    layout: Layout,
     store: DatasetCache,
     device: torch.device,
     *,
@@ -86,21 +87,20 @@ def replica_batches(
     among: Indices | None = None,
     start_images: int = 0,
 ) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of one of ``replicas`` as planned, on the device; see
+    """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device; see
     :func:`ddpm_ds.data.loader.micro_batches`.
     """
-    layout = plan.ds.layout
     batches = micro_batches(
         store,
         among=among,
-        seed=plan.spec.train.seed,
-        window=plan.spec.data.shuffle_images,
+        seed=spec.train.seed,
+        window=spec.data.shuffle_images,
         batch_images=layout.batch_images,
         micro_batch_images=layout.micro_batch_images,
         replicas=replicas,
         replica=replica,
         start_images=start_images,
-        workers=plan.spec.data.workers,
+        workers=spec.data.workers,
         pin_memory=device.type == "cuda",
     )
     return on_device(batches, device)

@@ -21,11 +21,12 @@ from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.config.spec import CheckpointSpec
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects, broadcast_object
-from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
@@ -66,40 +67,55 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
     return {moment: state[moment] for moment in MOMENTS}
 
 
+def described(plan: RunPlan, data_sha256: dict[str, str]) -> Description:
+    """Return what every checkpoint of a run says of it, before its first image; the checksums are of the data-set
+    cache.
+    """
+    return Description(
+        images=0,
+        step=0,
+        spec=plan.spec.model_dump(mode="json"),
+        ds_config=plan.ds.as_json(),
+        layout=plan.ds.layout.sizes,
+        data_sha256=data_sha256,
+        parameters=parameter_shapes(plan.layers),
+    )
+
+
 class Saver:
     """Saver of this rank's share of checkpoints and snapshots of a run in ``run_dir``; all methods are collective.
 
-    ``data_sha256`` are the checksums of the data-set cache, ``log`` shows a line on rank 0. ``groups`` are the ranks by
-    the folder of checkpoints that they see, ``store`` is that of :func:`ddpm_ds.processes.heartbeat.make_store`.
+    ``keeping`` says which checkpoints stay, ``about`` what each says of the run; ``log`` shows a line on rank 0.
+    ``groups`` are the ranks by the folder of checkpoints that they see, ``store`` is that of
+    :func:`ddpm_ds.processes.heartbeat.make_store`.
     """
 
     def __init__(
         self,
-        plan: RunPlan,
         engine: UnetPipelineEngine,
         ema: Ema,
         run_dir: Path,
+        keeping: CheckpointSpec,
+        about: Description,
         *,
-        data_sha256: dict[str, str],
         log: Callable[[str], None],
         groups: Groups,
         store: dist.Store | None = None,
     ) -> None:
-        self._plan, self._engine, self._ema = plan, engine, ema
+        self._engine, self._ema, self._about = engine, ema, about
         self._folder = checkpoints_of(run_dir)
-        self._data_sha256, self._log, self._groups = data_sha256, log, groups
+        self._log, self._groups = log, groups
         warn = log if groups.rank == 0 else print_to_stderr
         self._writer = Writer(
             self._folder,
             groups,
             log=warn,
-            keep_last=plan.spec.checkpoint.keep_last,
-            keep_every_images=plan.spec.checkpoint.keep_every_images,
+            keep_last=keeping.keep_last,
+            keep_every_images=keeping.keep_every_images,
             store=store,
         )
         self._snapshot_writer = Writer(snapshots_of(run_dir), groups, log=warn, store=store, what="snapshot")
         self._began_at: int | None = 0  # None once this course of the run has written something
-        self._shapes = parameter_shapes(plan.layers)
         self.rollbacks = 0
         """Number of rollbacks after bad numbers."""
 
@@ -112,20 +128,12 @@ class Saver:
         return self._begin(self._snapshot_writer, state_fragments(self._engine, self._ema, snapshot=True))
 
     def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
-        engine, plan, optimizer = self._engine, self._plan, self._engine.basic_optimizer
+        engine, optimizer = self._engine, self._engine.basic_optimizer
         insides.count_skips(engine)
         if self._began_at is not None:  # before anything is written, so that no average is ever made of both courses
             self._snapshot_writer.set_aside(self._began_at)
             self._began_at = None
-        description = Description(
-            images=engine.images_seen,
-            step=engine.global_steps,
-            spec=plan.spec.model_dump(mode="json"),
-            ds_config=plan.ds.as_json(),
-            layout=plan.ds.layout.sizes,
-            data_sha256=self._data_sha256,
-            parameters=self._shapes,
-        )
+        description = self._about.model_copy(update={"images": engine.images_seen, "step": engine.global_steps})
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
         state = {
             "images_seen": engine.images_seen,
@@ -196,13 +204,15 @@ class Saver:
         self.rollbacks = state.rewinds
         self._began_at = checkpoint.manifest.images
 
-    def roll_back(self, trouble: str) -> str:
-        """Go back to the newest checkpoint and skip the images seen since; return what was done.
+    def roll_back(self, trouble: str, limit: int) -> str:
+        """Go back to the newest checkpoint and skip the images seen since, at most ``limit`` times in a run.
+
+        Returns what was done, in a line that begins with the ``trouble``.
 
         Raises:
             BadNumbersError: it was done often enough, or there is no checkpoint to go back to.
         """
-        engine, limit = self._engine, self._plan.spec.bad_numbers.max_rollbacks
+        engine = self._engine
         self.wait()
         bad_until, rollbacks = engine.next_index, self.rollbacks + 1
         if rollbacks > limit:

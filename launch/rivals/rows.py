@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.device import share_threads
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
-from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.planning.resolve import decided
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.train.objective import Denoising, replica_batches
-from ddpm_ds.train.resolve import decide, share_threads
-from ddpm_ds.train.session import check_store
+from ddpm_ds.train.start import check_store
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import KeyedDropout
 from rivals.choice import replica_micro_batches
@@ -72,15 +73,17 @@ class Setting:
         use_host_accelerator()
         share_threads(device)
         store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
-        check_store(store, plan)
-        return cls(decide(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose, load_before)
+        check_store(store, plan.spec)
+        return cls(decided(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose, load_before)
 
     def objective(self) -> Denoising:
         return Denoising(self.plan.spec, self.device)
 
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
         """Yield the endless micro-batches of one of ``replicas``, from the first image on, on the device."""
-        return replica_batches(self.plan, self.store, self.device, replicas=replicas, replica=replica)
+        return replica_batches(
+            self.plan.spec, self.plan.ds.layout, self.store, self.device, replicas=replicas, replica=replica
+        )
 
     def unchecked(self) -> str:
         """Return the note of a row that recomputes nothing, if the configuration asks for it."""

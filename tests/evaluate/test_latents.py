@@ -6,8 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -25,8 +24,7 @@ from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from ddpm_ds.predict.plan import RunPlan
-from ddpm_ds.train.session import check_store
+from ddpm_ds.train.start import check_store
 from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import UNLABELLED, plant
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
@@ -158,10 +156,10 @@ def test_another_autoencoder_than_the_one_that_encoded_is_refused(folder: Path, 
 
 def test_pictures_of_decoded_images_have_a_limit(sections: dict[str, Any], store: DatasetCache) -> None:
     spec = tiny_spec(**sections)
-    check_store(store, cast(RunPlan, SimpleNamespace(spec=spec)))
-    many = SimpleNamespace(spec=spec.model_copy(update={"samples": SamplesSpec.model_construct(count=2**19)}))
+    check_store(store, spec)
+    many = spec.model_copy(update={"samples": SamplesSpec.model_construct(count=2**19)})
     with pytest.raises(SpecError, match=r"samples.count = 524288 makes a picture of 134,217,728 pixels"):
-        check_store(store, cast(RunPlan, many))
+        check_store(store, many)
 
 
 @pytest.mark.launch

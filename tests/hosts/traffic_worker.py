@@ -15,12 +15,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.cli.description import hosts_line
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.predict.plan import RunPlan, hosts_line, plan_run
+from ddpm_ds.planning.resolve import decided, plan_run
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.resolve import decide
 
 STEPS = 2
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -48,7 +49,7 @@ def train(case: dict[str, Any]) -> None:
     )
     objective = Denoising(plan.spec, torch.device("cpu"))
     engine = build_engine(
-        plan.layers, plan.bounds, decide(plan, torch.device("cpu")).ds, objective, seed=plan.spec.train.seed
+        plan.layers, plan.bounds, decided(plan, torch.device("cpu")).ds, objective, seed=plan.spec.train.seed
     )
     engine.train_batch(iter(micro_batches(plan)))
     dist.barrier()

@@ -14,8 +14,7 @@ from rivals.unets import Switches, comparable_unet, diffusers_loop, dim64, missi
 
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.predict.plan import plan_run
-from ddpm_ds.train.resolve import decide
+from ddpm_ds.planning.resolve import decided, plan_run
 from ddpm_ds.unet.operations import KeyedDropout
 from tests.launching import REPOSITORY, run_ranks
 
@@ -42,7 +41,7 @@ def planned(config: str = "zero1_fp32.json", *overrides: str, spec: str = "digit
     path = REPOSITORY / "ds_configs" / config
     plan = plan_run(SPECS / spec, overrides, path, world_size=1, stages=None, device="cpu")
     nothing: Any = None
-    return Setting(decide(plan, CPU), nothing, CPU)
+    return Setting(decided(plan, CPU), nothing, CPU)
 
 
 def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str) -> Setting:

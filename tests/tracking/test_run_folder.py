@@ -14,20 +14,17 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from PIL import Image, ImageSequence
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _tags, recorded
+from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder, _origin, recorded
 from ddpm_ds.tracking.run_folder import (
     LOCK,
     RESUMES,
@@ -41,7 +38,7 @@ from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of, scalars
-from tests.launching import REPOSITORY, tiny_spec
+from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
 SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
@@ -212,8 +209,7 @@ def test_pictures_are_in_the_order_of_their_images_beyond_a_billion_too(tmp_path
 
 def test_code_without_git_is_of_an_unknown_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    plan = SimpleNamespace(ds=SimpleNamespace(layout=SimpleNamespace(world_size=1)), bounds=(0, 1))
-    tags = _tags(cast(RunPlan, plan))
+    tags = _origin()
     assert (tags["git_commit"], tags["git_dirty"]) == ("unknown", "unknown")
 
 
@@ -288,18 +284,15 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path, file: str) -> 
 
 
 def test_a_start_on_a_full_disk_leaves_what_the_start_before_has_recorded(tmp_path: Path) -> None:
-    spec = tiny_spec(data={"store_root": str(tmp_path / "data")})
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    plan = plan_run(tmp_path / "tiny.yaml", [], REPOSITORY / "ds_configs" / "zero1_fp32.json", world_size=1, stages=1)
-    store, run_dir, limits = prepare(plan.spec.data), tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    run_dir, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
     run_dir.mkdir()
     for name in ("spec.yaml", "ds_config.json", "stages.txt"):
         (run_dir / name).write_text("of the start before")
-    line = MagicMock(spec=ProgressLine)
+    line, new = MagicMock(spec=ProgressLine), {"spec.yaml": "of this start"}
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            recorded(plan, store, run_dir, torch.device("cpu"), line, None, []).__enter__()
+            recorded(run_dir, line, tiny_spec(), files=new, settings={}, tags={}, dataset={}).__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     kept = {path.name: path.read_text() for path in run_dir.iterdir()}

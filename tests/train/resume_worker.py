@@ -30,11 +30,12 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects
-from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.planning.resolve import plan_run
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
-from ddpm_ds.train.saving import Saver, state_fragments
+from ddpm_ds.train.saving import Saver, described, state_fragments
 
 STEPS = 3
 OVERFLOWING = (13, 30)
@@ -94,7 +95,8 @@ def train(
 ) -> None:
     """``STEPS`` steps; adds what they gave to ``report``, and keeps a snapshot and the weights of each."""
     batches = replica_batches(
-        plan,
+        plan.spec,
+        plan.ds.layout,
         prepare(plan.spec.data),
         engine.device,
         replicas=plan.ds.layout.replicas,
@@ -136,7 +138,8 @@ def run_course(course: Course, folder: Path) -> None:
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
         }
         groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
-        saver = Saver(plan, engine, ema, there, data_sha256={}, log=print, groups=groups, store=store)
+        about = described(plan, {})
+        saver = Saver(engine, ema, there, plan.spec.checkpoint, about, log=print, groups=groups, store=store)
         if source:
             saver.load(whole(Path(source), groups, partial(all_gather_objects, kind=Any)))
         else:

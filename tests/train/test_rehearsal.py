@@ -12,7 +12,7 @@ from ddpm_ds.config.choices import SAMPLERS, SCHEDULES
 from ddpm_ds.config.spec import check_sampler
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.errors import SpecError
-from ddpm_ds.predict.plan import plan_run
+from ddpm_ds.planning.resolve import plan_run
 from tests.launching import REPOSITORY
 from tests.train.ranks import Ranks
 
@@ -56,7 +56,7 @@ def test_a_rank_that_runs_out_of_memory_says_so(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.get(name, "0"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("ddpm_ds.train.session.run_training", training)
+    monkeypatch.setattr("ddpm_ds.train.start.started", training)
     with pytest.raises(RuntimeError):
         command.main(["--deepspeed_config", str(MAIN), "--run-dir", str(tmp_path / "run"), "--steps", "1"])
     assert "ddpm_ds: error: rank 0 ran out of memory; ddpm-ds fit finds" in capsys.readouterr().err

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.cli.description import describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.predict.plan import RunPlan, describe_plan, hosts_line, on_hosts, plan_run, stage_table
+from ddpm_ds.planning.resolve import plan_run
+from ddpm_ds.planning.run_plan import RunPlan
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -71,10 +73,10 @@ def test_the_json_decides_otherwise() -> None:
 
 
 def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
-    met = on_hosts(plan(TWO_BY_TWO), ["worker-1", "worker-1", "worker-2", "worker-2"])
+    met = plan(TWO_BY_TWO).on_hosts(["worker-1", "worker-1", "worker-2", "worker-2"])
     assert [row.split()[-1] for row in stage_table(met).splitlines()] == ["host", "worker-1", "worker-2"]
     assert hosts_line(met) == hosts_line(plan(TWO_BY_TWO))
-    assert on_hosts(plan(TWO_BY_TWO), ["same"] * 4).hosts == TWO_BY_TWO
+    assert plan(TWO_BY_TWO).on_hosts(["same"] * 4).hosts == TWO_BY_TWO
     fold = stage_table(plan(TWO_BY_TWO, schedule="auto")).splitlines()[1:]
     assert [(row.split()[3], row.split()[-1]) for row in fold] == [("0", "0"), ("1", "1"), ("1", "1"), ("0", "0")]
     many = plan(tuple(str(rank) for rank in range(8)), world_size=8)
@@ -85,7 +87,7 @@ def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
     before = plan(())
     line = hosts_line(before)
     assert line is not None and "known once the ranks have met" in line and before.across == "stages"
-    after = hosts_line(on_hosts(before, ["a", "a", "a", "b"]))
+    after = hosts_line(before.on_hosts(["a", "a", "a", "b"]))
     assert after is not None and after.startswith("hosts        3 + 1 processes, stages across hosts: ")
 
 

@@ -14,7 +14,7 @@ from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FL
 from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
 from ddpm_ds.config.spec import GivenPath, RunSpec
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
+from ddpm_ds.predict.machine import KINDS, Machine, kind_of, machine
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
@@ -55,8 +55,10 @@ def plan(
     config = read_ds_config(ds_config, overrides)
     check_ds_config(config, ds_config, spec)
     if device_kind is None:
-        device_kind, here = this_machine(processes // nodes or 1)
-        device_memory = device_memory or here
+        from ddpm_ds.device import described
+
+        name, here = described(processes // nodes or 1)
+        device_kind, device_memory = kind_of(name), device_memory or here
     if device_kind is None:
         raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
     devices = machine(device_kind, half=precision(config) != "fp32", devices=processes, nodes=nodes)

@@ -1,144 +1,22 @@
-"""Plan of the whole run, made before anything is started: spec, configuration, layers, stages."""
+"""A plan in words and tables: what every run prints first, and what its start has decided since."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddpm_ds.command_line import aligned, counted
-from ddpm_ds.config.ds_config import (
-    ELEMENT_BYTES,
-    AcrossHosts,
-    ResolvedDsConfig,
-    check_ds_config,
-    leaves_stages_open,
-    read_ds_config,
-    resolve,
-)
-from ddpm_ds.config.spec import ALL_SIGMAS, HELD_OUT_QUANTILES, RunSpec
-from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.pipeline.cuts import Stage, describe, folds, partition
-from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange, traffic
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES
+from ddpm_ds.pipeline.cuts import folds
+from ddpm_ds.pipeline.placement import traffic
+from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.secret import public_address
-from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
-
-if TYPE_CHECKING:
-    from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
+from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Consistent plan of a run for a number of processes."""
-
-    spec: RunSpec
-    spec_path: Path
-    ds: ResolvedDsConfig
-    ds_path: Path
-    layers: tuple[Layer, ...]
-    bounds: tuple[int, ...]
-    hosts: tuple[str, ...]
-    """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
-    programs: tuple[Program, ...] | None = None
-    """Programs of the ranks of a pipeline, once a planned schedule has been decided."""
-    chosen: str | None = None
-    """Reason for the number of stages, if the planner chose it."""
-
-    @property
-    def parameters(self) -> int:
-        """Trainable parameters of the whole U-Net."""
-        return sum(layer.parameters for layer in self.layers)
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of one image's forward."""
-        return sum(layer.macs for layer in self.layers)
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
-        return -(-self.spec.train.images // self.ds.layout.batch_images)
-
-    @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        """Stages in the order of the layers."""
-        return describe(self.layers, self.bounds, self.ds.layout.schedule)
-
-    @cached_property
-    def across(self) -> AcrossHosts:
-        """Axis that is split over hosts."""
-        return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
-
-    @property
-    def several_hosts(self) -> bool:
-        """Whether processes are known to be on more than one host."""
-        return len(set(self.hosts)) > 1
-
-    def grid(self, across: AcrossHosts | None = None) -> Grid:
-        """Return the grid of processes, as planned or with another axis across hosts."""
-        return Grid(self.ds.layout.stages, self.ds.layout.replicas, across or self.across, self.hosts)
-
-    @property
-    def exchange(self) -> Exchange:
-        """Bytes that a step sends."""
-        if self.programs is None:
-            return run_exchange(self.ds, self.layers, self.bounds)
-        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
-
-        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.layout.schedule))
-
-
-def plan_run(
-    spec_path: Path,
-    overrides: Sequence[str],
-    ds_path: Path,
-    *,
-    world_size: int,
-    stages: int | None,
-    device: str = "auto",
-    hosts: Sequence[str] | None = None,
-) -> RunPlan:
-    """Read and check everything that can be checked before anything is started.
-
-    Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
-    number of stages, the planner chooses it for ``device`` (as in ``--device``), and only then imports PyTorch and
-    DeepSpeed. ``hosts`` gives each rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
-    one.
-
-    Raises:
-        SpecError, DsConfigError, LayoutError: one line each, before anything is started.
-    """
-    spec = load_spec(spec_path, spec_overrides(overrides))
-    if spec.sampler.guidance_between != ALL_SIGMAS:
-        from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
-
-        check_guidance(spec.sampler, spec.diffusion)
-    config, chosen = read_ds_config(ds_path, overrides), None
-    check_ds_config(config, ds_path, spec)
-    if stages is None and leaves_stages_open(config, world_size):
-        from ddpm_ds.device import choose_device
-
-        choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
-        from ddpm_ds.predict.auto import choose_stages
-
-        stages, chosen = choose_stages(spec, config, ds_path, world_size=world_size)
-    ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
-    names = ("0",) * world_size if hosts is None else tuple(hosts)
-    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
-
-
-def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
-    """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
-    return replace(plan, hosts=tuple(names)) if len(set(names)) >= len(set(plan.hosts)) else plan
 
 
 def stage_table(plan: RunPlan) -> str:
@@ -164,6 +42,16 @@ def stage_table(plan: RunPlan) -> str:
             row.append(", ".join(names) if few else f"{names[0]} ... {names[-1]} ({len(names)})")
         rows.append(row)
     return "\n".join(aligned(rows, left={2, 3, len(header)}))
+
+
+def decided_since(planned: RunPlan, decided: RunPlan) -> str:
+    """Return in words and a table what the start of a run has decided; empty if all was said before."""
+    said, line = [], hosts_line(decided)
+    if line is not None and line != hosts_line(planned):
+        said.append(line)
+    if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
+        said.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
+    return "\n".join(said)
 
 
 def hosts_line(plan: RunPlan) -> str | None:

@@ -1,0 +1,1 @@
+"""From files, options and devices to one frozen plan of a run."""

@@ -1,0 +1,90 @@
+"""Plan of a run: what was asked, laid out on its processes; it predicts nothing and knows no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpm_ds.config.ds_config import (
+    AcrossHosts,
+    ResolvedDsConfig,
+)
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.pipeline.cuts import Stage, describe
+from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
+from ddpm_ds.unet.layers import Layer
+
+if TYPE_CHECKING:
+    from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Consistent plan of a run for a number of processes.
+
+    Made of the files alone, it leaves open what depends on the devices; :mod:`ddpm_ds.planning.resolve` completes it
+    before the run begins.
+    """
+
+    spec: RunSpec
+    spec_path: Path
+    ds: ResolvedDsConfig
+    ds_path: Path
+    layers: tuple[Layer, ...]
+    bounds: tuple[int, ...]
+    hosts: tuple[str, ...]
+    """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
+    programs: tuple[Program, ...] | None = None
+    """Programs of the ranks of a pipeline, once a planned schedule has been decided."""
+    chosen: str | None = None
+    """Reason for the number of stages, if the planner chose it."""
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the whole U-Net."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one image's forward."""
+        return sum(layer.macs for layer in self.layers)
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
+        return -(-self.spec.train.images // self.ds.layout.batch_images)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages in the order of the layers."""
+        return describe(self.layers, self.bounds, self.ds.layout.schedule)
+
+    @cached_property
+    def across(self) -> AcrossHosts:
+        """Axis that is split over hosts."""
+        return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether processes are known to be on more than one host."""
+        return len(set(self.hosts)) > 1
+
+    def grid(self, across: AcrossHosts | None = None) -> Grid:
+        """Return the grid of processes, as planned or with another axis across hosts."""
+        return Grid(self.ds.layout.stages, self.ds.layout.replicas, across or self.across, self.hosts)
+
+    @property
+    def exchange(self) -> Exchange:
+        """Bytes that a step sends."""
+        if self.programs is None:
+            return run_exchange(self.ds, self.layers, self.bounds)
+        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
+
+        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.layout.schedule))
+
+    def on_hosts(self, names: Sequence[str]) -> RunPlan:
+        """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
+        return replace(self, hosts=tuple(names)) if len(set(names)) >= len(set(self.hosts)) else self

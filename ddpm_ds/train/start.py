@@ -1,0 +1,200 @@
+"""Start of a run on one process: it meets the other ranks, checks what they share, and decides what is still open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.config.choices import SOURCES
+from ddpm_ds.config.spec import RunSpec, check_picture
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import pixels_of
+from ddpm_ds.data.loader import split
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.residence import Residence
+from ddpm_ds.device import DTYPES, limit_memory, share_threads
+from ddpm_ds.errors import SpecError
+from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.planning.resolve import cut_and_ordered, decided
+from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.processes.heartbeat import DeviceWork, make_store
+from ddpm_ds.processes.process_group import group_timeout, process_group
+from ddpm_ds.processes.rendezvous import Rendezvous
+from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.tracking.progress import ProgressLine
+from ddpm_ds.tracking.run_folder import disk_errors_said
+from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
+from ddpm_ds.train.resume import (
+    Claim,
+    InitialWeights,
+    check_resume,
+    claim_run,
+    find_checkpoint,
+    gather_in,
+    images_learned,
+    remove_abandoned_points,
+)
+from ddpm_ds.unet.kernel_choice import check_kernels
+from ddpm_ds.unet.model import check_compiler, parameter_shapes
+from ddpm_ds.unet.operations import widening
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a run beside its plan, by the options of ``launch/train.py``."""
+
+    resume: str
+    """``auto``, ``never``, or the path of a checkpoint or of a run's folder."""
+    steps: int | None
+    """Timed steps of a rehearsal; None trains."""
+    trace_steps: range
+    """Optimizer steps whose timeline is recorded."""
+    profile_kernels: range
+    """Optimizer steps that PyTorch's profiler records."""
+    note: str | None
+    parent_run: str | None
+    """Id of the MLflow run of which this one is a child."""
+    verbose: bool
+    """Whether DeepSpeed's own log is shown."""
+    start_seconds: float
+    """Time for all ranks to meet."""
+    hang_seconds: float
+    dead_seconds: float
+    """Time without a step, and without a sign of life, after which a rank is lost (docs/exit_codes.md)."""
+    memory_budget: int | None
+    """Most bytes that PyTorch may take of a GPU; None is all of it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs of a run, checked on all ranks."""
+
+    plan: RunPlan
+    """Plan in which everything is decided."""
+    device: torch.device
+    store: DatasetCache
+    claim: Claim
+    checkpoint: CompleteCheckpoint | None
+    """Checkpoint that the run resumes from; None starts anew."""
+    changed: list[str]
+    """Settings that have changed since that checkpoint, by dotted key."""
+    initial: InitialWeights | None
+
+
+@contextlib.contextmanager
+def started(
+    plan: RunPlan, run_dir: Path, device: torch.device, asked: Asked, progress: ProgressLine | None
+) -> Iterator[tuple[Prepared, Watchdog]]:
+    """Start a run as planned on this process's ``device``; the body trains it, in the process group and watched.
+
+    Every rank calls this. Rank 0's ``run_dir`` counts; ``progress`` is None on all ranks but 0.
+
+    Raises:
+        UserError: something given is wrong, here or on another host; raised before anything is trained.
+        PeerLostError: another rank is gone.
+    """
+    limit_memory(device, asked.memory_budget)
+    use_host_accelerator()
+    share_threads(device)
+    doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
+    with doing("waiting for all processes"):
+        rendezvous = Rendezvous(asked.start_seconds)
+    with rendezvous.telling(), disk_errors_said(run_dir), doing("checking the run's files and images"):
+        prepared = _prepared(plan, run_dir, device, asked, rendezvous, progress)
+    with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
+        rendezvous.close()
+        places = prepared.plan.grid()
+        names = [rendezvous.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
+        with Watchdog(
+            dist.get_rank(),
+            names,
+            make_store(dist.get_rank(), len(names)),
+            dead_seconds=asked.dead_seconds,
+            hang_seconds=asked.hang_seconds,
+            work=DeviceWork.of(device),
+        ) as watchdog:
+            with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
+                prepared = replace(prepared, plan=cut_and_ordered(prepared.plan, device))
+            yield prepared, watchdog
+        dist.barrier()
+
+
+def _prepared(
+    plan: RunPlan,
+    run_dir: Path,
+    device: torch.device,
+    asked: Asked,
+    rendezvous: Rendezvous,
+    progress: ProgressLine | None,
+) -> Prepared:
+    """Check this rank's files, device and images against those of the others, and claim the run's folder."""
+    rank = rendezvous.rank
+    check_alike(rendezvous, plan, device.type)
+    mixed_gpus = check_gpus(rendezvous, device)
+    check_kernels(plan.ds.kernels, device)
+    if plan.ds.compile:
+        check_compiler(device)
+    first_on_host = int(os.environ["LOCAL_RANK"]) == 0
+    gather = gather_in(rendezvous)
+    store = prepare(
+        plan.spec.data,
+        progress=first_on_host,
+        together=int(os.environ["LOCAL_WORLD_SIZE"]),
+        verify=None if first_on_host else False,
+        learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
+    )
+    check_store(store, plan.spec)
+    check_same_images(rendezvous, store.meta.sha256)
+    plan = decided(plan.on_hosts(rendezvous.hosts), device)
+    log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
+    claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
+    checkpoint = find_checkpoint(claim.run_dir, asked.resume, claim.groups, gather, log)
+    changed: list[str] = []
+    initial = None
+    if checkpoint is not None:
+        changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), store.meta.sha256, claim.run_dir)
+        log(f"resuming from {checkpoint.path}")
+        for change in changed:
+            log(f"  changed since: {change}")
+    elif plan.spec.train.initial_weights is not None:
+        initial = InitialWeights(
+            plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
+        )
+    rendezvous.agree("ready", {})
+    if rank == 0:
+        if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
+            log(left)
+        residence = Residence.of(store).notice(plan.spec.data.shuffle_images)
+        for notice in (mixed_gpus, residence, widening(device.type, DTYPES[plan.ds.precision][1])):
+            if notice is not None:
+                print(notice, flush=True)
+    return Prepared(plan, device, store, claim, checkpoint, changed, initial)
+
+
+def check_store(store: DatasetCache, spec: RunSpec) -> None:
+    """Refuse images that the spec's U-Net does not fit.
+
+    Raises:
+        SpecError: the numbers of classes differ, too many images are held out, or pictures of decoded latents would be
+            too large.
+    """
+    try:
+        check_picture(spec.samples, pixels_of(spec.data).image_size)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    split(len(store), spec.data.held_out_images)
+    classes, asked = len(store.meta.classes), spec.unet.classes
+    if asked not in (None, classes):
+        if store.meta.classes == (".",):
+            where = SOURCES[spec.data.source].labels
+            raise SpecError(
+                f"unet.classes = {asked}, but the images have no labels; {where}, or --set unet.classes=null"
+            )
+        raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")

@@ -1,0 +1,38 @@
+"""From files and a device to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.planning.resolve import decided, plan_run
+from tests.launching import REPOSITORY
+
+CONFIG = REPOSITORY / "ds_configs" / "zero0_fp32.json"
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+
+
+def test_a_plan_says_that_the_planner_has_chosen_its_stages_and_p_chooses_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 4 * 2**33)
+    plan = plan_run(DIGITS, [], CONFIG, world_size=4, stages=None, device="cpu")
+    assert plan.ds.layout.stages == 1
+    lines = describe_plan(plan, Path("runs/x")).splitlines()
+    assert "layout       4 processes: 1 stage x 4 replicas" in lines
+    assert any(line.startswith("stages       on cpu 1 stage x 4 replicas, ") for line in lines)
+    assert plan_run(DIGITS, [], CONFIG, world_size=4, stages=4, device="cpu").chosen is None
+
+
+def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 2**34)
+    plan = plan_run(DIGITS, [], CONFIG, world_size=4, stages=2, hosts="aabb")
+    layout = decided(plan, torch.device("cpu")).ds.layout
+    assert (layout.checkpoint_interval, layout.in_flight, layout.across_hosts) == (0, 4, "stages")
+    assert (plan.ds.layout.checkpoint_interval, plan.ds.layout.across_hosts) == ("auto", "auto")
