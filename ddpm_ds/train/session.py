@@ -134,7 +134,7 @@ def _train(
     watchdog: Watchdog,
     asked: Asked,
 ) -> None:
-    """Load the checkpoint, train to the end, then report where the time went and how the run ended."""
+    """Load the checkpoint, train to the end, and report."""
     plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
     run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
     rehearsal, saver = None, None
@@ -186,7 +186,7 @@ def _train(
             layout,
             store,
             engine.device,
-            replicas=plan.ds.layout.replicas,
+            replicas=layout.replicas,
             replica=engine.grid.get_data_parallel_id(),
             among=among,
             start_images=engine.next_index,
@@ -220,15 +220,23 @@ def _train(
         finish()
         raise
     finish()
-    if rehearsal is not None:
-        return
-    pauses, found = Pauses(), None
+    if rehearsal is None:
+        _report(prepared, engine, recorder, last.loss, engine.images_seen - first)
+
+
+def _report(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorder, loss: float, images: int) -> None:
+    """Say where the time of a run that is over and saved went, and how it ended after ``images`` of this process.
+
+    A fault of a report is said in a line, and changes nothing for the run. Collective.
+    """
+    run_dir, pauses, found = prepared.claim.run_dir, Pauses(), None
     with fault_said("time of the pauses", recorder.log):
         pauses = read_pauses(run_dir)
         recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     with fault_said("verdict", recorder.log):
         if dist.get_rank() == 0:
-            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, precision))
+            plan = prepared.plan
+            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, plan.ds.precision))
             recorder.artifact(run_dir / VERDICT)
             recorder.tags(verdict.tags(found))
     link = recorder.finish("FINISHED")
@@ -239,8 +247,8 @@ def _train(
             print(f"\n{verdict.text(found, run_dir)}", flush=True)
         print(
             summary(
-                loss=last.loss,
-                images=engine.images_seen - first,
+                loss=loss,
+                images=images,
                 images_per_second=recorder.images_per_second(),
                 pauses=pauses,
                 steps=engine.global_steps,
