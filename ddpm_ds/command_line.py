@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +55,13 @@ class OneLineParser(argparse.ArgumentParser):
         if action.option_strings and "--" in arg_strings:  # of --option=--; argparse removes it and fails without
             raise argparse.ArgumentError(action, "-- is no value")
         return super()._get_values(action, arg_strings)
+
+
+def without(words: Sequence[str], add: Callable[[argparse.ArgumentParser], object]) -> list[str]:
+    """Return the words of a command line without the options that ``add`` adds to a parser, and their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add(parser)
+    return parser.parse_known_args(words)[1]
 
 
 def add_spec_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.description import describe_plan
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes
+from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes, without
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.processes.launcher import Place, gpus
@@ -111,9 +111,7 @@ def _train(options: argparse.Namespace) -> int:
     print(describe_plan(plan, run_dir), flush=True)
     if options.dry_run:
         return 0
-    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_launch_options(launcher)
-    asked = launcher.parse_known_args(options.arguments)[1]
+    asked = without(options.arguments, _add_launch_options)
     if plan.chosen is not None:
         asked += ["-p", str(plan.ds.layout.stages)]
     if options.run_dir is None:
@@ -145,9 +143,8 @@ def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if code == 0:
         return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
-    resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    resume.add_argument("--resume")
-    again = shlex.join(["ddpm-ds", "train", *resume.parse_known_args(arguments)[1]])
+    resumed = without(arguments, lambda parser: parser.add_argument("--resume"))
+    again = shlex.join(["ddpm-ds", "train", *resumed])
     if saved is not None:
         return f"saved after {saved:,} images in {run_dir}; go on with: {again}"
     return f"nothing was saved; start again with: {again}"
@@ -172,9 +169,7 @@ def _run(options: argparse.Namespace) -> int:
     after.add_argument("program", nargs=argparse.REMAINDER)
     options, unknown = after.parse_known_args(options.program[options.program[:1] == ["--"] :], options)
     if unknown := [*options.unknown, *unknown]:
-        restarts = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        _add_restart_options(restarts)
-        words = [word for word in restarts.parse_known_args(options.arguments)[1] if word != "--"]
+        words = [word for word in without(options.arguments, _add_restart_options) if word != "--"]
         instead = shlex.join(["deepspeed", *words])
         raise SpecError(f"run has no option {unknown[0]}; see ddpm-ds run --help, or type: {instead}")
     return supervise(
