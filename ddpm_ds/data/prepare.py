@@ -31,7 +31,7 @@ from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
 from ddpm_ds.data.sources.base import printable
-from ddpm_ds.data.writing import Chunk, Chunks, Plan, lock_of, locked, tidy, write_cache
+from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpe
     write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of, pixels.meta.origin)
 
 
-def _plan(kind: Kind, shape: tuple[int, int, int], images: int, image_bytes: float, origin: str) -> Plan:
-    return Plan(kind, shape, images, image_bytes, max(1, int(SHARD_BYTES / image_bytes)), origin)
+def _plan(kind: Kind, shape: tuple[int, int, int], images: int, image_bytes: float, origin: str) -> CachePlan:
+    return CachePlan(kind, shape, images, image_bytes, max(1, int(SHARD_BYTES / image_bytes)), origin)
 
 
 def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
@@ -292,7 +292,7 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
 class Decoding:
     """Decoding of a source's images, shared by several processes."""
 
-    def __init__(self, source: Source, plan: Plan, shareable: bool, origin: Origin | None = None) -> None:
+    def __init__(self, source: Source, plan: CachePlan, shareable: bool, origin: Origin | None = None) -> None:
         self.source, self.plan, self.origin = source, plan, origin
         self.shareable = shareable and plan.images > FEW_IMAGES
         """Whether several processes are faster than one."""

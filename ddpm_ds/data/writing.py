@@ -42,7 +42,7 @@ CLAIM_SECONDS, CLAIM_POLL_SECONDS = 3600.0, 0.5
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """Plan of a cache, which its files must match."""
 
     kind: Kind
@@ -145,7 +145,7 @@ def lock_of(path: Path) -> Path:
 
 def write_cache(
     path: Path,
-    plan: Plan,
+    plan: CachePlan,
     chunks: Chunks,
     spec: DataSpec,
     classes: tuple[str, ...],
@@ -216,7 +216,7 @@ def tidy(path: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def _begun(path: Path, plan: Plan) -> Path:
+def _begun(path: Path, plan: CachePlan) -> Path:
     """Return the folder, named after the plan, in which the cache at ``path`` is written, creating it if needed.
 
     Raises:
@@ -254,7 +254,7 @@ class _Shards:
     """Files of a cache that is being written."""
 
     folder: Path
-    plan: Plan
+    plan: CachePlan
     chunks: Chunks
     max_bad_fraction: float
     bar: tqdm[Any]
@@ -367,7 +367,7 @@ def _complete(path: Path) -> Iterator[BinaryIO]:
 
 def _describe(
     folder: Path,
-    plan: Plan,
+    plan: CachePlan,
     records: Sequence[Record],
     spec: DataSpec,
     classes: tuple[str, ...],

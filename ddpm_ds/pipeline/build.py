@@ -23,7 +23,7 @@ from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects_by_store
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.schedule import Program, program
-from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
+from ddpm_ds.unet.kernel_choice import KernelTimes, choose_kernels
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import use_kernels
@@ -101,7 +101,7 @@ def build_engine(
         engine.device,
         dtype,
         engine.micro_batch_size,
-        lambda trial: all_gather_objects_by_store(trial, Trial),
+        lambda trial: all_gather_objects_by_store(trial, KernelTimes),
     )
     modules = list(engine.own_layers().values())
     use_kernels(modules, engine.kernels)

@@ -31,7 +31,7 @@ FILES = ("save", "save_and_stop")
 
 
 @dataclass(frozen=True)
-class Asked:
+class SaveOrStop:
     """Requests that all ranks agree on."""
 
     save: bool = False
@@ -74,7 +74,7 @@ class Requests:
                     os._exit(record_exit(128 + numbers[0]))
                 self._signalled, heard_at = True, time.monotonic()
 
-    def poll(self) -> Asked:
+    def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""
         if dist.get_rank() == 0:
             # unlike Path.exists, False where the file system fails for a moment: no reason to end a run
@@ -86,7 +86,7 @@ class Requests:
         mine = torch.tensor([save, stop, abandoned], dtype=torch.int32)
         if self._group is None:
             return self._asked(mine)
-        answer = Asked()
+        answer = SaveOrStop()
         if self._under_way is not None:
             work, wishes = self._under_way
             work.wait()
@@ -119,6 +119,6 @@ class Requests:
         self._hearing.join()
         self._wakeup.close()
 
-    def _asked(self, wishes: torch.Tensor) -> Asked:
+    def _asked(self, wishes: torch.Tensor) -> SaveOrStop:
         save, stop, abandoned = wishes.tolist()
-        return Asked(bool(save), bool(stop or abandoned), self._names[abandoned - 1] if abandoned else None)
+        return SaveOrStop(bool(save), bool(stop or abandoned), self._names[abandoned - 1] if abandoned else None)

@@ -29,7 +29,7 @@ REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_image
 
 
 @dataclass
-class Run:
+class Training:
     """State that the training loop works with, on every rank."""
 
     spec: RunSpec
@@ -51,7 +51,7 @@ class Run:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
 
-def train(run: Run) -> Interval:
+def train(run: Training) -> Interval:
     """Train until the run has ended; return the last interval of the loss curve.
 
     Raises:
@@ -118,7 +118,7 @@ def train(run: Run) -> Interval:
             raise Preempted(f"asked to stop after {seen:,} images")
 
 
-def _log(run: Run, meter: Meter) -> Interval:
+def _log(run: Training, meter: Meter) -> Interval:
     """Make one log point; waits for the device, and for the other ranks."""
     engine = run.engine
     interval = gather(meter.read(), engine)
@@ -137,7 +137,7 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     )
 
 
-def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
+def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
     """Describe the problem with the last interval's loss, or return None.
 
     In fp16 the scaler skips a step whose loss is not finite, so only its floor is checked, unless the run is ``done``:

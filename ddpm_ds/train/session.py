@@ -38,7 +38,7 @@ from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.loop import Run, train
+from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
@@ -208,7 +208,7 @@ def _train(
             requests.close(leaving=True)
 
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
-    run = Run(spec, macs, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder, ended)
+    run = Training(spec, macs, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, recorder.tracker):
             last = train(run)

@@ -18,7 +18,7 @@ from ddpm_ds.unet.fused_norm import available, whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
 from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
-Asked = Literal["auto", "fused", "masks", "reference"]
+AskedKernels = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
 """Number of warm-up runs, and of timed runs, of which the fastest counts."""
 
@@ -54,7 +54,7 @@ def mask_sizes(layers: Sequence[Layer]) -> Counter[int]:
     return Counter(math.prod(layer.output_shape) for layer in layers if isinstance(layer, BlockLayer) and layer.dropout)
 
 
-def check_kernels(asked: Asked, device: torch.device) -> None:
+def check_kernels(asked: AskedKernels, device: torch.device) -> None:
     """Check, before anything starts, that the requested kernels can run on a device.
 
     Raises:
@@ -66,7 +66,7 @@ def check_kernels(asked: Asked, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class KernelTimes:
     """Times of the kernels on the device of one rank, in seconds; 0 if nothing was timed."""
 
     reference_seconds: float = 0.0
@@ -78,12 +78,12 @@ class Trial:
 
 
 def choose_kernels(
-    asked: Asked,
+    asked: AskedKernels,
     layers: Sequence[Layer],
     device: torch.device,
     dtype: torch.dtype,
     images: int,
-    gather: Callable[[Trial], Sequence[Trial]] = lambda trial: [trial],
+    gather: Callable[[KernelTimes], Sequence[KernelTimes]] = lambda trial: [trial],
 ) -> tuple[Kernels, str]:
     """Return the kernels for these layers and a line with the reason; ``auto`` measures on ``images`` images.
 
@@ -125,23 +125,25 @@ def choose_kernels(
     return "reference", f"kernels: reference ({slower})"
 
 
-def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int) -> Trial:
+def try_kernels(
+    asked: AskedKernels, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int
+) -> KernelTimes:
     """Run the fused kernels of these layers on this process's CUDA device and, for ``auto``, time both kinds.
 
     Waits for the device, so no message may be under way. After a CUDA error such as an illegal address, everything on
     the device fails for this process; after a refusal by Triton or at launch, it does not.
     """
     if not available(device):
-        return Trial(failure="Triton is not installed")
+        return KernelTimes(failure="Triton is not installed")
     norms = norm_shapes(layers)
     probe = torch.ones(1, device=device)  # made first, so that a lack of memory is not taken for a lost device
     reference = norm_seconds(norms, device, dtype, images, "reference") if asked == "auto" else 0.0
     try:
         mask_seconds(mask_sizes(layers), device, images, "fused")
-        return Trial(reference, norm_seconds(norms, device, dtype, images, "fused") if asked != "masks" else 0.0)
+        return KernelTimes(reference, norm_seconds(norms, device, dtype, images, "fused") if asked != "masks" else 0.0)
     except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
         failure = " ".join(str(error).split())[:120] or type(error).__name__
-    return Trial(failure=failure, device_lost=not answers(probe))
+    return KernelTimes(failure=failure, device_lost=not answers(probe))
 
 
 def answers(probe: Tensor) -> bool:

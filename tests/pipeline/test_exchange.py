@@ -23,7 +23,7 @@ from ddpm_ds.pipeline.exchange import (
     gather_objects,
 )
 from ddpm_ds.pipeline.schedule import Event, Program, program
-from ddpm_ds.unet.kernel_choice import Trial
+from ddpm_ds.unet.kernel_choice import KernelTimes
 from tests.launching import REPOSITORY
 
 TRACE = RankTrace(
@@ -35,7 +35,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "number": (0.1, float),
     "nothing": (None, list[float] | None),
     "programs": (tuple(program("1f1b", 4, 2, rank) for rank in range(2)), tuple[Program, ...]),
-    "trial": (Trial(1.0, 2.0, "no Triton", True), Trial),
+    "trial": (KernelTimes(1.0, 2.0, "no Triton", True), KernelTimes),
     "timeline": (TRACE, RankTrace),
     "kernels": (PROFILE, RankProfile),
     "no flops": ([], list[StageProfile]),
@@ -66,7 +66,7 @@ def test_a_value_arrives_as_it_was_told(what: str) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_value_of_another_type_is_refused() -> None:
     with pytest.raises(ValidationError):
-        exchange._unpacked(exchange._packed("import os", str), Trial)
+        exchange._unpacked(exchange._packed("import os", str), KernelTimes)
 
 
 def test_no_rank_makes_objects_of_what_another_has_pickled() -> None:

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from ddpm_ds.processes.requests import Asked, Requests
+from ddpm_ds.processes.requests import Requests, SaveOrStop
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS
@@ -42,10 +42,10 @@ def listen(tmp_path: Path) -> Iterator[Callable[[float | None], Requests]]:
         requests.close()
 
 
-def poll_until_asked(requests: Requests) -> Asked:
+def poll_until_asked(requests: Requests) -> SaveOrStop:
     """A signal is heard by a thread, so it may take a moment."""
     deadline = time.monotonic() + 60
-    while (asked := requests.poll()) == Asked() and time.monotonic() < deadline:
+    while (asked := requests.poll()) == SaveOrStop() and time.monotonic() < deadline:
         time.sleep(0.001)
     return asked
 
@@ -53,10 +53,10 @@ def poll_until_asked(requests: Requests) -> Asked:
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGINT, signal.SIGTERM]])
 def test_a_signal_asks_to_stop_and_two_at_once_are_one(numbers: list[int], listen: Callable[..., Requests]) -> None:
     requests = listen()
-    assert requests.poll() == Asked()
+    assert requests.poll() == SaveOrStop()
     for number in numbers:  # a terminal to its process group, and a launcher to its ranks
         os.kill(os.getpid(), number)
-    assert poll_until_asked(requests) == Asked(stop=True)
+    assert poll_until_asked(requests) == SaveOrStop(stop=True)
 
 
 def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
@@ -75,17 +75,17 @@ def test_the_thread_ends_with_close_although_a_forked_process_has_its_socket(tmp
     os.close(copy)
 
 
-@pytest.mark.parametrize(("name", "wish"), [("save", Asked(save=True)), ("save_and_stop", Asked(stop=True))])
+@pytest.mark.parametrize(("name", "wish"), [("save", SaveOrStop(save=True)), ("save_and_stop", SaveOrStop(stop=True))])
 def test_a_file_asks_until_the_run_is_saved_after_it_was_seen(
-    name: str, wish: Asked, listen: Callable[..., Requests], tmp_path: Path
+    name: str, wish: SaveOrStop, listen: Callable[..., Requests], tmp_path: Path
 ) -> None:
     requests = listen()
-    assert requests.poll() == Asked()
+    assert requests.poll() == SaveOrStop()
     (tmp_path / name).touch()
     requests.saved()  # for another reason, before the file was seen
     assert requests.poll() == wish
     requests.saved()
-    assert requests.poll() == Asked() and not (tmp_path / name).exists()
+    assert requests.poll() == SaveOrStop() and not (tmp_path / name).exists()
 
 
 def test_a_file_system_that_fails_for_a_moment_asks_for_nothing(
@@ -97,8 +97,8 @@ def test_a_file_system_that_fails_for_a_moment_asks_for_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
             asked = requests.poll()
-        assert asked == Asked()
-    assert requests.poll() == Asked(save=True)
+        assert asked == SaveOrStop()
+    assert requests.poll() == SaveOrStop(save=True)
 
 
 def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(
@@ -107,11 +107,11 @@ def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     requests = listen(2.0)
-    for minutes, wish in ((1.9, Asked()), (0.2, Asked(save=True))):
+    for minutes, wish in ((1.9, SaveOrStop()), (0.2, SaveOrStop(save=True))):
         now += 60 * minutes
         assert requests.poll() == wish
     requests.saved()
-    assert requests.poll() == Asked()
+    assert requests.poll() == SaveOrStop()
 
 
 STUCK = """

@@ -38,7 +38,7 @@ from ddpm_ds.train import objective, session
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet import kernel_choice
-from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
+from ddpm_ds.unet.kernel_choice import KernelTimes, choose_kernels
 
 REPORTS = [
     (timeline, "timeline_metrics"),
@@ -87,13 +87,13 @@ def broken(*arguments: Any, **options: Any) -> NoReturn:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def tried(*arguments: Any) -> Trial:
+def tried(*arguments: Any) -> KernelTimes:
     """This rank's trial of the fused kernels."""
     if not IS_LAST:
-        return Trial(2.0, 1.0)
+        return KernelTimes(2.0, 1.0)
     for name in COLLECTIVES:
         setattr(dist, name, broken)
-    return Trial(failure="an illegal memory access was encountered", device_lost=True)
+    return KernelTimes(failure="an illegal memory access was encountered", device_lost=True)
 
 
 def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any) -> Any:

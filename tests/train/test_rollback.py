@@ -16,12 +16,12 @@ from ddpm_ds.checkpoint.folder import checkpoint_name, images_of, names
 from ddpm_ds.checkpoint.power_ema import Reconstruction
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.observe.observer import Observers
-from ddpm_ds.processes.requests import Asked
+from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.tracking.run_folder import snapshots_of
 from ddpm_ds.train import loop
-from ddpm_ds.train.loop import SPIKE_POINTS, Run, _bad_loss
+from ddpm_ds.train.loop import SPIKE_POINTS, Training, _bad_loss
 from ddpm_ds.train.meters import Interval
 from tests.launching import tiny_spec
 from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
@@ -61,11 +61,11 @@ def test_a_nan_is_left_out_on_all_ranks(tmp_path: Path) -> None:
     check_it_ended_well(run_dir, said, skipped=2 * BATCH)
 
 
-def run_of(spike_factor: float | None, fp16: bool) -> Run:
+def run_of(spike_factor: float | None, fp16: bool) -> Training:
     """What of a run says whether a loss is bad."""
-    plan = SimpleNamespace(spec=SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=spike_factor)))
+    spec = SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=spike_factor))
     engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: fp16)
-    return cast(Run, SimpleNamespace(plan=plan, engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
+    return cast(Training, SimpleNamespace(spec=spec, engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
 
 
 def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
@@ -115,16 +115,17 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
         bad_numbers={"policy": "rollback"},
     )
     others = {
-        "plan": SimpleNamespace(spec=spec, macs=0),
+        "spec": spec,
+        "macs": 0,
         "batches": lambda: None,
         "ema": Mock(),
-        "requests": Mock(**{"poll.return_value": Asked()}),
+        "requests": Mock(**{"poll.return_value": SaveOrStop()}),
         "validation": Mock(**{"due.return_value": False}),
         "observer": Observers(),
         "recorder": Recorder(),
         "ended": lambda: engine.images_seen >= 24,
     }
-    loop.train(Run(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
+    loop.train(Training(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
     names = ["keep_snapshot", "save", "roll_back", "keep_snapshot", "save"]
     assert paused == [(name, 1) for name in names] and watchdog._heartbeat.pauses == 0
 

@@ -24,8 +24,8 @@ from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.unet import fused_norm, kernel_choice
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 from ddpm_ds.unet.kernel_choice import (
-    Asked,
-    Trial,
+    AskedKernels,
+    KernelTimes,
     check_kernels,
     choose_kernels,
     copy_bandwidth_share,
@@ -282,28 +282,28 @@ def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused() ->
     check_kernels("auto", cpu)
     with pytest.raises(DsConfigError, match=r'kernels = "fused" needs CUDA.*use "auto" or "reference"'):
         check_kernels("fused", cpu)
-    assert try_kernels("auto", LAYERS, cpu, torch.float32, 8) == Trial(failure="Triton is not installed")
+    assert try_kernels("auto", LAYERS, cpu, torch.float32, 8) == KernelTimes(failure="Triton is not installed")
 
 
-ALIKE = Trial(1.0, 1.0)
+ALIKE = KernelTimes(1.0, 1.0)
 
 
-def chosen(asked: Asked, *others: Trial, mine: Trial = ALIKE, layers: Any = ()) -> tuple[str, str]:
+def chosen(asked: AskedKernels, *others: KernelTimes, mine: KernelTimes = ALIKE, layers: Any = ()) -> tuple[str, str]:
     """The choice where the first rank's trial is ``mine``, and others had these trials."""
     with patch.object(kernel_choice, "try_kernels", lambda *_: mine):
         return choose_kernels(asked, layers, torch.device("cuda"), torch.float16, 8, lambda trial: [trial, *others])
 
 
 def test_the_speed_on_all_ranks_decides() -> None:
-    assert chosen("auto", Trial(3.0, 1.0)) == (
+    assert chosen("auto", KernelTimes(3.0, 1.0)) == (
         "fused",
         "kernels: fused (2.00 times the speed of the reference over the normalisations of this U-Net, measured)",
     )
-    assert chosen("auto", Trial(1.0, 3.0))[0] == "reference"
-    assert chosen("fused", Trial(1.0, 3.0)) == ("fused", "kernels: fused (as asked)")
-    assert chosen("reference", Trial(failure="no compiler"))[0] == "reference"
+    assert chosen("auto", KernelTimes(1.0, 3.0))[0] == "reference"
+    assert chosen("fused", KernelTimes(1.0, 3.0)) == ("fused", "kernels: fused (as asked)")
+    assert chosen("reference", KernelTimes(failure="no compiler"))[0] == "reference"
     # PyTorch's normalisations may be faster; a dozen passes over memory for a mask are not.
-    for trial, expected in ((Trial(1.0, 2.0), "masks"), (Trial(failure="no compiler"), "reference")):
+    for trial, expected in ((KernelTimes(1.0, 2.0), "masks"), (KernelTimes(failure="no compiler"), "reference")):
         choice, why = chosen("auto", mine=trial, layers=LAYERS_WITH_DROPOUT)
         assert choice == expected and why.startswith(f"kernels: {expected}")
     modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0)]
@@ -312,8 +312,11 @@ def test_the_speed_on_all_ranks_decides() -> None:
 
 
 def test_kernels_that_fail_on_one_rank_are_used_on_none_and_those_that_break_a_gpu_end_the_run() -> None:
-    fails, broken = Trial(failure="no compiler"), Trial(failure="an illegal memory access", device_lost=True)
-    assert chosen("auto", Trial(3.0, 1.0), fails) == (
+    fails, broken = (
+        KernelTimes(failure="no compiler"),
+        KernelTimes(failure="an illegal memory access", device_lost=True),
+    )
+    assert chosen("auto", KernelTimes(3.0, 1.0), fails) == (
         "reference",
         "kernels: reference (the fused ones fail on rank 2: no compiler)",
     )
@@ -328,16 +331,16 @@ def test_kernels_that_fail_on_one_rank_are_used_on_none_and_those_that_break_a_g
 @pytest.mark.parametrize(
     ("error", "broken", "trial"),
     [
-        (None, False, Trial(3.0, 3.0)),
+        (None, False, KernelTimes(3.0, 3.0)),
         (RuntimeError("Triton Error [CUDA]: an illegal\nmemory access"), True, None),
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, None),
         (torch.OutOfMemoryError("CUDA out of memory"), False, None),
-        (NotImplementedError(), False, Trial(failure="NotImplementedError")),
+        (NotImplementedError(), False, KernelTimes(failure="NotImplementedError")),
     ],
     ids=str,
 )
 def test_a_failed_kernel_is_told_from_a_broken_gpu(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, broken: bool, trial: Trial | None
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, broken: bool, trial: KernelTimes | None
 ) -> None:
     """Stand-ins fail on a CPU for what would fail on a GPU: a kernel, and the wait for the device after it."""
 
@@ -353,7 +356,7 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
     monkeypatch.setattr(kernel_choice, "available", lambda device: True)
     monkeypatch.setattr(kernel_choice, "norm_seconds", seconds)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    expected = trial or Trial(failure=" ".join(str(error).split()), device_lost=broken)
+    expected = trial or KernelTimes(failure=" ".join(str(error).split()), device_lost=broken)
     assert try_kernels("auto", LAYERS, torch.device("cpu"), torch.float16, 8) == expected
 
 
