@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class RunPlan:
     """Consistent plan of a run for a number of processes.
 
-    Made of the files alone, it leaves open what depends on the devices; :mod:`ddpm_ds.planning.resolve` completes it
+    Made of the files alone, it leaves open what depends on the devices; :mod:`ddpm_ds.planning.decide` completes it
     before the run begins.
     """
 

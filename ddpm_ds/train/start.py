@@ -22,7 +22,7 @@ from ddpm_ds.data.residence import Residence
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.planning.resolve import cut_and_ordered, decided
+from ddpm_ds.planning.decide import cut_and_ordered, decided
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.process_group import group_timeout, process_group

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ddpm_ds.cli.description import describe_plan
-from ddpm_ds.planning.resolve import decided, plan_run
+from ddpm_ds.planning.decide import decided
+from ddpm_ds.planning.resolve import plan_run
 from tests.launching import REPOSITORY
 
 CONFIG = REPOSITORY / "ds_configs" / "zero0_fp32.json"

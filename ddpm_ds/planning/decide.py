@@ -1,0 +1,92 @@
+"""What only a process with its device can decide of a plan, after which nothing in it is open.
+
+decided          the axis over hosts, recomputation and micro-batches in flight, by the memory of this device
+cut_and_ordered  cuts by measured times and the order of a planned schedule, by rank 0
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpm_ds.config.ds_config import precision
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.device import described, memory_bytes
+from ddpm_ds.observe.device_speed import measured_times
+from ddpm_ds.pipeline.schedule import Program
+from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.predict.decisions import choose_stages, fitted, measured_cuts, planned_again, planned_order
+from ddpm_ds.predict.layouts import Workload
+from ddpm_ds.predict.machine import machine_like
+from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.processes.process_group import decided_by_rank_0
+
+
+def stages_here(
+    spec: RunSpec, config: Mapping[str, Any], path: Path, *, world_size: int, hosts: Sequence[str]
+) -> tuple[int, str]:
+    """Return the planner's number of stages for processes on hosts like this one, and the reason.
+
+    See :func:`ddpm_ds.predict.decisions.choose_stages`.
+    """
+    return choose_stages(_predictor(spec, config, world_size, hosts), path, hosts)
+
+
+def decided(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device."""
+    job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
+    layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
+    return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))
+
+
+def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return a decided plan with cuts by the layers' seconds on rank 0's device and the order of a planned schedule,
+    if the JSON asks for them. Collective.
+
+    Raises:
+        LayoutError: the U-Net can't be cut into so many stages; on all ranks alike.
+    """
+    measured = plan.ds.partition == "measured" and plan.ds.layout.stages > 1
+    ask = functools.partial(_predictor, plan.spec, plan.ds.blocks, plan.ds.layout.world_size, plan.hosts)
+    timed = device if measured else None
+    if measured:
+        bounds = decided_by_rank_0(lambda: measured_cuts(ask(timed), plan.ds), tuple[int, ...])
+        plan = replace(plan, bounds=bounds)
+    if not plan.ds.is_ordered:
+        return plan
+    order = decided_by_rank_0(lambda: planned_order(ask(timed), plan.ds.layout, plan.bounds), tuple[Program, ...])
+    return replace(plan, programs=order)
+
+
+def replanning(plan: RunPlan) -> Callable[[Mapping[str, Any]], tuple[Program, ...]] | None:
+    """Return a function from a trace's summary to the programs of a planned schedule; None if the JSON wants none."""
+    if not (plan.ds.replan and plan.ds.layout.schedule == "planned"):
+        return None
+    predictor = _predictor(plan.spec, plan.ds.blocks, plan.ds.layout.world_size, plan.hosts)
+    return functools.partial(planned_again, predictor, plan.ds.layout, plan.bounds)
+
+
+def _predictor(
+    spec: RunSpec,
+    config: Mapping[str, Any],
+    world_size: int,
+    hosts: Sequence[str],
+    timed: torch.device | None = None,
+) -> Predictor:
+    """Return a predictor for processes on hosts like this one, with computed times of layers, or with those of a
+    device that is ``timed``.
+    """
+    sizes = set(Counter(hosts).values())
+    nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
+    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    devices = machine_like(name, memory, half=precision(config) != "fp32", devices=world_size, nodes=nodes)
+    job = Workload(spec, config, devices.is_cpu)
+    times = measured_times(job.layers, timed, job.precision) if timed is not None else None
+    return Predictor(job, devices, times)
