@@ -229,11 +229,11 @@ def _check_common(
     runs: Sequence[RecordedRun], values: Mapping[str, Mapping[str, float]], asked_for: Sequence[str]
 ) -> None:
     """Raise ComparisonError if the only run has no metric, or if no two share one; failed runs may have none."""
-    held = [run for run in runs if values[run.id] or run.status not in FAILURES]
-    counts = Counter(name for run in held for name in values[run.id])
-    if held and max(counts.values(), default=0) < min(len(held), 2):
-        names = ", ".join(run.name for run in held[:4]) + (", ..." if len(held) > 4 else "")
-        have = f"{names} has no metric" if len(held) == 1 else f"{names} have no metric in common"
+    shown = [run for run in runs if values[run.id] or run.status not in FAILURES]
+    counts = Counter(name for run in shown for name in values[run.id])
+    if shown and max(counts.values(), default=0) < min(len(shown), 2):
+        names = ", ".join(run.name for run in shown[:4]) + (", ..." if len(shown) > 4 else "")
+        have = f"{names} has no metric" if len(shown) == 1 else f"{names} have no metric in common"
         raise ComparisonError(f"{have} among {', '.join(asked_for)}; name another with --metrics")
 
 

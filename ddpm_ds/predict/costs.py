@@ -24,7 +24,7 @@ ADAM_BYTES = 34
 EMA_BYTES = 12
 """Bytes per parameter that an average of the weights reads and writes."""
 
-APART = 0.1
+SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
 
@@ -83,7 +83,7 @@ def planned_costs(
                 for elements in (stage.sent_elements, stage.received_elements)
             )
             backward += reduction
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, APART * weights))
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, SPLIT_COST * weights))
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))

@@ -16,7 +16,7 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import APART, link
+from ddpm_ds.predict.costs import SPLIT_COST, link
 from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import usable
@@ -89,8 +89,8 @@ def planned_again(
         whole = expected.weight_seconds + expected.weight_pass_seconds
         weights = found.weight_seconds or found.backward_seconds * whole / expected.backward_seconds
         once = weights * expected.weight_pass_seconds / whole if whole else 0.0
-        apart = APART * weights
-        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, apart_seconds=apart)
+        split = SPLIT_COST * weights
+        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, split_seconds=split)
 
     costs = [
         replace(found, phases=tuple(map(divided, found.phases, own.phases)))

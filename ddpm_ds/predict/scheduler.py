@@ -63,7 +63,7 @@ def planned(
     many, few = [most_held, most_held // 2], [count for count in FEW if count <= most_held]
     together = [*many, *few] if any(phase.weight_pass_seconds for phase in phases) else [*few, *many]
     counts = dict.fromkeys(
-        [*together, 1] if any(one.weight_pass_seconds + one.apart_seconds for one in phases) else [1]
+        [*together, 1] if any(one.weight_pass_seconds + one.split_seconds for one in phases) else [1]
     )
     ways = list(itertools.product(limits, preferences, filter(None, counts)))
     passes = 3 * ranks * micro_batches * phases_of(schedule)

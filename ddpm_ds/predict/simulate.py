@@ -41,7 +41,7 @@ class PhaseCosts:
     """Part of ``backward_seconds`` for weight gradients, if they have a separate pass."""
     weight_pass_seconds: float = 0.0
     """Part of ``backward_seconds`` that a weight-gradient pass takes once for all micro-batches: ZeRO-2's reduction."""
-    apart_seconds: float = 0.0
+    split_seconds: float = 0.0
     """Seconds that a weight-gradient pass takes once in addition to ``backward_seconds``."""
 
     @property
@@ -57,7 +57,7 @@ class PhaseCosts:
             case "InputGradients":
                 return self.backward_seconds - self.weight_seconds - self.weight_pass_seconds
             case "WeightGradients":
-                return micro_batches * self.weight_seconds + self.weight_pass_seconds + self.apart_seconds
+                return micro_batches * self.weight_seconds + self.weight_pass_seconds + self.split_seconds
             case _:
                 return self.backward_seconds
 

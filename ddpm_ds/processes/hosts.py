@@ -89,8 +89,10 @@ def ssh_settings(host: str) -> dict[str, str]:
     """
     program, *to_host = ssh_to(host)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run([program, "-G", *to_host], capture_output=True, text=True, check=True, timeout=10).stdout
-        return dict(line.partition(" ")[::2] for line in told.splitlines())
+        answer = subprocess.run(
+            [program, "-G", *to_host], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+        return dict(line.partition(" ")[::2] for line in answer.splitlines())
     return {}
 
 

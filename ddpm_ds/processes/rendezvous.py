@@ -154,8 +154,8 @@ class Rendezvous:
         started = looked_at = time.monotonic()
         heard = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
-            if store.check([REFUSAL]) and (told := store.get(REFUSAL)):
-                refusal = json.loads(told)
+            if store.check([REFUSAL]) and (text := store.get(REFUSAL)):
+                refusal = json.loads(text)
                 who, faults = f"rank {refusal['rank']} (host {refusal['host']})", refusal["why"].splitlines()
                 raise HostError(*(f"{who}: {fault}" for fault in faults))
             time.sleep(self._poll_seconds)

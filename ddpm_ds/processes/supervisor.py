@@ -167,8 +167,8 @@ class _Start:
 
     def run(self) -> int:
         """Start the ranks, wait for them, and leave no process running."""
-        with contextlib.ExitStack() as held:
-            self._processes = self._ranks(held) if self.place.hostfile is None else self._launcher(held)
+        with contextlib.ExitStack() as cleanup:
+            self._processes = self._ranks(cleanup) if self.place.hostfile is None else self._launcher(cleanup)
             try:
                 code = self._wait()
             finally:
@@ -180,14 +180,14 @@ class _Start:
             return 128 + self.heard[-1]
         return code
 
-    def _ranks(self, held: contextlib.ExitStack) -> Processes:
-        self._exits = held.enter_context(contextlib.closing(ExitFile()))
+    def _ranks(self, cleanup: contextlib.ExitStack) -> Processes:
+        self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
         assert self.place.port is not None
         given = {**os.environ, EXIT_FILE_VARIABLE: self._exits.name}
         environments = rank_environments(self.place.processes, self.place.port, given)
         return Processes([sys.executable, "-u", *self.program], environments)
 
-    def _launcher(self, held: contextlib.ExitStack) -> Processes:
+    def _launcher(self, cleanup: contextlib.ExitStack) -> Processes:
         """Start DeepSpeed's launcher, which sends variables to every host.
 
         It sends them on command lines, which every user of a host can read, and prints those with NCCL in their name on
@@ -197,8 +197,8 @@ class _Start:
         found = find_environment()
         taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
-        self._exits = held.enter_context(contextlib.closing(ExitFile(private)))
-        held.callback(os.close, file := os.memfd_create("environment"))
+        self._exits = cleanup.enter_context(contextlib.closing(ExitFile(private)))
+        cleanup.callback(os.close, file := os.memfd_create("environment"))
         travels = Path(f"/proc/{os.getpid()}/fd/{file}")
         open_to_all = {name: value for name, value in found.items() if name not in private}
         write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})

@@ -51,14 +51,14 @@ class Denoising:
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
         x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
-        told = []
+        conditions = []
         if spec.unet.augmentation:
             x0, numbers = augmented(x0, index, spec.train.seed, spec.unet.augmentation)
-            told.append(numbers)
+            conditions.append(numbers)
         if spec.unet.colour_augmentation:
             x0, numbers = coloured(x0, index, spec.train.seed, spec.unet.colour_augmentation)
-            told.append(numbers)
-        condition = torch.cat(told, dim=1) if told else None
+            conditions.append(numbers)
+        condition = torch.cat(conditions, dim=1) if conditions else None
         t, eps = self._diffusion.draw(index, x0.shape)
         if spec.unet.classes is None:
             return Noised(x0, t, eps, None, condition, index)

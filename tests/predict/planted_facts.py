@@ -15,7 +15,7 @@ from ddpm_ds.config.ds_config import Layout, Schedule, resolve
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
-from ddpm_ds.predict.costs import APART, weight_share
+from ddpm_ds.predict.costs import SPLIT_COST, weight_share
 from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, RankFacts
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.scheduler import order_of
@@ -108,12 +108,12 @@ class Bench:
             weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
             sent, received = (4 * self.images * size for size in (stage.sent_elements, stage.received_elements))
             backward = (3 if self.interval else 2) * forward
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, 0.0, APART * weights))
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, 0.0, SPLIT_COST * weights))
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
         reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
         owned = sum(stage.parameters for stage in stages) / (self.replicas if self.zero_stage else 1)
         update = owned * self.update_seconds
-        traced = tuple(replace(phase, apart_seconds=0.0) for phase in phases)
+        traced = tuple(replace(phase, split_seconds=0.0) for phase in phases)
         first, *rest = phases
         with_reading = replace(first, forward_seconds=first.forward_seconds + reading)
         return (

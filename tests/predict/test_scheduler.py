@@ -79,7 +79,7 @@ def test_a_backward_whose_weight_gradients_would_come_next_is_whole_where_nobody
     apart: float,
 ) -> None:
     """And where a pass apart costs more than it saves, every backward."""
-    costs = [RankCosts((replace(EQUAL, apart_seconds=apart),) * 2)] * 2
+    costs = [RankCosts((replace(EQUAL, split_seconds=apart),) * 2)] * 2
     programs = planned("planned", 8, costs, most_held=4)
     for rank, own in enumerate(programs):
         passes = [one for one in own if one.name in PASSES]
