@@ -263,6 +263,8 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
     return digest.hexdigest()
 
 
+SPEC, DS_CONFIG, STAGES = "spec.yaml", "ds_config.json", "stages.txt"
+"""Files in a run's folder with what it trains, how, and its table of stages."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files in a run's folder with log points, held-out losses and observers' measurements."""
 VERDICT = "verdict.txt"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
-from ddpm_ds.files import VERDICT, replace_file
+from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
@@ -189,7 +189,7 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
     except ExperimentError as error:
         if not folder.is_dir():
             raise
-        if not (folder / "spec.yaml").is_file():
+        if not (folder / SPEC).is_file():
             raise ExperimentError(f"{name} is not the folder of a run; name one that has a spec.yaml") from None
         return folder, None, str(error)
     return folder if identity_of(folder) else run.open().folder, run, None  # the folder may have been moved

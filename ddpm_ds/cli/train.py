@@ -40,7 +40,7 @@ from ddpm_ds.errors import (
     UserError,
     is_out_of_memory,
 )
-from ddpm_ds.files import REHEARSAL, expanded
+from ddpm_ds.files import REHEARSAL, STAGES, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning.resolve import plan_run
 from ddpm_ds.planning.run_plan import RunPlan
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with started(plan, run_dir, device, asked, line) as (prepared, watchdog):
                 if line is not None and (said := decided_since(plan, prepared.plan)):
                     print(said, flush=True)
-                run_training(prepared, watchdog, asked, line, {"stages.txt": stage_table(prepared.plan)})
+                run_training(prepared, watchdog, asked, line, {STAGES: stage_table(prepared.plan)})
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))

@@ -31,10 +31,10 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError, explanation
 from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.experiments.trials import BASELINE, Trial
-from ddpm_ds.files import METRICS, open_regular, read_json, read_points, replace_file, write_file
+from ddpm_ds.files import METRICS, SPEC, open_regular, read_json, replace_file, write_file
 from ddpm_ds.processes.supervisor import MEANINGS
 from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
-from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
+from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, Run, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
 TRAIN = ("-m", "ddpm_ds.cli.main", "train")
@@ -114,7 +114,7 @@ class Sweep:
         """Create a trial's folder with the files that it starts from."""
         run_dir = self.run_dir(trial)
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / "spec.yaml", yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False).encode())
+        replace_file(run_dir / SPEC, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False).encode())
         replace_file(run_dir / ASKED_CONFIG, json.dumps(trial.config, indent=2).encode() + b"\n")
         tags = {"vary.name": self.folder.name, "vary.changed": trial.label, VARIED_TAG: " ".join(trial.settings)}
         write_labels(run_dir, tags)
@@ -123,14 +123,14 @@ class Sweep:
         """Return the command that starts a trial as a child of the run with the identity ``parent``."""
         run_dir = self.run_dir(trial)
         where = ["--run-dir", str(run_dir), "--processes", str(trial.processes)]
-        what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
+        what = ["--spec", str(run_dir / SPEC), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
         how = ["--parent-run", parent, "--grace-seconds", f"{grace_seconds:g}"]
         return [sys.executable, *TRAIN, *where, *what, *how, *options]
 
     def progress(self, trial: Trial) -> int:
         """Return the number of images that a trial had seen at its last log point."""
         with contextlib.suppress(OSError):  # the file is being written
-            for point in read_points(self.run_dir(trial) / METRICS)[-1:]:
+            for point in Run(self.run_dir(trial)).points(METRICS)[-1:]:
                 return int(point.get("train/seen_images", 0))
         return 0
 

@@ -16,21 +16,21 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
     by a tenth of it, then by twice as much each time, until one size fits and a larger one does not. Then it bisects.
     No size is tried twice, and none that is larger than one that did not fit.
     """
-    fits, failed = -1, len(sizes)  # places in sizes
+    fitting, failed = -1, len(sizes)  # places in sizes
     place, step = bisect_left(sizes, guess), max(guess // 10, 1)
-    while failed - fits > 1:
+    while failed - fitting > 1:
         if fits(sizes[place]):
-            fits = place
+            fitting = place
         else:
             failed = place
-        if fits < 0:
+        if fitting < 0:
             place = max(bisect_right(sizes, sizes[failed] - step) - 1, 0)
         elif failed == len(sizes):
-            place = min(bisect_left(sizes, sizes[fits] + step), failed - 1)
+            place = min(bisect_left(sizes, sizes[fitting] + step), failed - 1)
         else:
-            place = (fits + failed) // 2
+            place = (fitting + failed) // 2
         step *= 2
-    return sizes[fits] if fits >= 0 else None
+    return sizes[fitting] if fitting >= 0 else None
 
 
 def knee(speeds: dict[int, float]) -> int:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ddpm_ds.config.ds_config import Layout, offloads, zero_stage
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_text
+from ddpm_ds.files import EVALUATIONS, METRICS, SPEC, STAGES, read_json
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
+from ddpm_ds.tracking.runs import Run
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
@@ -187,7 +185,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
         OutputError: it is no run's folder, no step of it was traced, or none since its layout has changed, or a file is
             damaged; with what to do.
     """
-    if not (run_dir / "spec.yaml").is_file():
+    if not (run_dir / SPEC).is_file():
         raise OutputError(f"{run_dir} is not the folder of a run; name one that launch/train.py has written")
     if not (run_dir / SUMMARY).is_file():
         how = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
@@ -200,17 +198,16 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    config = read_json(run_dir / "ds_config.json")
-    summary = read_json(run_dir / SUMMARY)
-    points = read_points(run_dir / METRICS)
+    run, summary = Run(run_dir), read_json(run_dir / SUMMARY)
+    config, points = run.ds_config, run.points(METRICS)
     last = points[-1] if points else {}
-    job = Workload(load_spec(run_dir / "spec.yaml", []), config, on_cpu=summary["device"] == "cpu")
-    layout, bounds = _layout(run_dir, job, summary)
+    job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
+    layout = _layout(run, job, summary)
     fp16 = config.get("fp16", {})
     return FinishedRun(
         job=job,
         layout=layout,
-        bounds=bounds,
+        bounds=run.bounds,
         ranks=mean_ranks(summary),
         step_seconds=summary["step_seconds"],
         peak_flops_per_second=summary.get("peak_flops_per_second") or 0.0,
@@ -222,26 +219,24 @@ def _read(run_dir: Path) -> FinishedRun:
         ),
         pauses=read_pauses(run_dir),
         evaluation_seconds=math.fsum(
-            point.get("usage/evaluation_seconds", 0.0) for point in read_points(run_dir / EVALUATIONS)[:-1]
+            point.get("usage/evaluation_seconds", 0.0) for point in run.points(EVALUATIONS)[:-1]
         ),
         device=read_device(run_dir),
         residence=Residence(**read_json(path)) if (path := run_dir / RESIDENCE).exists() else None,
     )
 
 
-def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[Layout, tuple[int, ...]]:
-    """Return the layout of the traced step, and the cuts of stages.txt, since "measured" in the JSON leaves them to
-    times.
+def _layout(run: Run, job: Workload, summary: Mapping[str, Any]) -> Layout:
+    """Return the layout of the traced step.
 
     Raises:
         ValueError: stages.txt is of another U-Net.
         OutputError: the trace is from before the run was resumed on another layout, ZeRO stage or precision.
     """
     config, pipeline = job.config, job.config["pipeline"]
-    rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", read_text(run_dir / "stages.txt"), re.MULTILINE)
-    bounds = tuple(accumulate(map(int, rows), initial=0))
+    bounds = run.bounds
     if bounds[-1] != len(job.layers):
-        raise ValueError(f"stages.txt has {bounds[-1]} layers, the U-Net {len(job.layers)}")
+        raise ValueError(f"{STAGES} has {bounds[-1]} layers, the U-Net {len(job.layers)}")
     layout = Layout(
         stages=summary["pipeline_ranks"],
         replicas=summary["replicas"],
@@ -262,10 +257,10 @@ def _layout(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> tuple[L
         pipeline["schedule"],
     ) or any(summary.get(name, now) != now for name, now in unchanged.items()):
         raise OutputError(
-            f"{run_dir}: the run was traced before it was resumed on another layout, ZeRO stage or precision; resume "
-            "with --trace-steps FIRST-LAST, of steps that are still to come"
+            f"{run.folder}: the run was traced before it was resumed on another layout, ZeRO stage or precision; "
+            "resume with --trace-steps FIRST-LAST, of steps that are still to come"
         )
-    return layout, bounds
+    return layout
 
 
 def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:

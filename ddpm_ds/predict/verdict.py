@@ -23,7 +23,7 @@ from statistics import fmean
 
 from ddpm_ds.command_line import counted, gib
 from ddpm_ds.data.sources.base import printable
-from ddpm_ds.files import VERDICT, replace_file
+from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT, replace_file
 from ddpm_ds.observe.device_speed import Device, write_device
 from ddpm_ds.predict.advice import FASTEST_LINK, Change, best_change, traced_predictor
 from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
@@ -103,7 +103,7 @@ def text(found: Verdict, run_dir: Path) -> str:
     else:
         gain = found.change.gain
         faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
-        files = {"--spec": run_dir / "spec.yaml", "--deepspeed_config": run_dir / "ds_config.json"}
+        files = {"--spec": run_dir / SPEC, "--deepspeed_config": run_dir / DS_CONFIG}
         same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
         command = f"ddpm-ds train {same} --processes {found.processes} {found.change.edit}"
         lines += [f"try next: {command}", _wrapped(f"{found.change.words}. Predicted: {faster}.")]

@@ -25,6 +25,7 @@ from ddpm_ds.files import (
     EVALUATIONS,
     METRICS,
     OBSERVATIONS,
+    SPEC,
     open_regular,
     read_bytes,
     read_json,
@@ -115,7 +116,7 @@ def check_output(run_dir: Path, resume: str) -> None:
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     begun = (LOCK, ".spec.yaml.tmp")  # what a start that was killed at once leaves in a new folder
     if run_dir.exists() and any(path.name not in begun for path in run_dir.iterdir()):
-        if not (run_dir / "spec.yaml").exists():
+        if not (run_dir / SPEC).exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
             raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")

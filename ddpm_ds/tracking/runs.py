@@ -25,7 +25,19 @@ from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import FilePath, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.errors import OutputError, SpecError, UserError
-from ddpm_ds.files import EVALUATIONS, METRICS, VERDICT, expanded, parse_json, read_json, read_points
+from ddpm_ds.files import (
+    DS_CONFIG,
+    EVALUATIONS,
+    METRICS,
+    SPEC,
+    STAGES,
+    VERDICT,
+    expanded,
+    parse_json,
+    read_json,
+    read_points,
+    read_text,
+)
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
 from ddpm_ds.tracking.tracker import MLFLOW, flatten, numbers_of, reason, resolve_uri, sqlite_file, uri_fault
@@ -89,13 +101,23 @@ class Run:
     @property
     def spec(self) -> RunSpec:
         """Run spec; raises SpecError if it can't be read."""
-        return load_spec(self.folder / "spec.yaml")
+        return load_spec(self.folder / SPEC)
 
     @property
     def ds_config(self) -> dict[str, Any]:
         """DeepSpeed JSON that the run trains with, every ``auto`` resolved."""
-        config: dict[str, Any] = read_json(self.folder / "ds_config.json")
+        config: dict[str, Any] = read_json(self.folder / DS_CONFIG)
         return config
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """First layer of each stage and, last, the number of layers: the cuts of the last start, measured or not."""
+        rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", read_text(self.folder / STAGES), re.MULTILINE)
+        return tuple(itertools.accumulate(map(int, rows), initial=0))
+
+    def points(self, name: str) -> list[dict[str, float]]:
+        """Return the points of :data:`ddpm_ds.files.METRICS` or a file like it, as they were written."""
+        return read_points(self.folder / name)
 
     @property
     def metrics(self) -> dict[str, list[float]]:
@@ -103,7 +125,7 @@ class Run:
 
         They are in the order of the steps; a value is NaN if its point has none of this name.
         """
-        return _columns(self.folder / METRICS)
+        return _columns(self.points(METRICS))
 
     @property
     def images_per_second(self) -> float:
@@ -115,7 +137,7 @@ class Run:
     @property
     def evaluations(self) -> dict[str, list[float]]:
         """Columns of the held-out losses, as in :attr:`metrics`."""
-        return _columns(self.folder / EVALUATIONS)
+        return _columns(self.points(EVALUATIONS))
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -130,9 +152,9 @@ class Run:
         return file.read_text() if file.is_file() else None
 
 
-def _columns(file: Path) -> dict[str, list[float]]:
+def _columns(written: Sequence[dict[str, float]]) -> dict[str, list[float]]:
     points: list[dict[str, float]] = []
-    for point in read_points(file):
+    for point in written:
         while points and points[-1]["step"] >= point["step"]:  # of a course that a rollback has left
             points.pop()
         points.append(point)
@@ -147,7 +169,7 @@ def open_run(run: GivenPath, *, root: FilePath = OUTPUT_ROOT) -> Run:
         ExperimentError: there is no such run, or its folder is not on this machine.
     """
     name = os.path.expanduser(run)
-    if os.path.isfile(Path(name) / "spec.yaml"):  # False also for a name that is too long for a path
+    if os.path.isfile(Path(name) / SPEC):  # False also for a name that is too long for a path
         return Run(Path(name))
     return find_run(name, root=expanded(root)).open()
 
@@ -183,9 +205,9 @@ class RecordedRun:
     def settings(self) -> dict[str, str]:
         """All settings of the run: its parameters, derived settings, spec and DeepSpeed JSON."""
         derived = {name: value for name, value in self.tags.items() if name.startswith(DERIVED)}
-        spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
+        spec, config = (self.read_artifact(name) for name in (SPEC, DS_CONFIG))
         try:
-            written = flatten(parse_yaml(spec.decode(), "spec.yaml")) if spec else {}
+            written = flatten(parse_yaml(spec.decode(), SPEC)) if spec else {}
             return self.params | derived | written | (flatten({"ds_config": parse_json(config)}) if config else {})
         except (ValueError, AttributeError, SpecError) as error:
             raise ExperimentError(f"run {self.name} has a damaged artifact ({error}); leave it out") from None

@@ -19,12 +19,12 @@ from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import open_tensors, parse_json, path_fault, read_json, read_text
+from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
 from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
+from ddpm_ds.tracking.runs import Run
 from ddpm_ds.tracking.tracker import flatten
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -269,11 +269,9 @@ def remove_abandoned_points(
         A line for the user, or None if nothing had to be removed.
     """
     try:
-        recorded = parse_yaml(read_text(run_dir / "spec.yaml"), "spec.yaml")
-        before = RunSpec.model_validate(recorded).model_dump(mode="json")
-        config = read_json(run_dir / "ds_config.json")
-        old, new = ({name: each.get(name) for name in NUMBERS} for each in (config, ds_config))
-        found = changes(before, spec.model_dump(mode="json"))
+        before = Run(run_dir)
+        old, new = ({name: each.get(name) for name in NUMBERS} for each in (before.ds_config, ds_config))
+        found = changes(before.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
     except (OSError, ValueError, AttributeError, SpecError):  # a new folder, or files that were cut off
         return None
     found = [change for change in found if not change.startswith(MAY_CHANGE)]

@@ -17,7 +17,7 @@ import yaml
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, fault_said
-from ddpm_ds.files import VERDICT
+from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT
 from ddpm_ds.observe.device_speed import measure_device
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
@@ -90,8 +90,8 @@ def _recorded(
     plan, store = prepared.plan, prepared.store
     spec, config = plan.spec.model_dump(mode="json"), replace(plan.ds, kernels=kernels).as_json()
     files = {
-        "spec.yaml": yaml.safe_dump(spec, sort_keys=False),
-        "ds_config.json": json.dumps(config, indent=2) + "\n",
+        SPEC: yaml.safe_dump(spec, sort_keys=False),
+        DS_CONFIG: json.dumps(config, indent=2) + "\n",
         **files,
         RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
     }
