@@ -230,6 +230,7 @@ def recorded(
         trackers=plan.spec.logging.trackers,
         identity=folder.identity(),
         parent=parent,
+        system_metrics=True,
         log=line.log,
     )
     recorder = Recorder(line, tracker, folder, plan.spec)
