@@ -55,6 +55,20 @@ def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> B
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line in one write. A line before it that was cut off, as by a full disk, stays on a line of its own.
+
+    Raises:
+        OSError: the disk does not take the whole line, or as :func:`open_regular`; ``strerror`` is the reason.
+    """
+    with open_regular(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        cut_off = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+        line = b"\n" * bool(cut_off) + line + b"\n"
+        if os.write(file.fileno(), line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def presets(folder: str) -> Path:
     """Return a folder of presets, such as ``launch/specs``: that of the clone, or its copy in an installed package."""
     package = Path(__file__).resolve().parent

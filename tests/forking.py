@@ -1,7 +1,8 @@
 """Processes that share one import: PyTorch and DeepSpeed take seconds in each process that imports them anew.
 
 A server, one for a test process, has imported them and forks a process for each script that is asked for. What it is
-asked comes as lines of JSON, and so do its answers. Whoever starts MLflow's worker finds that forked as well.
+asked comes as lines of JSON, and so do its answers. Whoever starts the process that sends to MLflow finds that forked
+as well.
 """
 
 from __future__ import annotations
@@ -120,13 +121,13 @@ class ServedWorkers:
     DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
 
     @staticmethod
-    def Popen(words: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **others: int) -> Forked:
-        _, _, module, trainer, *arguments = words
+    def Popen(words: Sequence[str], *, env: Mapping[str, str], **others: int) -> Forked:
+        _, _, module, path, trainer, *more = words
         assert int(trainer) == os.getpid()
-        arguments = [str(server().pid), *arguments]  # a worker ends with its parent
+        arguments = [path, str(server().pid), *more]  # a worker ends with its parent
         ours, theirs = os.pipe()
-        details = {"module": module, "arguments": arguments, "environment": dict(env), "numbers": list(pass_fds)}
-        worker = Forked(server().ask("module", details, [theirs, *pass_fds]))
+        details = {"module": module, "arguments": arguments, "environment": dict(env)}
+        worker = Forked(server().ask("module", details, [theirs]))
         os.close(theirs)
         worker.stdout = os.fdopen(ours, "rb")
         return worker
@@ -153,15 +154,14 @@ class ForkedWorker:
         if details is not None:  # else the rank has ended and wanted no worker
             become(fds, **details)
 
-    def Popen(self, words: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **others: int) -> Any:
+    def Popen(self, words: Sequence[str], *, env: Mapping[str, str], **others: int) -> Any:
         """This child, or, if it is taken, one that is started as usual."""
         if self._asked.fileno() == -1:
-            return subprocess.Popen(words, pass_fds=pass_fds, env=env, **others)  # type: ignore[call-overload]
+            return subprocess.Popen(words, env=env, **others)  # type: ignore[call-overload]
         _, _, module, *arguments = words
         ours, theirs = os.pipe()
         with self._asked:
-            details = {"module": module, "arguments": arguments, "environment": dict(env), "numbers": list(pass_fds)}
-            tell(self._asked, details, [theirs, *pass_fds])
+            tell(self._asked, {"module": module, "arguments": arguments, "environment": dict(env)}, [theirs])
         os.close(theirs)
         self.stdout = os.fdopen(ours, "rb")
         return self
@@ -205,13 +205,10 @@ def run(program: Callable[[], object]) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def become(
-    fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str], numbers: Sequence[int]
-) -> None:
-    """Run a module with the standard output and the open files of ``numbers`` that it is given."""
-    moved = [os.dup2(fd, 200 + place) for place, fd in enumerate([os.open(os.devnull, os.O_RDONLY), *fds])]
-    for fd, number in zip(moved, (0, 1, *numbers), strict=True):
-        os.dup2(fd, number)
+def become(fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a module with the standard output that it is given."""
+    os.dup2(fds[0], 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
@@ -223,6 +220,8 @@ def become(
 def fork_module(fds: Sequence[int], **details: Any) -> int:
     """The id of a process that becomes a module."""
     import_store()
+    import ddpm_ds.tracking.sender  # noqa: F401
+
     if (pid := os.fork()) == 0:
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
         run(lambda: become(fds, **details))

@@ -15,8 +15,8 @@ import pytest
 from ddpm_ds.errors import OutputError
 from ddpm_ds.experiments.sweep import LOG, run_command
 from ddpm_ds.files import METRICS, open_regular, read_points, replace_file, temporary_beside
+from ddpm_ds.tracking.events import EVENTS, EventFile, unsent
 from ddpm_ds.tracking.run_folder import LABELS, LOCK, RESUMES, RunFolder, claim_folder, disk_errors_said, write_labels
-from ddpm_ds.tracking.tracker import UNSENT_FILE, keep_unsent
 from tests.launching import hanging
 
 
@@ -104,11 +104,13 @@ def test_files_that_are_written_whole_take_the_place_of_a_named_pipe(tmp_path: P
     assert (tmp_path / "content").read_bytes() == b"c" and b'"a": "b"' in (tmp_path / LABELS).read_bytes()
 
 
-def test_records_that_can_not_be_kept_beside_a_named_pipe_are_said_to_be_lost(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / UNSENT_FILE)
+def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / EVENTS)
+    said: list[str] = []
     with hanging():
-        said = keep_unsent({"run_dir": str(tmp_path), "output_root": str(tmp_path)}, [{"text": "a"}])
-    assert said.endswith("it is a named pipe, not a file")
+        assert not EventFile(tmp_path / EVENTS, said.append).append({"text": "a", "name": "b"})
+        assert unsent(tmp_path / EVENTS) is None
+    assert len(said) == 1 and "can't be written (it is a named pipe, not a file); training continues" in said[0]
     os.mkfifo(tmp_path / METRICS)
     with hanging():
         assert read_points(tmp_path / METRICS) == []

@@ -54,7 +54,7 @@ def make_parser() -> OneLineParser:
     from ddpm_ds.cli.fit import add_fit
     from ddpm_ds.cli.launch import add_run, add_train
     from ddpm_ds.cli.plan import add_plan
-    from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
+    from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note, add_send
     from ddpm_ds.cli.sample import add_sample
     from ddpm_ds.cli.sweep import add_sweep
     from ddpm_ds.command_line import OneLineParser
@@ -76,6 +76,7 @@ def make_parser() -> OneLineParser:
         add_compare,
         add_note,
         add_diagnose,
+        add_send,
         _add_prepare,
         _add_schema,
         add_checkpoint,

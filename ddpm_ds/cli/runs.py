@@ -1,5 +1,5 @@
-"""Verbs for recorded runs: ``compare`` shows several side by side, ``note`` keeps what was learned from one, and
-``diagnose`` shows where the time of one went.
+"""Verbs for recorded runs: ``compare`` shows several side by side, ``note`` keeps what was learned from one,
+``diagnose`` shows where the time of one went, and ``send`` sends to MLflow what it has not got of one.
 """
 
 from __future__ import annotations
@@ -57,6 +57,18 @@ examples
 
 The verdict is printed, written to verdict.txt in the run's folder, and kept in MLflow as an artifact and as the tags
 verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
+"""
+
+SEND_DESCRIPTION = """\
+Send what MLflow, TensorBoard or Weights & Biases have not got of a run, and of its evaluations, exports and samples,
+since they were down or refused it. Sending again changes nothing.
+"""
+
+SEND_EXAMPLES = """\
+examples
+  ddpm-ds send runs/digits-1
+
+The exit code is 1 if something still could not be sent. docs/mlflow.md says what is kept for it.
 """
 
 
@@ -175,6 +187,21 @@ def _diagnose(options: argparse.Namespace) -> None:
         missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found, folder)}, tags(found))
     if missing:
         print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
+
+
+def add_send(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Add the verb ``send``."""
+    parser = verbs.add_parser(
+        "send", help="send what trackers have not got of a run", description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES
+    )
+    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
+    parser.set_defaults(run=_send)
+
+
+def _send(options: argparse.Namespace) -> int:
+    from ddpm_ds.tracking.sender import send_later
+
+    return 0 if send_later(options.run_dir) else 1
 
 
 def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:

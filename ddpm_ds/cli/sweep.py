@@ -23,9 +23,9 @@ from ddpm_ds.experiments.sweep import Sweep, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import claim_folder, disk_errors_said
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
-from ddpm_ds.tracking.tracker import check_experiment
 
 PARENT_SECONDS = 30.0
 """Maximum seconds that the first trial waits until its parent run is in MLflow."""

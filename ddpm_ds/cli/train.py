@@ -52,6 +52,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     set_environment,
 )
+from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
@@ -62,7 +63,6 @@ from ddpm_ds.tracking.run_folder import (
     new_run_dir,
     remove_if_empty,
 )
-from ddpm_ds.tracking.tracker import check_experiment
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""

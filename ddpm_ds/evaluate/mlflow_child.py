@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.tracking.address import check_tracking_uri
 from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.tracker import Tracker, check_tracking_uri, print_to_stderr
+from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
 from ddpm_ds.version import __version__
 
 

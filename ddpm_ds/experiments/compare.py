@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.errors import UserError
+from ddpm_ds.tracking.address import page_of
 from ddpm_ds.tracking.runs import FAILURES, RecordedRun, mean_of_points
-from ddpm_ds.tracking.tracker import page_of
 
 ARTIFACT_FOLDER = "comparison"
 """Folder among the parent run's artifacts that holds the comparison of its children."""

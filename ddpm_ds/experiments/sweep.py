@@ -33,8 +33,8 @@ from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markd
 from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.files import METRICS, SPEC, open_regular, read_json, replace_file, write_file
 from ddpm_ds.processes.supervisor import MEANINGS
-from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
-from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, Run, find_run
+from ddpm_ds.tracking.run_folder import KIND_TAG, RunFolder, identity_of, labels, write_labels
+from ddpm_ds.tracking.runs import SWEEP, VARIED_TAG, Run, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
 TRAIN = ("-m", "ddpm_ds.cli.main", "train")

@@ -1,7 +1,6 @@
-"""Trackers besides MLflow, fed by MLflow's process: TensorBoard and Weights & Biases, with the same names of metrics.
+"""Trackers besides MLflow: TensorBoard and Weights & Biases, with the same names of metrics.
 
-Each gets every record when it is written, in a thread of its own, so none waits for another or for MLflow. One that
-fails is reported once, and misses the records that it refused.
+Each takes one record at a time, when it is written; a start opens the run, and its end closes it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ddpm_ds.errors import SpecError
+from ddpm_ds.tracking.events import Record
 from ddpm_ds.tracking.run_folder import IDENTITY
-from ddpm_ds.tracking.tracker import Record
 
 TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard reads
 
@@ -31,20 +30,12 @@ def check_trackers(names: Sequence[str]) -> None:
 class TensorBoard:
     """Event files in the folder ``tensorboard`` of the run's folder; a resumed run adds one to them."""
 
-    def __init__(self, start: Record) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        run_dir = Path(start["run_dir"])
-        identity = run_dir / IDENTITY  # as old as the run, which may have been resumed
-        self._began = identity.stat().st_mtime if identity.exists() else start["time"] / 1000
-        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), flush_secs=10)
-        rows = "".join(f"| {name} | {value} |\n" for name, value in start["params"].items())
-        self._writer.add_text("parameters", f"| name | value |\n|---|---|\n{rows}", 0)
-
-    def send(self, record: Record) -> None:
-        match record:
+    def send(self, batch: Sequence[Record]) -> None:
+        match batch[0]:
+            case {"start": start}:
+                self._open(start)
             case {"metrics": values, "time": at} | {"numbers": values, "time": at}:
-                step = int(record.get("step", at / 1000 - self._began))
+                step = int(batch[0].get("step", at / 1000 - self._began))
                 for name, value in values.items():
                     self._writer.add_scalar(name, value, step, walltime=at / 1000)
             case {"image": path, "key": key, "step": step, "time": at}:
@@ -54,9 +45,19 @@ class TensorBoard:
                 with Image.open(path) as image:
                     pixels = np.asarray(image.convert("RGB"))
                 self._writer.add_image(key, pixels, step, walltime=at / 1000, dataformats="HWC")
+            case {"finish": _}:
+                return self._writer.close()
+        self._writer.flush()  # what is sent is kept, even if this process is killed
 
-    def close(self, status: str) -> None:
-        self._writer.close()
+    def _open(self, start: Record) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir = Path(start["run_dir"])
+        identity = run_dir / IDENTITY  # as old as the run, which may have been resumed
+        self._began = identity.stat().st_mtime if identity.exists() else start["time"] / 1000
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER))
+        rows = "".join(f"| {name} | {value} |\n" for name, value in start["params"].items())
+        self._writer.add_text("parameters", f"| name | value |\n|---|---|\n{rows}", 0)
 
 
 class WeightsAndBiases:
@@ -65,7 +66,24 @@ class WeightsAndBiases:
     Account and mode are the environment's: ``wandb login``, or ``WANDB_MODE=offline`` for a run that is sent later.
     """
 
-    def __init__(self, start: Record) -> None:
+    def send(self, batch: Sequence[Record]) -> None:
+        match batch[0]:
+            case {"start": start}:
+                self._open(start)
+            case {"metrics": values, "step": step}:
+                self._run.log({**values, "step": step})
+            case {"metrics": values, "time": at}:
+                self._run.log({**values, "time": at / 1000})
+            case {"image": path, "key": key, "step": step}:
+                self._run.log({key: self._image(path), "step": step})
+            case {"numbers": values}:
+                self._run.summary.update(values)
+            case {"tags": tags}:
+                self._run.config.update(tags, allow_val_change=True)
+            case {"finish": status}:
+                self._run.finish(exit_code=0 if status == "FINISHED" else 1)
+
+    def _open(self, start: Record) -> None:
         import wandb
 
         self._image = wandb.Image
@@ -80,22 +98,6 @@ class WeightsAndBiases:
         )
         self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which its own may not
         self._run.define_metric("system/*", step_metric="time")
-
-    def send(self, record: Record) -> None:
-        match record:
-            case {"metrics": values, "step": step}:
-                self._run.log({**values, "step": step})
-            case {"metrics": values, "time": at}:
-                self._run.log({**values, "time": at / 1000})
-            case {"image": path, "key": key, "step": step}:
-                self._run.log({key: self._image(path), "step": step})
-            case {"numbers": values}:
-                self._run.summary.update(values)
-            case {"tags": tags}:
-                self._run.config.update(tags, allow_val_change=True)
-
-    def close(self, status: str) -> None:
-        self._run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
 KINDS: dict[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}

@@ -210,6 +210,7 @@ def recorded(
         trackers=spec.logging.trackers,
         identity=folder.identity(),
         parent=parent,
+        system_metrics=True,
         log=line.log,
     )
     recorder = Recorder(line, tracker, folder, spec)

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import itertools
 import json
-import os
 import re
 import tempfile
 import uuid
@@ -26,6 +25,7 @@ from ddpm_ds.files import (
     METRICS,
     OBSERVATIONS,
     SPEC,
+    append_line,
     open_regular,
     read_bytes,
     read_json,
@@ -54,6 +54,12 @@ RESUMES = "resumes.jsonl"
 """File with a record of every resume."""
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
+KIND_TAG = "kind"
+"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
+START_TAG = "ddpm_ds.start"
+"""Tag with a run's identity, which finds it again when the answer to its creation was lost."""
+PARENT_TAG = "mlflow.parentRunId"
+"""Tag by which MLflow shows a run under another one."""
 FOLDER_TAG = "run_dir"
 NOTE_TAG = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""
@@ -156,16 +162,23 @@ def claim_folder(run_dir: Path) -> BinaryIO:
     """
     with disk_errors_said(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open_regular(run_dir / LOCK, "wb")
+        held = lock(run_dir / LOCK)
+    if held is None:
+        raise OutputError(f"--run-dir {run_dir} is in use by a run that is still going; stop it or name another")
+    return held
+
+
+def lock(path: Path) -> BinaryIO | None:
+    """Lock a file, made if it is missing, for as long as the returned file is open; None if another process has it."""
+    file = open_regular(path, "ab")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise OutputError(
-            f"--run-dir {run_dir} is in use by a run that is still going; stop it or name another"
-        ) from None
+        file.close()
+        return None
     except OSError:  # a file system without locks
         pass
-    return lock
+    return file
 
 
 def identity_of(run_dir: Path) -> str | None:
@@ -237,10 +250,7 @@ class RunFolder:
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
-        with open_regular(self.path / name, "ab+") as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":  # the last point was cut off
-                file.write(b"\n")
-            file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+        append_line(self.path / name, json.dumps({"step": step, **values}).encode())
 
     def samples(self, images_seen: int) -> Path:
         """Return the path of the picture drawn after ``images_seen`` images."""
@@ -278,6 +288,5 @@ class RunFolder:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
         file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
-        with open_regular(file, "ab") as stream:
-            stream.write(json.dumps(record).encode() + b"\n")
+        append_line(file, json.dumps(record).encode())
         return len(read_text(file).splitlines())

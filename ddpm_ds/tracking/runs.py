@@ -39,9 +39,18 @@ from ddpm_ds.files import (
     read_text,
 )
 from ddpm_ds.secret import public_address
-from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
-from ddpm_ds.tracking.tracker import MLFLOW, flatten, numbers_of, reason, resolve_uri, sqlite_file, uri_fault
-from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
+from ddpm_ds.tracking.address import MLFLOW, reason, resolve_uri, sqlite_file, uri_fault
+from ddpm_ds.tracking.run_folder import (
+    FOLDER_TAG,
+    KIND_TAG,
+    NOTE_TAG,
+    OUTPUT_ROOT,
+    PARENT_TAG,
+    START_TAG,
+    checkpoints_of,
+    identity_of,
+)
+from ddpm_ds.tracking.tracker import flatten, numbers_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -49,8 +58,6 @@ if TYPE_CHECKING:
 
 RATE = "perf/images_per_second"
 """Metric of a log point's speed over the steps since the previous point, without pauses."""
-KIND_TAG = "kind"
-"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
 SWEEP = "vary"
 """Kind of the run whose children are the trials of a sweep."""
 VARIED_TAG = "vary.keys"

@@ -1,12 +1,11 @@
-"""System metrics of every host of a run - CPU, memory, disk, network, GPUs - in its MLflow run, by MLflow's names.
+"""System metrics of every host of a run - CPU, memory, disk, network, GPUs - by MLflow's classes and names.
 
-    host b   thread of its first rank ──▶ queue in the store on rank 0
-    host a   thread of rank 0 ◀── the queue;  ──▶ the tracker, as system/b/...
+    host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
+    host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ trackers
 
-Only rank 0 talks to MLflow, so the other hosts need neither a connection to the tracking server nor its password, and
-an SQLite file, which must not be written from several hosts, works as well. Training never waits for this. MLflow's own
-monitor needs the server on every host and stops at its first failed request, so only its names, numbers and environment
-variables are used.
+Only rank 0's child talks to MLflow, so the other hosts need neither a connection to the tracking server nor its
+password, and an SQLite file, which must not be written from several hosts, works as well. MLflow's own monitor needs
+the server on every host and stops at its first failed request, so only its classes and environment variables are used.
 """
 
 from __future__ import annotations
@@ -15,168 +14,113 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
+import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
-
-import psutil
-import torch.distributed as dist
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from ddpm_ds.command_line import limited_seconds, positive
 from ddpm_ds.processes.ranks import NODE_ID, host_name
-from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
+from ddpm_ds.tracking.events import SYSTEM_METRICS, EventFile
+from ddpm_ds.tracking.run_folder import lock
+from ddpm_ds.tracking.tracker import Tracker, start_child
+
+if TYPE_CHECKING:  # the child needs no PyTorch
+    import torch.distributed as dist
+    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"
-SETTINGS, QUEUE = "system_metrics/settings", "system_metrics"  # in the store
-POLL_SECONDS = 1.0
-LEAVE_SECONDS = 1.0
-"""Seconds to wait for each thread at the end of training; it may be waiting for the store."""
+SETTINGS = "system_metrics/settings"  # in the store
+OFF = ("false", "0")
 
-Log = Callable[[str], None]
+Log = Callable[[str, str], None]
 Number = TypeVar("Number", int, float)
 
 
-class SystemMetrics:
-    """Reader of this host's metrics. ``log`` is told when training uses GPUs that can't be read."""
-
-    def __init__(self, log: Log) -> None:
-        psutil.cpu_percent()  # the first call only starts the counter
-        self._network = psutil.net_io_counters()
-        self._gpus: list[object] = []
-        try:
-            import pynvml as nvml
-
-            nvml.nvmlInit()
-            self._nvml = nvml
-            self._gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        except Exception as error:  # no module, no driver, a driver of another version
-            if os.environ.get("DS_ACCELERATOR") == "cuda":
-                fix = "pip install nvidia-ml-py" if isinstance(error, ImportError) else "nvidia-smi says more"
-                log(f"system metrics are without the GPUs ({error}); {fix}")
-
-    def read(self) -> dict[str, float]:
-        """Return the current values; CPU utilisation is since the last call, traffic since the first."""
-        memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(os.sep), psutil.net_io_counters()
-        values = {
-            "cpu_utilization_percentage": psutil.cpu_percent(),
-            "system_memory_usage_megabytes": memory.used / 1e6,
-            "system_memory_usage_percentage": memory.used / memory.total * 100,
-            "disk_usage_percentage": disk.percent,
-            "disk_usage_megabytes": disk.used / 1e6,
-            "disk_available_megabytes": disk.free / 1e6,
-            "network_receive_megabytes": (network.bytes_recv - self._network.bytes_recv) / 1e6,
-            "network_transmit_megabytes": (network.bytes_sent - self._network.bytes_sent) / 1e6,
-        }
-        for index, gpu in enumerate(self._gpus):
-            name, nvml = f"gpu_{index}", self._nvml
-            with contextlib.suppress(nvml.NVMLError):
-                held = nvml.nvmlDeviceGetMemoryInfo(gpu)
-                values[f"{name}_memory_usage_percentage"] = held.used / held.total * 100
-                values[f"{name}_memory_usage_megabytes"] = held.used / 1e6
-            with contextlib.suppress(nvml.NVMLError):
-                values[f"{name}_utilization_percentage"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-            with contextlib.suppress(nvml.NVMLError):
-                milliwatts = nvml.nvmlDeviceGetPowerUsage(gpu)
-                values[f"{name}_power_usage_watts"] = milliwatts / 1000
-                values[f"{name}_power_usage_percentage"] = 100 * milliwatts / nvml.nvmlDeviceGetEnforcedPowerLimit(gpu)
-        return values
-
-
 @contextlib.contextmanager
-def system_metrics(store: dist.Store | None, tracker: Tracker | None, log: Log = print_to_stderr) -> Iterator[None]:
-    """Read the system metrics of this host during training and have rank 0 log them; entered on every rank.
+def system_metrics(store: dist.Store | None, run_dir: Path, tracker: Tracker | None) -> Iterator[None]:
+    """Have a child collect the system metrics of this host during training; entered on every rank.
 
-    Does nothing on a rank that is not the first of its host. The environment of rank 0 says for all hosts whether
-    metrics are read and how often.
-
-    ``store`` is that of the ranks, None for a single one; ``tracker`` is that of rank 0. ``log`` shows one line to the
-    user, and is called from another thread.
+    Rank 0's sender does so by itself, and other ranks than a host's first do nothing. The environment of rank 0, which
+    alone has a ``tracker``, says for all hosts whether metrics are read and how often. ``store`` is that of the ranks,
+    None for a single one.
     """
-    rank, host, ending = int(os.environ["RANK"]), host_name(), threading.Event()
-    jobs: list[Callable[[], None]] = []
-    if tracker is not None:
+    child = None
+    if store is not None and os.environ["RANK"] == "0":
         settings = {name: os.environ[name] for name in (SWITCH, INTERVAL, SAMPLES) if name in os.environ}
-        node = host if os.environ.get(NODE_ID) else None
-        jobs.append(lambda: _read(settings, ending, lambda values: tracker.system_metrics(values, node), log))
-        if store is not None:
-            jobs.append(lambda: _collect(store, settings, tracker, ending))
-    elif store is not None and rank != 0 and os.environ["LOCAL_RANK"] == "0":
-        jobs.append(lambda: _pass_on(store, host, rank, ending, log))
-
-    def run(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except dist.DistError:  # rank 0 has gone, with the store
-            pass
-        except Exception as error:  # whatever it is, training must not see it
-            log(f"system metrics of {host} are no longer read ({error}); training continues")
-
-    threads = [threading.Thread(target=run, args=(job,), name="system metrics", daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
+        store.set(SETTINGS, json.dumps(settings if tracker is not None else {SWITCH: "false"}))
+    elif store is not None and os.environ["LOCAL_RANK"] == "0":
+        settings = {SWITCH: "true", INTERVAL: "10", SAMPLES: "1", **json.loads(store.get(SETTINGS))}
+        if settings[SWITCH].lower() not in OFF:
+            child = start_child(run_dir.resolve(), os.environ["RANK"], output=subprocess.DEVNULL, **settings)
     try:
         yield
     finally:
-        ending.set()
-        for thread in threads:
-            thread.join(LEAVE_SECONDS)
+        if child is not None:
+            child.kill()
+            child.wait()
 
 
-def _read(
-    settings: Mapping[str, str], ending: threading.Event, take: Callable[[dict[str, float]], None], log: Log
-) -> None:
-    """Pass on the mean of several readings at a fixed interval until training ends."""
-    if settings.get(SWITCH, "true").lower() in ("false", "0"):
-        return
-    interval = _setting(settings, INTERVAL, limited_seconds, "10")
-    samples = _setting(settings, SAMPLES, positive, "1")
-    source = SystemMetrics(log)
-    while True:
-        readings = []
-        for _ in range(samples):
-            if ending.wait(interval):
-                return
-            readings.append(source.read())
-        last = readings[-1]
-        means = {name: statistics.fmean(each.get(name, last[name]) for each in readings) for name in last}
-        traffic = {name: value for name, value in last.items() if name.startswith("network_")}
-        take({name: round(mean, 1) for name, mean in means.items()} | traffic)
+def collect(run_dir: Path, rank: int, ending: threading.Event, log: Log) -> None:
+    """Write the means of several readings of this host into its file, at a fixed interval, until ``ending``.
 
-
-def _setting(settings: Mapping[str, str], name: str, parse: Callable[[str], Number], default: str) -> Number:
+    Metrics are ``system/HOST/...``, of rank 0's host ``system/...`` unless the environment names it. If two hosts have
+    the same name, the second one's gets its rank appended. ``log`` shows a line, once for each topic.
+    """
+    host = host_name()
     try:
-        return parse(settings.get(name, default))
+        _collect(run_dir / SYSTEM_METRICS, host, rank, ending, log)
+    except Exception as error:  # whatever it is, training must not see it
+        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
+
+
+def _collect(folder: Path, host: str, rank: int, ending: threading.Event, log: Log) -> None:
+    if os.environ.get(SWITCH, "true").lower() in OFF:
+        return
+    interval, samples = _setting(INTERVAL, limited_seconds, "10"), _setting(SAMPLES, positive, "1")
+    folder.mkdir(exist_ok=True)
+    for node in (host, f"{host}-rank{rank}"):
+        path = folder / f"{node.replace('/', '_')}.jsonl"
+        if (held := lock(path)) is not None:
+            break
+    prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
+    file, monitors = EventFile(path, lambda line: log("disk", line)), _monitors(log)
+    with held or contextlib.nullcontext():
+        while True:
+            for _ in range(samples):
+                if ending.wait(interval):
+                    return
+                for monitor in monitors:
+                    monitor.collect_metrics()
+            means = {name: value for monitor in monitors for name, value in monitor.aggregate_metrics().items()}
+            file.append({"metrics": {prefix + name: value for name, value in means.items()}})
+            for monitor in monitors:
+                monitor.clear_metrics()
+
+
+def _monitors(log: Log) -> list[BaseMetricsMonitor]:
+    """Return what reads this host; ``log`` is told when training uses GPUs that can't be read."""
+    import psutil
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    psutil.cpu_percent()  # the first call only starts the counter
+    monitors: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    try:
+        monitors.append(GPUMonitor())
+    except Exception as error:  # no module, no driver, a driver of another version
+        if os.environ.get("DS_ACCELERATOR") == "cuda":
+            fix = "pip install nvidia-ml-py" if isinstance(error, ImportError) else "nvidia-smi says more"
+            log("GPUs", f"system metrics of {host_name()} are without the GPUs ({error}); {fix}")
+    return monitors
+
+
+def _setting(name: str, parse: Callable[[str], Number], default: str) -> Number:
+    try:
+        return parse(os.environ.get(name, default))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, log: Log) -> None:
-    """Put the readings of a host other than rank 0's into the queue."""
-    while not store.check([SETTINGS]):
-        if ending.wait(POLL_SECONDS):
-            return
-    origin = {"host": host, "rank": rank}
-    _read(
-        json.loads(store.get(SETTINGS)),
-        ending,
-        lambda values: store.queue_push(QUEUE, json.dumps({**origin, "metrics": values})),
-        lambda line: log(f"{host}: {line}"),
-    )
-
-
-def _collect(store: dist.Store, settings: Mapping[str, str], tracker: Tracker, ending: threading.Event) -> None:
-    """Log the contents of the queue on rank 0. If two hosts have the same name, the second gets its rank appended."""
-    store.set(SETTINGS, json.dumps(settings))
-    ranks: dict[str, int] = {}
-    ended = False
-    while not ended:
-        ended = ending.wait(POLL_SECONDS)
-        for _ in range(store.queue_len(QUEUE)):
-            if not (told := store.queue_pop(QUEUE, block=False)):
-                continue
-            read = json.loads(told)
-            host, rank = read["host"], read["rank"]
-            node = host if ranks.setdefault(host, rank) == rank else f"{host}-rank{rank}"
-            tracker.system_metrics(read["metrics"], node)

@@ -210,7 +210,7 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, macs, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, recorder.tracker):
+        with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, run_dir, recorder.tracker):
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

@@ -14,7 +14,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.predict.finished_run import facts_of
 from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.predict.verdict import SHOWN, verdict
-from ddpm_ds.tracking.worker import START_TAG
+from ddpm_ds.tracking.run_folder import START_TAG
 from tests.experiments.planted_runs import PlantedStore
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.predict.planted_facts import Bench, write_run

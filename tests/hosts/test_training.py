@@ -133,7 +133,7 @@ def test_without_a_shared_folder_a_run_over_ssh_resumes_from_each_hosts_part_and
 
 GONE_SECONDS = 30.0
 """Time within which nothing may be left of a start on any host: --dead-seconds, ssh's alarm, the launcher's leave."""
-OF_A_RUN = r"train\.py|deepspeed\.launcher|pdsh|tracking\.worker"
+OF_A_RUN = r"train\.py|deepspeed\.launcher|pdsh|tracking\.sender"
 ENVIRONMENT = {
     "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=1 -o ServerAliveCountMax=3",
     "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.1",

@@ -26,3 +26,20 @@ def read_run(root: Path) -> Run:
 def history(root: Path, name: str) -> list[tuple[int, float]]:
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     return [(point.step, point.value) for point in client.get_metric_history(read_run(root).info.run_id, name)]
+
+
+def everything(root: Path) -> dict[str, Any]:
+    """All that the store has of its only run, with the content of its artifacts."""
+    client, run = MlflowClient(f"sqlite:///{root}/mlflow.db"), read_run(root)
+    histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    files = {path: path.read_bytes() for path in (root / "mlartifacts").rglob("*") if path.is_file()}
+    assert run.inputs is not None
+    return {
+        "end": (run.info.status, run.info.start_time, run.info.end_time),
+        "params": run.data.params,
+        "tags": run.data.tags,
+        "points": {name: sorted(repr(dict(p)) for p in points) for name, points in histories.items()},
+        "images": [given.dataset.digest for given in run.inputs.dataset_inputs],
+        "files": files,
+        "models": [(one.name, one.version) for one in client.search_model_versions()],
+    }

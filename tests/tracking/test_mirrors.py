@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import append_line
 from ddpm_ds.tracking import mirrors
+from ddpm_ds.tracking.events import now_ms
 from ddpm_ds.tracking.mirrors import KINDS, check_trackers
 from ddpm_ds.tracking.run_folder import RunFolder
 from tests.launching import PATIENCE_SECONDS
@@ -30,7 +32,8 @@ class Run:
             file.write(json.dumps([what, value], default=str) + "\\n")
     def define_metric(self, name, step_metric): pass
     def log(self, values):
-        if values.get("train/loss") == 3.0:
+        if values.get("train/loss") == 3.0 and not self.file.with_name("full").exists():
+            self.file.with_name("full").touch()
             raise OSError("no room")
         self.note("log", values)
     def update(self, values, allow_val_change=False): self.note("update", values)
@@ -45,18 +48,22 @@ init = lambda **options: Run(**options)
 
 def record(root: Path, tracker: str, steps: range, said: list[str]) -> None:
     """Record a process of the run, which has a loss of its step's number."""
+    (root / "run" / "system_metrics").mkdir(exist_ok=True)
     picture, identity = root / "run" / "picture.png", RunFolder(root / "run").identity()
     Image.fromarray(np.full((16, 16), 200, np.uint8)).save(picture)
     run = start(root, params={"unet.channels": 8}, trackers=[tracker], identity=identity, log=said.append)
     for step in steps:
         run.metrics({"train/loss": float(step), "eval/loss": 0.5}, step)
     run.numbers({"perf/mfu": 0.25}, steps[-1])
-    run.system_metrics({"cpu": 50.0})
+    of_host = b'{"metrics": {"system/cpu": 50.0}, "time": %d}' % now_ms()
+    append_line(root / "run" / "system_metrics" / "a.jsonl", of_host)
     run.image(picture, "eval/samples_ema", steps[-1])
     run.finish("FINISHED", PATIENCE_SECONDS)
 
 
-def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_hears_what_mlflow_hears_and_is_sent_again_what_it_fails_at(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / "packages").mkdir()
     (root / "packages" / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(root / "packages"))
@@ -69,11 +76,12 @@ def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, mo
     assert [value for what, value in heard if what == "init"] == [[identity, "allow", {"unet.channels": "8"}]] * 2
     logged = [value for what, value in heard if what == "log"]
     assert [(value["step"], value["train/loss"]) for value in logged if "train/loss" in value] == [
-        *((step, float(step)) for step in (1, 2, 2, 4)),
+        *((step, float(step)) for step in (1, 2, 2, 3, 4)),
     ]
     assert sum("eval/samples_ema" in value for value in logged) == sum("system/cpu" in value for value in logged) == 2
     assert heard.count(["update", {"perf/mfu": 0.25}]) == heard.count(["finish", 0]) == 2
-    assert said == ["wandb fails (no room); training continues, and MLflow has everything"]
+    failed, caught_up = "wandb fails (no room); training continues, and it is tried again", "wandb answers again"
+    assert said == [failed, f"{caught_up}; everything has been sent"]
     assert [loss for _, loss in history(root, "train/loss")] == [1.0, 2.0, 2.0, 3.0, 4.0]
 
 

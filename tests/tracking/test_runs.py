@@ -7,16 +7,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from ddpm_ds.cli.main import main
+from ddpm_ds.tracking.events import EVENTS, EventFile, unsent
+from ddpm_ds.tracking.run_folder import PARENT_TAG, START_TAG
 from ddpm_ds.tracking.runs import ExperimentError, Point, find_run, find_runs
-from ddpm_ds.tracking.tracker import keep_unsent
-from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 from tests.launching import REPOSITORY
 
 ZERO2 = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -189,8 +188,8 @@ def test_nothing_that_is_said_or_written_has_a_secret_of_the_tracking_uri(
     monkeypatch.setenv("NCCL_TOKEN", secret)
     for words in READERS:
         assert main(words.split()) == 2
-    start: dict[str, Any] = {"run_dir": str(tmp_path), "output_root": str(tmp_path), "trackers": []}
-    print(keep_unsent(start, [{"text": "x", "name": "y"}]))
+    EventFile(tmp_path / EVENTS, print).append({"start": {"output_root": str(tmp_path), "trackers": []}})
+    print(unsent(tmp_path / EVENTS))
     out, err = capfd.readouterr()
     written = "".join(file.read_text(errors="replace") for file in tmp_path.iterdir())
     for part in ("hush", "hu sh", "hu%40sh", "hu@sh"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import json
 import math
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -15,24 +17,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mlflow import MlflowClient
+from PIL import Image
 
+from ddpm_ds.cli.main import main
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
-from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, flatten, keep_unsent
-from ddpm_ds.tracking.worker import Worker
+from ddpm_ds.tracking.events import EVENTS, UNSENT_FILE, read
+from ddpm_ds.tracking.run_folder import NOTE_TAG, lock
+from ddpm_ds.tracking.tracker import RunLink, flatten
 from tests.launching import PATIENCE_SECONDS, wait_for
-from tests.tracking.stored import history, read_run, start
+from tests.tracking.stored import everything, history, read_run, start
 
 
-def unsent(root: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (root / "run" / UNSENT_FILE).read_text().splitlines()]
+def written(root: Path) -> list[dict[str, Any]]:
+    """The events of the run in ``root``."""
+    return [record for record, _ in read(root / "run" / EVENTS, 0, 10**9)]
 
 
-def send_unsent(root: Path) -> None:
-    with (root / "run" / UNSENT_FILE).open() as file:
-        Worker(file.fileno()).work()
+def send(root: Path) -> int:
+    return main(["send", str(root / "run")])
 
 
 def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
@@ -49,12 +55,8 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     for step in range(600):
         tracker.metrics({"train/loss": 1.0 / (step + 1), "train/total_grad_norm": float("nan")}, step)
     tracker.numbers({"perf/mfu": 0.25}, 600)
-    tracker.system_metrics({"cpu": 50.0})
-    tracker.system_metrics({"cpu": 25.0}, "b")
     after_ms = time.time() * 1000
     tracker.text("the verdict", "verdict.txt")
-    journal = os.fstat(tracker._journal)
-    wait_for(lambda: os.fstat(tracker._journal).st_blocks * 512 < journal.st_size / 2)  # what is sent takes no memory
     link = tracker.finish("FINISHED", PATIENCE_SECONDS)
 
     run = read_run(root)
@@ -67,27 +69,26 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     (images,) = (given.dataset for given in run.inputs.dataset_inputs)
     assert (images.name, images.digest) == ("digits-8px", "d" * 36) and "d" * 64 in images.source
     assert history(root, "train/loss") == [(step, 1.0 / (step + 1)) for step in range(600)]
-    assert (run.data.metrics["system/cpu"], run.data.metrics["system/b/cpu"]) == (50.0, 25.0)
     client = MlflowClient(link.tracking_uri)
     times = [point.timestamp for point in client.get_metric_history(run.info.run_id, "train/loss")]
     assert before_ms - 1 <= min(times) and max(times) <= after_ms, "the time is that of the call, not of the sending"
-    (seconds,) = [point.step for point in client.get_metric_history(run.info.run_id, "system/b/cpu")]
-    assert 0 <= seconds <= PATIENCE_SECONDS, "the step is the seconds since the run began"
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["spec.yaml", "verdict.txt"]
     assert run.info.artifact_uri.startswith((root / "mlartifacts").as_uri())
     assert link.command == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
     page = f"/#/experiments/{run.info.experiment_id}/runs/{link.run_id}?workflowType=machine_learning"
     assert link.url == f"http://127.0.0.1:5000{page}"
-    assert {path.name for path in (root / "run").iterdir()} == {"spec.yaml"}
+    assert {path.name for path in (root / "run").iterdir()} == {"spec.yaml", EVENTS, "events.sent.json"}
 
 
-def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_is_set_aside(root: Path) -> None:
+def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_can_be_sent_again(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said: list[str] = []
     first = start(root, params={"images": 100}, identity="i", artifacts=[root / "missing.txt"], log=said.append)
     first.metrics({"train/loss": 2.0}, 1)
     run_id = first.finish("KILLED", PATIENCE_SECONDS).run_id
-    assert [next(iter(record)) for record in unsent(root)] == ["start", "artifact"]
-    assert len(said) == 1 and "refused" in said[0] and "missing.txt" in said[0] and UNSENT_FILE in said[0]
+    assert len(said) == 1 and "refused" in said[0] and "missing.txt" in said[0]
+    assert said[0].endswith(f"to send it again: ddpm-ds send {root}/run")
 
     second = start(root, params={"images": 200}, tags={"resume_count": "1"}, identity="i", log=said.append)
     second.metrics({"train/loss": 1.0}, 2)
@@ -99,13 +100,12 @@ def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_
     assert history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
     assert (run.data.params["images"], run.data.tags["resume_count"]) == ("100", "1")
     assert run.info.status == "FINISHED" and len(said) == 1
-    kept = unsent(root)
-    send_unsent(root)
-    assert unsent(root) == kept, "a record that is refused again stays, and is not added once more"
+    before = everything(root)
+    assert send(root) == 1 and "refused a record" in capsys.readouterr().out and everything(root) == before
     (root / "missing.txt").touch()
-    send_unsent(root)
+    assert send(root) == 0
     assert [found.path for found in MlflowClient().list_artifacts(read_run(root).info.run_id)] == ["missing.txt"]
-    assert read_run(root).info.status == "FINISHED", "what is sent later ends no run anew"
+    assert read_run(root).info.status == "FINISHED" and history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
 
 
 def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, mon
     assert "answers again" in said[1]
     tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(step, float(step)) for step in range(50)]
-    assert read_run(root).info.status == "FINISHED" and len(said) == 2 and not (root / "run" / UNSENT_FILE).exists()
+    assert read_run(root).info.status == "FINISHED" and len(said) == 2
 
 
 def test_a_deleted_experiment_is_said_once_with_what_restores_it_and_training_goes_on(
@@ -157,36 +157,138 @@ def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_is_down(root: Path, m
     assert "Connection refused" in said[0] and address in said[0]
     link = tracker.finish("FINISHED", timeout_seconds=math.inf)  # or this never ends
     assert link == RunLink(None, f"http://{address}/", f"http://{address}", None)
-    assert len(unsent(root)) == 2 and "could not be sent" in said[-1] and "secret" not in repr(said)
+    assert said[-1].startswith(f"not sent: 2 records to MLflow at http://{address}/; ") and "secret" not in repr(said)
 
 
 def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_later(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     said: list[str] = []
     tracker = start(root, params={"a": 1}, log=said.append)
-    tracker._process.send_signal(signal.SIGSTOP)  # nobody reads the journal
+    os.kill(tracker._process.pid, signal.SIGSTOP)  # nobody reads the events
     tracker.text("x" * 3_000_000, "longer_than_a_pipe_and_than_what_is_read_at_once.txt")
     for step in range(1000):
         tracker.metrics({"train/loss": float(step), "train/lr": 0.1}, step)
     link = tracker.finish("FINISHED", timeout_seconds=0.1)
     assert link.run_id is None and link.open_with == address
-    assert len(unsent(root)) == 1 + 1 + 1000 + 1
-    assert "1002 records could not be sent" in said[-1] and address in said[-1]
+    assert said == [f"not sent: 1,003 records to MLflow at {address}; to send them: ddpm-ds send {root}/run"]
 
-    command = said[-1].split("to send them: python ")[1].split(" < ")
+    assert send(root) == 1 and f"MLflow at {address} fails" in capsys.readouterr().out
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(root))
+    assert send(root) == 2 and capsys.readouterr().err.endswith(f"write sqlite:///{root}/mlflow.db\n")
+    assert main(["send", str(root)]) == 2 and "holds no events.jsonl; name the folder" in capsys.readouterr().err
     monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the file does not hold the environment's tracker, nor its password
-    with (root / "run" / UNSENT_FILE).open() as file:
-        subprocess.run([sys.executable, *command[0].split()], stdin=file, check=True, timeout=PATIENCE_SECONDS)
+    assert send(root) == 0 and "1,003 records sent to MLflow" in capsys.readouterr().out
     assert history(root, "train/loss") == [(step, float(step)) for step in range(1000)]
     assert read_run(root).info.status == "FINISHED" and read_run(root).data.params == {"a": "1"}
-    piped = subprocess.run([sys.executable, *command[0].split()], input="", capture_output=True, text=True)
-    assert piped.returncode == 2 and piped.stderr.count("\n") == 1 and UNSENT_FILE in piped.stderr
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(root))
-    refused = subprocess.run([sys.executable, *command[0].split()], input="", capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stderr.endswith(f"write sqlite:///{root}/mlflow.db\n")
+    assert send(root) == 0 and "0 records sent" in capsys.readouterr().out
+
+
+def test_sending_everything_again_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = root / "run" / "picture.png"
+    Image.fromarray(np.full((16, 16), 200, np.uint8)).save(picture)
+    for images in (100, 200):
+        tracker = start(
+            root,
+            params={"images": images},
+            tags={"images": str(images), NOTE_TAG: "why"},
+            artifacts=[picture],
+            dataset={"name": "digits-8px", "digest": "d" * 64, "source": "/data/digits"},
+            identity="i",
+        )
+        for number, step in enumerate((1, 2, 3, 2)):  # a rollback
+            tracker.metrics({"train/loss": float(images + number), "train/total_grad_norm": math.nan}, step)
+            tracker.image(picture, "eval/samples_ema", number)
+        tracker.text("went back", "rewinds/1.txt")
+        tracker.numbers({"train/rewinds": 1.0}, 2)
+        tracker.register("digits", "")
+        tracker.finish("KILLED" if images == 100 else "FINISHED", PATIENCE_SECONDS)
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    client.set_tag(read_run(root).info.run_id, NOTE_TAG, "why, and what was learned")
+    before = everything(root)
+    assert len(before["points"]["train/loss"]) == 8 and len(before["files"]) == 18
+    assert before["params"] == {"images": "100"} and before["tags"]["images"] == "200"
+
+    (root / "run" / "events.sent.json").unlink()
+    assert send(root) == 0 and f"{len(written(root))} records sent" in capsys.readouterr().out
+    assert everything(root) == before
+
+
+def test_what_version_0_2_could_not_send_is_sent(root: Path) -> None:
+    run = start(root, identity="i")
+    run.finish("FINISHED", PATIENCE_SECONDS)
+    old = [{"start": written(root)[0]["start"]}, {"metrics": {"a": 1.0}, "step": 1, "time": 1}]
+    (root / "run" / UNSENT_FILE).write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert send(root) == 0 and history(root, "a") == [(1, 1.0)] and read_run(root).info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("by", ["the next start", "the verb"])
+def test_what_a_dead_child_has_not_sent_is_sent_later(root: Path, by: str) -> None:
+    said: list[str] = []
+    tracker = start(root, identity="i", log=said.append)
+    for step in range(300):
+        if step == 200:
+            wait_for(lambda: tracker.run_id)
+            tracker._process.kill()
+            wait_for(lambda: said)
+        tracker.metrics({"train/loss": float(step)}, step)
+    link = tracker.finish("KILLED", PATIENCE_SECONDS)
+    assert len(said) == 2 and "died (exit code -9); training continues" in said[0] and said[1].startswith("not sent: ")
+    assert all(line.endswith(f"to send them: ddpm-ds send {root}/run") for line in said)
+    if by == "the verb":
+        assert send(root) == 0 and read_run(root).info.status == "KILLED"
+    else:
+        assert start(root, identity="i").finish("FINISHED", PATIENCE_SECONDS).run_id == link.run_id
+        assert read_run(root).info.status == "FINISHED"
+    assert history(root, "train/loss") == [(step, float(step)) for step in range(300)]
+
+
+def test_two_senders_never_send_together(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with lock(root / "run" / EVENTS) or pytest.fail("nobody else has it"):
+        tracker = start(root)
+        tracker.metrics({"train/loss": 1.0}, 1)
+        assert send(root) == 1 and "another process sends it" in capsys.readouterr().out
+        time.sleep(1)  # in which the child would have begun
+        assert tracker.run_id is None and not (root / "run" / "events.sent.json").exists()
+    wait_for(lambda: tracker.run_id)
+    assert lock(root / "run" / EVENTS) is None, "the child has it now"
+    tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert history(root, "train/loss") == [(1, 1.0)]
+
+
+def test_a_full_disk_is_said_once_and_events_go_on_when_it_takes_them_again(root: Path) -> None:
+    said: list[str] = []
+    tracker, file = start(root, log=said.append), root / "run" / EVENTS
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(4):
+        most = file.stat().st_size + 10 if step in (1, 2) else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            tracker.metrics({"train/loss": float(step)}, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert history(root, "train/loss") == [(0, 0.0), (3, 3.0)] and read_run(root).info.status == "FINISHED"
+    assert said == [
+        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and trackers miss what happens "
+        "until it can"
+    ]
+
+
+@pytest.mark.parametrize("kind", [None, "evaluate"])
+def test_a_start_that_a_full_disk_refused_comes_before_the_next_event(
+    root: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a child run is removed when all is sent."""
+    append, refusals = module.EventFile.append, iter([True, True])
+    monkeypatch.setattr(module.EventFile, "append", lambda *one: not next(refusals, False) and append(*one))
+    tracker = start(root, tags={} if kind is None else {"kind": kind}, artifacts=[root / "mlflow.db"])
+    tracker.metrics({"train/loss": 1.0}, 1)
+    tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert history(root, "train/loss") == [(1, 1.0)] and read_run(root).info.status == "FINISHED"
+    assert {path.name for path in (root / "run").iterdir()} == ({EVENTS, "events.sent.json"} if kind is None else set())
 
 
 TRAINER = """
@@ -233,51 +335,25 @@ def test_a_trainer_that_dies_leaves_a_failed_run_with_everything_it_said(root: P
         trainer.stdout.close()
 
 
-def test_after_the_trainer_the_worker_lives_no_longer_than_its_flush(
+def test_after_the_trainer_the_child_lives_no_longer_than_its_flush_and_leaves_the_rest_in_the_file(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
-    options = {"id": "x", "time": 0, "experiment": "e", "run_name": "n", "params": {}, "tags": {}, "trackers": []}
-    paths = {"output_root": str(root), "run_dir": str(root / "run")}
-    lines = [json.dumps({"start": options | paths}), json.dumps({"metrics": {"a": 1.0}, "step": 1, "time": 1})]
-    journal = root / "journal"
-    journal.write_text("".join(line + "\n" for line in lines) + '{"metr')  # killed while it wrote
+    tracker = start(root)
+    os.kill(tracker._process.pid, signal.SIGSTOP)
+    tracker.metrics({"a": 1.0}, 1)
+    tracker._closed = True
+    tracker._process.kill()
+    with (root / "run" / EVENTS).open("a") as file:
+        file.write('{"metr')  # killed while it wrote
+    program = "import ddpm_ds.tracking.sender as s; s.FLUSH_SECONDS = 0.5; s.main()"
     nobody = str(os.getpid())  # not the parent of what runs in the shell's stead
-    with journal.open() as file:
-        program = "import ddpm_ds.tracking.worker as w; w.FLUSH_SECONDS = 0.5; w.main()"
-        worker = subprocess.run(
-            ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, nobody, "0", str(len(lines[0]) + 1)],
-            stdin=file,
-            text=True,
-            capture_output=True,
-            timeout=PATIENCE_SECONDS,
-        )
-    assert worker.returncode == 1 and "2 records could not be sent" in worker.stderr
-    assert [next(iter(record)) for record in unsent(root)] == ["start", "metrics", "finish"]
-    assert unsent(root)[-1]["finish"] == "FAILED"
-
-
-def test_a_worker_that_dies_is_replaced_once_and_training_goes_on(root: Path) -> None:
-    said: list[str] = []
-    tracker = start(root, params={"a": 1}, log=said.append)
-    for step in range(300):
-        if step in (100, 200):
-            wait_for(lambda: tracker.run_id)
-            tracker._process.kill()
-            tracker._process.wait()
-        if step == 101:
-            wait_for(lambda: said)
-        tracker.metrics({"train/loss": float(step)}, step)
-        if step == 150:
-            wait_for(lambda: tracker._sent == os.fstat(tracker._journal).st_size)
-    link = tracker.finish("FINISHED", PATIENCE_SECONDS)
-
-    assert link.run_id == read_run(root).info.run_id, "the second worker goes on with the run of the first"
-    sent = history(root, "train/loss")
-    left = [record["step"] for record in unsent(root) if "metrics" in record]
-    assert [step for step, _ in sent][:151] == list(range(151)) and len(sent) == len({step for step, _ in sent})
-    assert {step for step, _ in sent} | set(left) == set(range(300)), "sent or in the file, never lost"
-    assert len(said) == 2 and "died" in said[0] and UNSENT_FILE in said[1]
+    words = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, str(root / "run" / EVENTS), nobody]
+    child = subprocess.run(words, text=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    assert child.returncode == 1 and "not sent: 4 records to MLflow" in child.stderr
+    assert [next(iter(record), None) for record in written(root)] == ["start", "metrics", None, "finish"]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert send(root) == 0 and history(root, "a") == [(1, 1.0)] and read_run(root).info.status == "FAILED"
 
 
 def test_params_are_flat_text() -> None:
@@ -286,18 +362,14 @@ def test_params_are_flat_text() -> None:
     assert flatten(nested) == flat
 
 
-def test_a_full_or_missing_run_folder_is_said_in_one_line(tmp_path: Path) -> None:
-    options = {"run_dir": str(tmp_path / "gone"), "output_root": str(tmp_path)}
-    line = keep_unsent(options, [{"finish": "FAILED", "time": 1}])
-    assert "1 record could not be sent" in line and "No such file" in line and "\n" not in line
-
-
 @pytest.mark.long
-def test_two_runs_make_one_store_whole_although_a_killed_worker_has_left_half_of_one(root: Path) -> None:
+def test_two_runs_make_one_store_whole_although_a_killed_child_has_left_half_of_one(root: Path) -> None:
     database = root / "mlflow.db"
     database.rename(root / ".mlflow.db.new").write_bytes(b"half")
     said: list[str] = []
-    trackers = [start(root, log=said.append) for _ in range(2)]
+    for name in ("a", "b"):
+        (root / name).mkdir()
+    trackers = [start(root, run_dir=root / name, log=said.append) for name in ("a", "b")]
     wait_for(database.exists)
     with contextlib.closing(sqlite3.connect(database)) as opened:
         opened.execute("select count(*) from runs")  # nobody sees a database without its tables

@@ -1,0 +1,145 @@
+"""Addresses of MLflow's stores: which one a run is logged to, whether MLflow can use it, and the pages of its UI.
+
+MLflow is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sqlite3
+from contextlib import closing, suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ddpm_ds.errors import SpecError, shortened
+from ddpm_ds.secret import public_address, without_secrets
+
+SQLITE = "sqlite:///"
+LOCAL_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens
+TRAINING_MODE = "workflowType=machine_learning"  # of MLflow's UI, which otherwise opens in the one for language models
+REASON_CHARACTERS = 400  # of an error of MLflow's; its fix may stand at its end
+SERVERS = ("http", "https", "databricks")  # schemes of tracking URIs
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+PLUGINS = "mlflow.tracking_store"  # entry points of packages that add schemes
+EXAMPLES = ("http://HOST:5000", "sqlite:////FOLDER/mlflow.db", "mysql+pymysql://USER:PASSWORD@HOST:3306/DATABASE")
+EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
+DRIVERS = {"MySQLdb": "mysqlclient", "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary"}
+"""Packages that have another name than their module, by the module's name."""
+MLFLOW = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender retries by itself, and can be woken while it waits
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+"""Default environment of MLflow's client: a server that is down is noticed soon."""
+
+
+def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
+    """Return the address of a page of MLflow's UI, and the command that serves it; None if a server does.
+
+    ``page`` starts with ``/#/``, and is opened in the mode for model training.
+    """
+    uri = public_address(tracking_uri)
+    served = uri.startswith(("http://", "https://"))
+    if page:
+        page += f"{'&' if '?' in page else '?'}{TRAINING_MODE}"
+    serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
+    if uri != tracking_uri:  # what is left out is on no command line
+        serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
+    return f"{uri.rstrip('/') if served else LOCAL_UI}{page}", None if served else serve
+
+
+def reason(error: BaseException) -> str:
+    """Return the first cause of an error, in one line."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return shortened(" ".join(without_secrets(str(error)).split()), REASON_CHARACTERS) or type(error).__name__
+
+
+def resolve_uri(output_root: Path | str) -> str:
+    """Return the tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{output_root}/mlflow.db"
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of an SQLite tracking URI, which may have options after a question mark; None for all others."""
+    path = uri.removeprefix(SQLITE).partition("?")[0]
+    return Path(path) if uri.startswith(SQLITE) and not path.startswith((":", "file:")) else None
+
+
+def uri_fault(uri: str) -> str | None:
+    """Return why MLflow can keep nothing at a tracking URI, with the fix, or None; MLflow is not imported."""
+    address = public_address(uri)
+    named = f"MLFLOW_TRACKING_URI={address}"
+    try:
+        scheme = urlsplit(uri).scheme
+    except ValueError:  # brackets that do not close
+        scheme = "unreadable"
+    if uri == "databricks" or scheme in SERVERS:
+        return None
+    if len(scheme) < 2 or scheme == "file":
+        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1"):
+            return None
+        path = os.path.abspath(address.removeprefix("file:"))
+        file = path if path.endswith(".db") else f"{path}/mlflow.db"
+        return f"{named} is a path, and MLflow 3 keeps no runs in folders; write {SQLITE}{file}"
+    if (store := sqlite_file(uri)) is not None and store.is_dir():
+        return f"{named} is a folder; write {SQLITE}{store}/mlflow.db"
+    if scheme == "sqlite":
+        return None
+    if scheme.partition("+")[0] not in DATABASES:
+        if entry_points(group=PLUGINS, name=scheme):
+            return None
+        return f"{named} is no store of MLflow's; write {' or '.join(EXAMPLES)}"
+    from sqlalchemy import exc, make_url
+
+    try:
+        make_url(uri).get_dialect().import_dbapi()
+    except ImportError as error:
+        package = DRIVERS.get(error.name or "", error.name)
+        return f"{named} needs the driver {error.name}, which is not installed; pip install '{package}'"
+    except (exc.SQLAlchemyError, ValueError):  # their messages may have parts of a password
+        return f"{named} can't be read; write it as {EXAMPLES[-1]}, with %40 for an @ in the password"
+    return None
+
+
+def check_tracking_uri(output_root: Path) -> str:
+    """Return the tracking URI of the runs in an output root; raises SpecError if MLflow can keep nothing there."""
+    uri = resolve_uri(output_root.resolve())
+    if fault := uri_fault(uri):
+        raise SpecError(fault)
+    return uri
+
+
+def check_experiment(name: str, output_root: Path) -> None:
+    """Check that the runs of an output root can be logged to an experiment, as far as no server has to be asked.
+
+    Raises:
+        SpecError: MLflow takes no such tracking URI, the environment names another experiment, or it is deleted.
+    """
+    uri = check_tracking_uri(output_root)
+    if (other := os.environ.get(EXPERIMENT, name)) != name:
+        raise SpecError(
+            f"{EXPERIMENT}={other}, but logging.experiment = {name} says where runs go; give --set "
+            f"{shlex.quote(f'logging.experiment={other}')}, or unset {EXPERIMENT}"
+        )
+    file = sqlite_file(uri)
+    if file is None or not file.is_file():
+        return
+    found = None
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as store:
+        question = "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
+        found = store.execute(question, [name]).fetchone()
+    if found is not None:
+        raise SpecError(deleted_experiment(name, str(found[0]), uri))
+
+
+def deleted_experiment(name: str, experiment_id: str, uri: str) -> str:
+    """Return a line on an experiment that takes no runs since it is deleted, with the fix."""
+    where = f"env {shlex.quote(f'MLFLOW_TRACKING_URI={uri}')} " if public_address(uri) == uri else ""
+    return (
+        f"logging.experiment = {name} is deleted in MLflow; name another, or restore it: "
+        f"{where}mlflow experiments restore --experiment-id {experiment_id}"
+    )

@@ -1,0 +1,164 @@
+"""MLflow's run of an event file. Safe to send to again: MLflow then has what it had."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image  # at the top, since two threads that import it at once may see it half-imported
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.files import open_regular
+from ddpm_ds.secret import public_address
+from ddpm_ds.tracking.address import DATABASES, SQLITE, deleted_experiment, resolve_uri, sqlite_file
+from ddpm_ds.tracking.events import Record
+from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG, START_TAG
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput, Run
+
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
+DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
+
+
+class MlflowRun:
+    """Run of MLflow's that a start names. ``told`` hears the ids of run and experiment, ``log`` a line to show."""
+
+    def __init__(self, told: Callable[[Record], None], log: Callable[[str, str], None]) -> None:
+        self._told, self._log = told, log
+        self._start: Record = {}
+        self._client: MlflowClient
+        self._run: Run
+
+    def send(self, batch: Sequence[Record]) -> None:
+        """Send some log points, or one record of another kind."""
+        from mlflow.entities import Metric, RunTag
+
+        if "start" in batch[0]:
+            self._start = batch[0]["start"]
+            return self._open(resumes="time" in batch[0])
+        client, run = self._client, self._run.info.run_id
+        match batch[0]:
+            case {"metrics": _}:
+                points = [(point, item) for point in batch for item in point["metrics"].items()]
+                metrics = [Metric(name, value, point["time"], self._step(point)) for point, (name, value) in points]
+                client.log_batch(run, metrics=metrics, synchronous=True)
+            case {"artifact": path, "folder": folder}:
+                client.log_artifact(run, path, folder or None)
+            case {"image": path, "key": key, "step": step, "time": at}:
+                name = rf"images/{re.sub('/', '.', key)}\Wstep\W{step}\Wtimestamp\W{at}\W.*compressed"
+                if not any(re.match(name, file.path) for file in client.list_artifacts(run, "images")):
+                    with Image.open(path) as image:
+                        client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
+            case {"text": text, "name": name}:
+                client.log_text(run, text, name)
+            case {"tags": tags} | {"numbers": tags}:
+                tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
+                client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
+            case {"register": name, "folder": folder}:
+                self._register(name, folder)
+            case {"finish": status, "time": at}:
+                client.set_terminated(run, status, at)
+
+    def _step(self, point: Record) -> int:
+        """Return the record's step; else the seconds since the run began, which continue to rise when it is resumed."""
+        return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
+
+    def _open(self, resumes: bool) -> None:
+        """Find or make the run of the start record; ``resumes`` says that a run which has ended is now running."""
+        import mlflow
+        from mlflow.entities import Param, RunTag
+
+        start, uri = self._start, resolve_uri(self._start["output_root"])
+        mlflow.set_tracking_uri(uri)
+        file = sqlite_file(uri)
+        folder = Path(start["output_root"]) if file is None else file.parent
+        with _one_at_a_time(folder) if uri.startswith("sqlite") else nullcontext():
+            if file is not None:
+                _make_database(file)
+            self._client = client = mlflow.MlflowClient(uri)
+            if experiment := client.get_experiment_by_name(start["experiment"]):
+                experiment_id = experiment.experiment_id
+                if experiment.lifecycle_stage == "deleted":
+                    raise SpecError(deleted_experiment(experiment.name, experiment_id, uri))
+            else:
+                # A server knows where artifacts go; a bare database would have them in the working folder.
+                bare = uri.split(":")[0].split("+")[0] in DATABASES
+                location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
+                experiment_id = client.create_experiment(start["experiment"], location, EXPERIMENT_TAGS)
+            if found := self._find(experiment_id, start["id"]):
+                if resumes:
+                    client.update_run(found.info.run_id, status="RUNNING")
+            else:
+                tags = {START_TAG: start["id"]}
+                found = client.create_run(experiment_id, start["time"], tags, start["run_name"])
+            self._run, run_id = found, found.info.run_id
+            new = {} if found.data.params else start["params"]
+            parent = self._find(experiment_id, start["parent"]) if start.get("parent") else None
+            tags = start["tags"] | ({PARENT_TAG: parent.info.run_id} if parent else {})
+            if NOTE_TAG in found.data.tags:  # which may have been edited
+                tags.pop(NOTE_TAG, None)
+            params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
+            client.log_batch(run_id, params=params, tags=run_tags, synchronous=True)
+            if start.get("dataset"):
+                client.log_inputs(run_id, [_dataset_input(**start["dataset"])])
+        self._told({"run": {"run_id": run_id, "experiment_id": experiment_id}})
+        if start.get("parent") and parent is None and PARENT_TAG not in found.data.tags:
+            where = public_address(uri)
+            self._log("orphan", f"MLflow at {where} does not have the run of {start['run_dir']}; {run_id} stands alone")
+
+    def _find(self, experiment_id: str, identity: str) -> Run | None:
+        found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{identity}'", max_results=1)
+        return found[0] if found else None
+
+    def _register(self, name: str, folder: str) -> None:
+        """Make a folder of the run's artifacts a new version of a model."""
+        from mlflow.exceptions import MlflowException
+
+        client, run_id = self._client, self._run.info.run_id
+        source = f"{client.get_run(run_id).info.artifact_uri}/{folder}".rstrip("/")
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = client.search_model_versions(f"run_id = '{run_id}'")
+        same = [version for version in known if (version.name, version.source) == (name, source)]
+        version = same[0] if same else client.create_model_version(name, source, run_id, await_creation_for=0)
+        line = f"MLflow has version {version.version} of the model {name}: models:/{name}/{version.version}"
+        self._log(f"registered {name}", line)
+
+
+def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
+    """Return a run's training images for MLflow, which shows the whole digest beside their location."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    where = json.dumps({"uri": source, "sha256": digest})
+    dataset = Dataset(name, digest[:DIGEST_CHARACTERS], "local", where)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Lock out other workers of the same folder, since two that create one database at once corrupt it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_regular(folder / ".mlflow.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make_database(path: Path) -> None:
+    """Make a missing database under a temporary name first, so that a killed process leaves no incomplete one."""
+    import mlflow
+
+    if not path.exists():
+        new = path.with_name(f".{path.name}.new")
+        new.unlink(missing_ok=True)
+        mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+        new.replace(path)

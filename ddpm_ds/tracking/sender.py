@@ -1,0 +1,288 @@
+"""Process that sends a run's events to MLflow and to the other trackers, each in a thread, in order, until it has them.
+
+Rank 0's :class:`~ddpm_ds.tracking.tracker.Tracker` starts it with the event file and its own process id:
+
+    python -m ddpm_ds.tracking.sender RUN_DIR/events.jsonl TRAINER
+
+It ends when every tracker has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be
+sent in the next seconds stays in the file, for the run's next start or for ``ddpm-ds send`` (:func:`send_later`). It
+answers with lines of JSON: {"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether all
+trackers that miss something fail}. With a rank as third argument it only collects the system metrics of a host.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import TypeVar
+
+from PIL import UnidentifiedImageError
+
+from ddpm_ds.errors import UserError
+from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
+from ddpm_ds.tracking.address import check_tracking_uri, reason
+from ddpm_ds.tracking.events import (
+    EVENTS,
+    SYSTEM_METRICS,
+    UNSENT_FILE,
+    Cursor,
+    EventFile,
+    Record,
+    begun,
+    discard,
+    is_ended,
+    place_of,
+    read,
+    send_command,
+    trackers_of,
+    unsent,
+)
+from ddpm_ds.tracking.mirrors import KINDS
+from ddpm_ds.tracking.mlflow_run import MlflowRun
+from ddpm_ds.tracking.run_folder import lock
+from ddpm_ds.tracking.system_metrics import collect
+from ddpm_ds.tracking.tracker import print_to_stderr
+
+POLL_SECONDS = 0.1
+FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+RECORDS_AT_ONCE = 1000
+REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
+
+Log = Callable[[str, str], None]
+"""Shows a line, which is second, once for each topic, which is first."""
+Answer = TypeVar("Answer")
+
+
+class Feed:
+    """What one tracker gets of an event file, and of the system metrics of the run's hosts.
+
+    ``told`` hears the ids of the run in MLflow.
+    """
+
+    def __init__(
+        self, name: str, events: Path, start: Record, cursor: Cursor, log: Log, told: Callable[[Record], None]
+    ) -> None:
+        self.name, self.place, self._events, self._cursor, self._log = name, place_of(name, start), events, cursor, log
+        self._target = KINDS[name]() if name in KINDS else MlflowRun(told, log)
+        self._open = False  # whether the tracker has been told which run it is
+        self.sent, self.ended_at, self.failing, self.refused = 0, 0, False, False
+
+    def advance(self) -> bool:
+        """Send what is next; return whether there was anything. Hosts' system metrics come before the run's end."""
+        events = self._next(self._events)
+        if before_end := list(takewhile(lambda one: "finish" not in one[0], events)):
+            return self._send(self._events, before_end)
+        hosts = (self._events.parent / SYSTEM_METRICS).glob("*.jsonl") if self._events.name == EVENTS else ()
+        return any(self._send(file, self._next(file)) for file in sorted(hosts)) or self._send(self._events, events[:1])
+
+    def _next(self, file: Path) -> list[tuple[Record, int]]:
+        return read(file, self._cursor.sent(self.name, file), RECORDS_AT_ONCE)
+
+    def _send(self, file: Path, found: Sequence[tuple[Record, int]]) -> bool:
+        """Send records in order, MLflow's log points many at a time."""
+        left = list(found)
+        try:
+            while left:
+                many = takewhile(lambda one: "metrics" in one[0], left if self.name not in KINDS else ())
+                batch = list(many) or left[:1]
+                self._deliver(file, [record for record, _ in batch])
+                left, end = left[len(batch) :], batch[-1][1]
+                self._cursor.move(self.name, file, end)
+                self.sent, self.ended_at = self.sent + len(batch), end if "finish" in batch[0][0] else self.ended_at
+        finally:
+            if found:
+                self._cursor.save()
+        return bool(found)
+
+    def _deliver(self, file: Path, batch: Sequence[Record]) -> None:
+        starts = "start" in batch[0]
+        if not starts and not self._open:
+            if (last := begun(self._events, self._cursor.sent(self.name, self._events))) is None:
+                return  # of no run
+            self._target.send([{"start": last[0]["start"]}])  # without a time: an ended run does not go on
+        try:
+            self._target.send(batch)
+        except Exception as error:
+            gone = isinstance(error, FileNotFoundError | UnidentifiedImageError)
+            if starts or not (gone or getattr(error, "error_code", "") in REFUSALS):
+                raise
+            self.refused, again = True, f"to send it again: {send_command(self._events)}"
+            self._cursor.refuse(self.name, file)
+            self._log(f"{self.name} refused", f"{self.place} refused a record ({reason(error)}); {again}")
+        self._open = "finish" not in batch[0]
+
+    def follow(self, own: int, hurried: threading.Event) -> None:
+        """Send records as they come, until the end of the run whose start ends at byte ``own``.
+
+        A failure is said once and tried again after pauses, which are short when it is ``hurried``.
+        """
+        pause, behind = FIRST_PAUSE_SECONDS, False
+        while self.ended_at <= own:
+            try:
+                sent = self.advance()
+            except Exception as error:  # whatever it is, training must not see it
+                line = f"{self.place} fails ({reason(error)}); training continues, and it is tried again"
+                self._log(f"{self.name} down", line)
+                self.failing = behind = True
+                if hurried.wait(pause):
+                    time.sleep(FIRST_PAUSE_SECONDS)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            self.failing, pause = False, FIRST_PAUSE_SECONDS
+            if not sent or self.ended_at > own:
+                if behind:
+                    self._log(f"{self.name} up", f"{self.place} answers again; everything has been sent")
+                behind = False
+                time.sleep(POLL_SECONDS)
+
+    def send_once(self) -> bool:
+        """Send what there is, and what was refused once more, and say so; return whether the tracker has it all."""
+        self._cursor.retry(self.name)
+        try:
+            while self.advance():
+                pass
+        except Exception as error:  # whatever it is, another tracker may take them
+            print(f"{self._events}: {self.place} fails ({reason(error)}); send again when it answers")
+            return False
+        print(f"{self._events}: {self.sent:,} records sent to {self.place}")
+        return not self.refused
+
+
+class Child:
+    """This process, beside the trainer with the process id ``trainer``."""
+
+    def __init__(self, trainer: int) -> None:
+        self._trainer, self._said, self._replies = trainer, set[str](), os.dup(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # MLflow may print
+
+    @property
+    def alone(self) -> bool:
+        """Whether the trainer has died."""
+        return os.getppid() != self._trainer
+
+    def tell(self, reply: Record) -> None:
+        """Tell the trainer."""
+        with suppress(OSError):  # it is gone
+            os.write(self._replies, json.dumps(reply).encode() + b"\n")
+
+    def log(self, topic: str, line: str) -> None:
+        """Show a line, once for each topic; through the trainer while it lives, so its progress line stays whole."""
+        if topic not in self._said:
+            self._said.add(topic)
+            with suppress(OSError):
+                print_to_stderr(line) if self.alone else self.tell({"log": line})
+
+    def wait_for(self, ask: Callable[[], Answer | None]) -> Answer:
+        """Return what ``ask`` returns when it is not None; the process ends if the trainer dies before."""
+        while (answer := ask()) is None:
+            if self.alone:
+                os._exit(1)
+            time.sleep(POLL_SECONDS)
+        return answer
+
+    def send(self, events: Path) -> bool:
+        """Send a run's events until its end; return whether every tracker has all of them."""
+        with self.wait_for(lambda: lock(events)):
+            import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
+
+            start, own = self.wait_for(lambda: begun(events))
+            hurried, deadline, said = threading.Event(), math.inf, Record()
+            cursor = Cursor(events)
+            feeds = [Feed(name, events, start, cursor, self.log, self.tell) for name in trackers_of(start)]
+            threads = [threading.Thread(target=feed.follow, args=(own, hurried), daemon=True) for feed in feeds]
+            if start["start"]["system_metrics"]:
+                threading.Thread(target=collect, args=(events.parent, 0, hurried, self.log), daemon=True).start()
+            for thread in threads:
+                thread.start()
+            while left := [feed for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()]:
+                if self.alone and deadline == math.inf:
+                    deadline = time.monotonic() + FLUSH_SECONDS
+                    if begun(events) == (start, own) and not is_ended(events):  # nor resumed already
+                        EventFile(events, lambda line: self.log("disk", line)).append({"finish": "FAILED"})
+                if self.alone or is_ended(events):
+                    hurried.set()
+                if time.monotonic() > deadline:
+                    self.log("unsent", unsent(events) or "")
+                    return False
+                state = {"sent": sum(feed.sent for feed in feeds), "down": all(feed.failing for feed in left)}
+                if state != said:
+                    self.tell(said := state)
+                time.sleep(POLL_SECONDS)
+            return not any(feed.refused for feed in feeds)
+
+    def collect(self, run_dir: Path, rank: int) -> bool:
+        """Collect the system metrics of a host other than rank 0's until the trainer dies."""
+        ending = threading.Event()
+        threading.Thread(target=collect, args=(run_dir, rank, ending, self.log), daemon=True).start()
+        self.wait_for(lambda: None)
+        return True
+
+
+def send_later(run_dir: Path) -> bool:
+    """Send what trackers do not have of the runs in a folder, and print a line for each; return whether they have all.
+
+    Raises:
+        UserError: there is no run in the folder, or MLflow takes no such tracking URI.
+    """
+    logging.disable(logging.CRITICAL)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    files = sorted(run_dir.glob("events*.jsonl"), key=lambda file: file.name != EVENTS)  # children find their parent
+    files += run_dir.glob(UNSENT_FILE)
+    if not files:
+        raise UserError(f"{run_dir} holds no {EVENTS}; name the folder of a run of this version")
+    return all([_send_file(file) for file in files])
+
+
+def _send_file(events: Path) -> bool:
+    try:
+        if (held := lock(events)) is None:
+            print(f"{events}: another process sends it, as that of a run that is still going does")
+            return False
+        with held:
+            if (last := begun(events)) is None:
+                return True
+            check_tracking_uri(Path(last[0]["start"]["output_root"]))
+            cursor = Cursor(events)
+            feeds = [
+                Feed(name, events, last[0], cursor, lambda _, line: print(f"{events}: {line}"), lambda _: None)
+                for name in trackers_of(last[0])
+            ]
+            everything = all([feed.send_once() for feed in feeds])
+    except OSError as error:
+        print(f"{events} can't be read ({error.strerror}); allow it")
+        return False
+    if everything and is_ended(events):
+        discard(events)
+    return everything
+
+
+def main() -> None:
+    """Send the events of a file, or collect the system metrics of a host for the run in a folder."""
+    logging.disable(logging.CRITICAL)
+    # Launchers and terminals signal the whole process group; this process ends when the trainer has.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(5)
+    path, trainer, *rank = sys.argv[1:]
+    child, everything = Child(int(trainer)), False
+    try:
+        everything = child.collect(Path(path), int(rank[0])) if rank else child.send(Path(path))
+    except OSError as error:
+        child.log("file", f"{path} can't be read ({error.strerror}), so nothing is sent; training continues")
+    os._exit(0 if everything else 1)  # without waiting for threads of MLflow's
+
+
+if __name__ == "__main__":
+    main()
