@@ -228,6 +228,9 @@ class Pipeline(Section):
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
     """This project's key: what is spread over several hosts, the stages of a pipeline or whole pipelines. "auto" is the
     axis with fewer bytes per step for the busiest host (docs/planner.md)."""
+    gradients: Literal["flat", "deepspeed"] = "flat"
+    """This project's key: "flat" adds up, reduces and clips a stage's gradients in one flat tensor, with the same
+    results as "deepspeed", which handles one parameter after the other. Offload always does the latter."""
     activation_checkpoint_interval: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Auto = "auto"
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False
