@@ -97,6 +97,12 @@ def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
     return precision(config) == "fp16" and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
 
 
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Return whether a config keeps the optimizer in host memory."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return bool(offload.get("device", "none") != "none")
+
+
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
     """Return the model of the keys that have no fault of their own."""
     values = copy.deepcopy(config)
@@ -456,7 +462,7 @@ def resolve(
         checkpoint_interval=pipeline.get("activation_checkpoint_interval", "auto"),
         use_reentrant=pipeline.get("use_reentrant", False),
         across_hosts=pipeline.get("across_hosts", "auto"),
-        gradients=pipeline.get("gradients", "flat"),
+        gradients="deepspeed" if offloads(blocks) else pipeline.get("gradients", "flat"),
         kernels=blocks.pop("kernels", "auto"),
         compile=blocks.pop("compile", False),
         blocks={**blocks, "pipeline": own} if own else blocks,

@@ -268,6 +268,7 @@ def take_over_gradients(engine: DeepSpeedEngine, step: Callable[[], None]) -> Fl
     gradients, so that with our step ``zero_grad`` has nothing to do.
     """
     optimizer: Any = engine.optimizer
+    assert not offloads(engine)
     zero = isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer)
     (parameters,) = optimizer.bit16_groups if zero else optimizer.bf16_groups
     (weights,) = optimizer.bit16_groups_flat if zero else optimizer.bf16_groups_flat

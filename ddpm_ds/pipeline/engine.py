@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import Schedule, sent_shapes
+from ddpm_ds.pipeline.flat_gradients import PassKind
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
-from ddpm_ds.pipeline.gradients import Gradients, PassKind
+from ddpm_ds.pipeline.gradients import Gradients
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes

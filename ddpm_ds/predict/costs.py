@@ -157,7 +157,11 @@ def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, pa
 def shared(job: Workload, layout: Candidate) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
     return sharing(
-        job.config, precision=job.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
+        job.config,
+        precision=job.precision,
+        zero_stage=layout.zero_stage,
+        micro_batches=layout.micro_batches,
+        flat=job.flat_gradients and not layout.offload,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddpm_ds.config.ds_config import zero_stage
+from ddpm_ds.config.ds_config import offloads, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.residence import Residence
@@ -21,7 +21,7 @@ from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_tex
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
-from ddpm_ds.predict.layouts import Candidate, Workload, offloads, rank_stages
+from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 

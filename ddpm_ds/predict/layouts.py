@@ -17,6 +17,7 @@ from ddpm_ds.config.ds_config import (
     ResolvedDsConfig,
     divisors,
     fp16_needs_zero,
+    offloads,
     precision,
 )
 from ddpm_ds.config.spec import RunSpec
@@ -67,6 +68,11 @@ class Workload:
         """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
         wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return 4 if wide else self.stored_bytes
+
+    @property
+    def flat_gradients(self) -> bool:
+        """Whether gradients are flat in layouts without offload."""
+        return bool(self.config.get("pipeline", {}).get("gradients", "flat") == "flat")
 
     @property
     def bucket_elements(self) -> int:
@@ -144,12 +150,6 @@ class Candidate:
             f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{held}, "
             f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
         )
-
-
-def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed JSON keeps the optimizer in host memory."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    return bool(offload.get("device", "none") != "none")
 
 
 def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Candidate]:

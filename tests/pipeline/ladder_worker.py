@@ -114,7 +114,7 @@ class Case:
             kernels=self.kernels,
             compile=self.compile,
             blocks=blocks,
-            gradients=self.gradients,
+            gradients="deepspeed" if self.offload else self.gradients,
         )
 
     def engine(self, spec: RunSpec, **blocks: Any) -> UnetPipelineEngine:

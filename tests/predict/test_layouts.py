@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.ds_config import offloads, resolve
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.predict.layouts import Candidate, ds_config, layouts, offloads
+from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
 from ddpm_ds.predict.search import candidates
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
