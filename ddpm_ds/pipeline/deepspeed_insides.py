@@ -323,17 +323,19 @@ def show_fragments(engine: DeepSpeedEngine, pieces: list[Tensor] | None) -> None
         engine.optimizer.averaged_gradients[0] = pieces
 
 
-def take_over_unfused_step(
+def take_over_separate_step(
     engine: DeepSpeedEngine, step: Callable[[], None]
 ) -> list[tuple[torch.nn.Parameter, Tensor]]:
     """Let ``step`` be the step of the unfused fp16 optimizer, and return its parameters, each with its fp32 master;
-    nothing for the plain optimizer, which keeps its step.
+    nothing for the plain optimizer, which keeps its step. Neither drops gradients afterwards: the caller does.
 
-    Assumes that the step alone reads gradients, so that with ours ``zero_grad`` has nothing to do.
+    Assumes that ``_take_model_step`` drops them by the optimizer's ``zero_grad`` in fp16, and by the engine's in fp32.
     """
     pairs = list(_unfused_masters(engine.optimizer))
     if pairs:
         engine.optimizer.step, engine.optimizer.zero_grad = step, _nothing
+    else:
+        engine.zero_grad = _nothing
     return pairs
 
 
@@ -350,7 +352,7 @@ def unless_invalid(engine: DeepSpeedEngine, norm: Tensor, scale: float) -> Itera
     ``found_inf`` is 1.
     """
     optimizer: Any = engine.optimizer
-    invalid = ~norm.isfinite()
+    invalid = (norm - norm) != 0  # inf - inf is NaN
     optimizer.overflow = False
     if engine.bfloat16_enabled() and not getattr(optimizer, "check_grad_overflow", True):
         norm.masked_fill_(invalid, -1.0)

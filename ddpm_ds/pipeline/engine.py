@@ -424,7 +424,7 @@ class UnetPipelineEngine(PipelineEngine):
 
         The stock clipping only counts the parameters of the first stage, and does not store the norm.
         """
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in insides.masters(self) if parameter.grad is not None]
         squared = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).square()
         dist.all_reduce(squared, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = squared.sqrt()

@@ -302,7 +302,7 @@ def clipping(norm: Tensor, most: float, scale: float) -> Tensor | None:
     """Return the factor that unscales gradients and clips them to the norm ``most`` (0: any); None if it is 1."""
     if not most:
         return None if scale == 1.0 else norm.new_full((), 1.0 / scale)
-    return ((norm / scale + 1e-6) / most).clamp_(min=1.0).mul_(scale).reciprocal_()
+    return ((norm + 1e-6 * scale) / most).clamp_(min=scale).reciprocal_()
 
 
 def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:

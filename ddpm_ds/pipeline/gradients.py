@@ -72,7 +72,8 @@ class SeparateGradients:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._scale = engine, 1.0
-        self._pairs = insides.take_over_unfused_step(engine, self._update)
+        self._parameters = list(engine.module.parameters())
+        self._pairs = insides.take_over_separate_step(engine, self._update)
         sizes = [wide.numel() for _, wide in self._pairs]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
         views = self._flat.split(sizes)
@@ -94,7 +95,7 @@ class SeparateGradients:
             return
         chunk: list[Tensor] = []
         elements = 0
-        for parameter in self._engine.module.parameters():
+        for parameter in self._parameters:
             if chunk and elements + parameter.numel() > BUCKET_ELEMENTS:
                 _average(chunk, self._engine)
                 chunk, elements = [], 0
@@ -103,9 +104,12 @@ class SeparateGradients:
             elements += parameter.numel()
         _average(chunk, self._engine)
 
-    def stepping(self, scale: float) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def stepping(self, scale: float) -> Iterator[None]:
         self._scale = scale
-        return contextlib.nullcontext()
+        yield
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -129,8 +133,6 @@ class SeparateGradients:
                     master.grad = None
                 self._flat.untyped_storage().resize_(0)
                 torch._foreach_copy_(narrow, masters)
-        for parameter in narrow:
-            parameter.grad = None
 
 
 def _average(gradients: list[Tensor], engine: PipelineEngine) -> None:

@@ -74,7 +74,7 @@ def test_a_step_on_flat_gradients_takes_no_more_than_deepspeeds(
 ) -> None:
     config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
     config |= {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
-    layout = replace(ONE, micro_batch_images=1, zero_stage=zero, replicas=replicas)
+    layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=zero, replicas=replicas)
     found = {way: memory(small_job(**config, pipeline={"gradients": way}), layout) for way in ("flat", "deepspeed")}
     update = found["flat"].gradients + found["flat"].activations + found["flat"].buffers
     assert update == pytest.approx(whole(small_job())[0] * expected, abs=50)
