@@ -424,8 +424,9 @@ class UnetPipelineEngine(PipelineEngine):
 
         The stock clipping only counts the parameters of the first stage, and does not store the norm.
         """
-        parameters = [parameter for parameter in insides.masters(self) if parameter.grad is not None]
-        squared = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).square()
+        parameters = insides.masters(self)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        squared = torch.nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(squared, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)
