@@ -368,6 +368,8 @@ class ResolvedDsConfig:
     compile: bool
     blocks: Mapping[str, Any]
     """Keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging, and its own part of ``pipeline``."""
+    gradients: Literal["flat", "deepspeed"] = "flat"
+    """Who adds up, reduces and clips gradients: this project, or DeepSpeed by parameter."""
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
@@ -398,6 +400,7 @@ class ResolvedDsConfig:
             "in_flight": layout.in_flight,
             "replan": self.replan,
             "across_hosts": layout.across_hosts,
+            "gradients": self.gradients,
             "activation_checkpoint_interval": layout.checkpoint_interval,
             "use_reentrant": self.use_reentrant,
         }
@@ -420,7 +423,8 @@ class ResolvedDsConfig:
         ours = ("compile", "kernels", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
         config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
-        del config["pipeline"]["in_flight"], config["pipeline"]["replan"]
+        for name in ("in_flight", "replan", "gradients"):
+            del config["pipeline"][name]
         config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
         return config
 
@@ -516,6 +520,7 @@ def resolve(
         partition=_given(pipeline, "partition", "flops"),
         replan=pipeline.get("replan", False),
         use_reentrant=pipeline.get("use_reentrant", False),
+        gradients="deepspeed" if layout.offload else pipeline.get("gradients", "flat"),
         kernels=blocks.pop("kernels", "auto"),
         compile=blocks.pop("compile", False),
         blocks={**blocks, "pipeline": own} if own else blocks,

@@ -83,7 +83,7 @@ class Bf16(Section):
     """bfloat16 with fp32 master weights."""
 
     enabled: bool = False
-    """Without ZeRO, gradients accumulate in fp32 (DeepSpeed's BF16_Optimizer)."""
+    """Use bf16; without ZeRO by DeepSpeed's BF16_Optimizer."""
     check_grad_overflow: bool = True
     """Skip a step whose gradients are not finite."""
 
@@ -228,6 +228,10 @@ class Pipeline(Section):
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
     """This project's key: what is spread over several hosts, the stages of a pipeline or whole pipelines. "auto" is the
     axis with fewer bytes per step for the busiest host (docs/planner.md)."""
+    gradients: Literal["flat", "deepspeed"] = "flat"
+    """This project's key: "flat" adds up, reduces and clips a stage's gradients in one flat tensor; "deepspeed" handles
+    one parameter after the other, as DeepSpeed does, which takes far more work on the host. With offload it is always
+    "deepspeed"."""
     activation_checkpoint_interval: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Auto = "auto"
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False

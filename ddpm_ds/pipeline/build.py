@@ -21,6 +21,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects_by_store
+from ddpm_ds.pipeline.gradients import gradients_of
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.schedule import Program, program
 from ddpm_ds.unet.kernel_choice import KernelTimes, choose_kernels
@@ -94,6 +95,7 @@ def build_engine(
             engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
+    engine.gradients = gradients_of(engine, engine.wanted_gradients, resolved.gradients)
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
         resolved.kernels,

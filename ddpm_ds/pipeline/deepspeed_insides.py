@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.file_baton import FileBaton
 
-from ddpm_ds.config.ds_config import AcrossHosts
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, AcrossHosts
 from ddpm_ds.errors import HostError
 
 BUILD_SECONDS = 1800.0
@@ -208,13 +208,167 @@ def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
         engine._running_engine_backward = False
 
 
-def finish_partitioned_gradients(engine: DeepSpeedEngine) -> None:
-    """Turn ZeRO-2's accumulated partition into the gradients that the optimizer step reads.
+def reduce_gradients(engine: pipe_engine.PipelineEngine) -> None:
+    """Average the step's gradients over the replicas as DeepSpeed does.
 
-    Assumes that ``finalize_gradient_accumulation_boundary`` builds ``averaged_gradients`` (or the offloaded
-    gradient) from the micro-batches' sum, without another reduction.
+    Assumes that under ZeRO-2 ``finalize_gradient_accumulation_boundary`` builds ``averaged_gradients`` (or the
+    offloaded gradient) from the micro-batches' sum, without another reduction, and that ``_exec_reduce_grads`` reduces
+    everything else once a step.
     """
-    engine.optimizer.finalize_gradient_accumulation_boundary()
+    if engine.zero_optimization_partition_gradients():
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine._exec_reduce_grads()
+
+
+def offloads(engine: DeepSpeedEngine) -> bool:
+    """Return whether the optimizer works on the host; assumes that only ZeRO's can, as ``cpu_offload`` says."""
+    return bool(getattr(engine.optimizer, "cpu_offload", False))
+
+
+@dataclass(frozen=True)
+class FlatOptimizer:
+    """One of DeepSpeed's optimizers with flat tensors: where each parameter is, which part this rank steps, and how
+    gradients are summed over the replicas.
+    """
+
+    places: dict[torch.nn.Parameter, int]
+    """Index of each parameter's first element in the stage's flat weights."""
+    elements: int
+    """Elements of the flat weights, padded so that all replicas own as many."""
+    master: Tensor
+    """Flat fp32 weights of this rank's partition, which the basic optimizer steps."""
+    group: Any
+    """Process group of the replicas."""
+    replicas: int
+    replica: int
+    partitions: bool
+    """Whether a rank keeps the gradients of its own partition only: ZeRO-2."""
+    accumulator: Tensor | None
+    """Flat gradient that DeepSpeed allocates itself and reduces; None if it has none."""
+    dtype: torch.dtype
+    """Type in which gradients are added up."""
+    wire: torch.dtype
+    """Type in which they are reduced."""
+    bucket: int
+    """Largest number of elements that are reduced at a time, unless a parameter has more."""
+    scatters: bool
+    """Whether a rank needs the sums of its own partition only, as ``reduce_scatter`` says."""
+    to_owners: bool
+    """Whether each partition's sum goes to its owner alone."""
+
+
+def take_over_gradients(engine: DeepSpeedEngine, step: Callable[[], None]) -> FlatOptimizer:
+    """Remove DeepSpeed's gradient hooks and let ``step`` be the step of an optimizer with flat tensors.
+
+    Assumes that ZeRO and BF16 optimizers have one group of parameters, which are contiguous views of one flat tensor;
+    that partitions are equal slices of it, by the rank in the group of replicas; that ``_grad_acc_hooks`` are all their
+    hooks on parameters; and that nothing but their hooks, their backward's prologue and epilogue and their step reads
+    gradients, so that with our step ``zero_grad`` has nothing to do.
+    """
+    optimizer: Any = engine.optimizer
+    assert not offloads(engine)
+    zero = isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer)
+    (parameters,) = optimizer.bit16_groups if zero else optimizer.bf16_groups
+    (weights,) = optimizer.bit16_groups_flat if zero else optimizer.bf16_groups_flat
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    optimizer.step, optimizer.zero_grad = step, _nothing
+    ((master,),) = (group["params"] for group in engine.basic_optimizer.param_groups)
+    (group,) = optimizer.real_dp_process_group
+    return FlatOptimizer(
+        places={parameter: parameter.storage_offset() - weights.storage_offset() for parameter in parameters},
+        elements=weights.numel(),
+        master=master,
+        group=group,
+        replicas=dist.get_world_size(group),
+        replica=dist.get_rank(group),
+        partitions=zero and optimizer.partition_gradients,
+        accumulator=None if zero else optimizer.fp32_groups_gradients_flat[0],
+        dtype=optimizer.gradient_accumulation_dtype if zero else optimizer.grad_acc_dtype,
+        wire=engine.communication_data_type,
+        bucket=optimizer.reduce_bucket_size if zero else BUCKET_ELEMENTS,
+        scatters=not zero or optimizer.reduce_scatter,
+        to_owners=zero and optimizer.reduce_scatter and not optimizer.use_multi_rank_bucket_allreduce,
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand-in for ``zero_grad`` where no gradient is left."""
+
+
+def fragments(engine: DeepSpeedEngine, own: Tensor) -> list[Tensor]:
+    """Return the pieces of a partition's gradient, as DeepSpeed's ``safe_get_full_grad`` looks them up.
+
+    Assumes that ``params_in_partition`` has the parameters in the order of ``_index_in_param_group``, and that the BF16
+    optimizer, whose pieces are known already, marks parameters that have gradients by ``_hp_grad``.
+    """
+    optimizer: Any = engine.optimizer
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        for parameter, gradient in zip(optimizer.bf16_groups[0], optimizer.fp32_groups_gradients[0], strict=True):
+            parameter._hp_grad = gradient
+        return []
+    places = [parameter._hp_mapping.hp_fragment_address for parameter in optimizer.params_in_partition[0]]
+    return [own.narrow(0, place.start, place.numel) for place in places]
+
+
+def show_fragments(engine: DeepSpeedEngine, pieces: list[Tensor] | None) -> None:
+    """Let ``safe_get_full_grad`` find these pieces, or no gradient.
+
+    Assumes that ``_hp_mapping`` looks gradients up in ZeRO's ``averaged_gradients``.
+    """
+    if isinstance(engine.optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+        engine.optimizer.averaged_gradients[0] = pieces
+
+
+def take_over_separate_step(
+    engine: DeepSpeedEngine, step: Callable[[], None]
+) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """Let ``step`` be the step of the unfused fp16 optimizer, and return its parameters, each with its fp32 master;
+    nothing for the plain optimizer, which keeps its step. Neither drops gradients afterwards: the caller does.
+
+    Assumes that ``_take_model_step`` drops them by the optimizer's ``zero_grad`` in fp16, and by the engine's in fp32.
+    """
+    pairs = list(_unfused_masters(engine.optimizer))
+    if pairs:
+        engine.optimizer.step, engine.optimizer.zero_grad = step, _nothing
+    else:
+        engine.zero_grad = _nothing
+    return pairs
+
+
+@contextlib.contextmanager
+def unless_invalid(engine: DeepSpeedEngine, norm: Tensor, scale: float) -> Iterator[bool]:
+    """Surround a step of the basic optimizer; yields whether to take it, for gradients of this scaled norm.
+
+    The host waits for the device to learn that; not in fp32 and bf16 with PyTorch's fused Adam, which skips the step by
+    itself, with a norm that then is infinite. :func:`count_skips` counts these steps. Where DeepSpeed is told not to
+    check, an invalid norm becomes -1 and clips nothing.
+
+    Assumes that ``_take_model_step`` and :func:`gradient_norm` read ``overflow`` and ``_global_grad_norm``; that
+    ``_update_scale`` moves the loss scale; and that PyTorch's fused Adam leaves parameters and state unchanged if its
+    ``found_inf`` is 1.
+    """
+    optimizer: Any = engine.optimizer
+    invalid = (norm - norm) != 0  # inf - inf is NaN
+    optimizer.overflow = False
+    if engine.bfloat16_enabled() and not getattr(optimizer, "check_grad_overflow", True):
+        norm.masked_fill_(invalid, -1.0)
+    elif not engine.fp16_enabled() and engine.basic_optimizer.param_groups[0].get("fused"):
+        norm.masked_fill_(invalid, float("inf"))
+        engine.basic_optimizer.found_inf = invalid.float()
+        engine.unread_skips = getattr(engine, "unread_skips", 0) + invalid
+    else:
+        optimizer.overflow = bool(invalid)
+    unscaled = norm / scale if scale != 1.0 and isinstance(optimizer, ZeROOptimizer) else norm
+    optimizer._global_grad_norm = float("inf") if optimizer.overflow else unscaled
+    try:
+        yield not optimizer.overflow
+    finally:
+        vars(engine.basic_optimizer).pop("found_inf", None)
+    if engine.fp16_enabled():
+        optimizer._update_scale(optimizer.overflow)
 
 
 def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
@@ -297,7 +451,7 @@ def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
     unchanged if its ``found_inf`` is 1. An offloading optimizer works on the host and is not changed.
     """
     optimizer = engine.optimizer
-    if getattr(optimizer, "cpu_offload", False):
+    if offloads(engine):
         yield
         return
     asked: list[tuple[Tensor, bool]] = []

@@ -28,7 +28,9 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
+from ddpm_ds.pipeline.flat_gradients import PassKind
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
+from ddpm_ds.pipeline.gradients import Gradients
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
@@ -62,6 +64,8 @@ class UnetPipelineEngine(PipelineEngine):
     """
 
     objective: Objective
+    gradients: Gradients
+    """What is done with gradients, as the JSON says; set by :func:`build_engine`."""
     kernels: Kernels = "reference"
     """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
     why_kernels = ""
@@ -147,6 +151,13 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _weighted_parts(self, *phases: int) -> list[Weighted]:
         return [part for layer in self.own_layers(*phases).values() for part in weighted_parts(layer)]
+
+    def wanted_gradients(self, phase: int, kind: PassKind) -> list[nn.Parameter]:
+        """Return the parameters to which a pass of a phase gives gradients, in about the order of their arrival."""
+        deferred = {part.weight for part in self._weighted_parts(phase)}
+        layers = reversed(self.own_layers(phase).values())
+        everything = [parameter for layer in layers for parameter in reversed(list(layer.parameters()))]
+        return [one for one in everything if kind == "whole" or (one in deferred) == (kind == "weights")]
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
@@ -377,12 +388,12 @@ class UnetPipelineEngine(PipelineEngine):
             flight.kept_roots = flight.kept = ()
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
         self._begin(own)
-        with insides.micro_batch_backward(self):
+        with self.gradients.gathering(phase, "inputs" if self._waiting.open else "whole"):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def _weight_gradients(self, own: Instruction) -> None:
-        with insides.micro_batch_backward(self):
-            self._waiting.compute(self._weighted_parts(own.phase), own.micro_batches)
+        with self.gradients.gathering(own.phase, "weights"):
+            self._waiting.compute(self._weighted_parts(own.phase), own.micro_batches, self.gradients.give)
 
     def _send_gradients(self, own: Instruction) -> None:
         """Send the gradients of the received tensors, and zeros for emb if the last layers don't use it."""
@@ -395,10 +406,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _reduce(self, _: Instruction) -> None:
         self._waiting.check_empty()
-        if self.zero_optimization_partition_gradients():
-            insides.finish_partitioned_gradients(self)
-        else:
-            self._exec_reduce_grads()
+        self.gradients.reduce()
 
     def _step(self, _: Instruction) -> None:
         if self.rate is not None:
@@ -407,7 +415,7 @@ class UnetPipelineEngine(PipelineEngine):
         self.step_rate = self.get_lr()[0]  # DeepSpeed's scheduler sets that of the next step
         self._force_grad_boundary = True
         try:
-            with insides.scale_updated_afterwards(self), insides.one_wait(self):
+            with self.gradients.stepping(self._step_loss_scale):
                 self._take_model_step(None)
         finally:
             self._force_grad_boundary = False
@@ -417,8 +425,9 @@ class UnetPipelineEngine(PipelineEngine):
 
         The stock clipping only counts the parameters of the first stage, and does not store the norm.
         """
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        squared = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).square()
+        parameters = insides.masters(self)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        squared = torch.nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(squared, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)

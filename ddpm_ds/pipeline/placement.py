@@ -91,19 +91,28 @@ class Sharing:
 
 
 def sharing(
-    config: Mapping[str, Any], *, precision: Literal["fp32", "fp16", "bf16"], zero_stage: int, micro_batches: int
+    config: Mapping[str, Any],
+    *,
+    precision: Literal["fp32", "fp16", "bf16"],
+    zero_stage: int,
+    micro_batches: int,
+    flat: bool = True,
 ) -> Sharing:
-    """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
+    """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON; ``flat`` says
+    whether gradients are.
 
-    Without ZeRO gradients are all-reduced once. DeepSpeed's ZeRO all-reduces too, although only the owner of a
-    gradient needs it, unless ``use_multi_rank_bucket_allreduce`` is off; and it gathers the weights that each replica
-    has stepped, as its optimizer for bf16 does without ZeRO.
+    Without ZeRO gradients are all-reduced once, as by DeepSpeed's optimizer for bf16, which ZeRO-1 has that adds bf16
+    gradients up in fp32. ZeRO all-reduces too, although only the owner of a gradient needs it, unless
+    ``use_multi_rank_bucket_allreduce`` is off; flat gradients are scattered under ZeRO-1. ZeRO gathers the weights
+    that each replica has stepped, as the optimizer for bf16 does without it.
     """
     zero = config.get("zero_optimization", {})
-    to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
+    wide = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    to_owner = (flat and zero_stage == 1) or not zero.get("use_multi_rank_bucket_allreduce", True)
+    everywhere = zero_stage == 0 or (zero_stage == 1 and precision == "bf16" and wide)
     return Sharing(
         reductions=micro_batches if zero_stage == 2 else 1,
-        passes=1 if zero_stage and to_owner else 2,
+        passes=1 if not everywhere and to_owner and zero.get("reduce_scatter", True) else 2,
         gradient_bytes=ELEMENT_BYTES[config.get("communication_data_type") or precision],
         weight_bytes=ELEMENT_BYTES[precision] if zero_stage or precision == "bf16" else 0,
     )
@@ -189,7 +198,11 @@ def run_exchange(
         images=layout.batch_images // layout.replicas,
         precision=ds.precision,
         shared=sharing(
-            ds.blocks, precision=ds.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
+            ds.blocks,
+            precision=ds.precision,
+            zero_stage=layout.zero_stage,
+            micro_batches=layout.micro_batches,
+            flat=ds.gradients == "flat",
         ),
         reductions=reductions,
     )

@@ -158,7 +158,11 @@ def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passe
 def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
     return sharing(
-        job.config, precision=job.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
+        job.config,
+        precision=job.precision,
+        zero_stage=layout.zero_stage,
+        micro_batches=layout.micro_batches,
+        flat=job.flat_gradients and not layout.offload,
     )
 
 

@@ -70,6 +70,11 @@ class Workload:
         return 4 if wide else self.stored_bytes
 
     @property
+    def flat_gradients(self) -> bool:
+        """Whether gradients are flat in layouts without offload."""
+        return bool(self.config.get("pipeline", {}).get("gradients", "flat") == "flat")
+
+    @property
     def bucket_elements(self) -> int:
         """Number of gradient elements that ZeRO reduces at a time."""
         given = self.config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")

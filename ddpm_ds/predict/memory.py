@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddpm_ds.config.ds_config import Layout, Schedule
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
@@ -21,7 +21,7 @@ from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLaye
 ACTIVATION_SHARE = 0.5
 """Largest share of a device's memory for activations; beyond it "auto" recomputes them."""
 STOCK_BUCKET_ELEMENTS = 500_000_000
-"""Number of gradient elements that DeepSpeed reduces at a time without ZeRO."""
+"""Number of gradient elements that DeepSpeed's own way reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
@@ -141,33 +141,58 @@ class _State:
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
         self.weights, self.optimizer, self.host = parameters * stored, (masters + 8) * owned, 0
         self.ema = 4 * owned * job.spec.ema.averages
-        self.bucket = job.bucket_elements * stored if zero else 0
-        if job.on_cpu:  # where untouched memory is not allocated
-            self.bucket = min(self.bucket, parameters * stored)
-        again = 0  # ZeRO-2: a micro-batch's gradients, which are added to the sum after its activations are freed
-        if zero == 2:
-            self.gradients = owned * job.accumulated_bytes
-            again = owned * stored if layout.micro_batches > 1 else 0
-        elif zero == 1:
-            self.gradients = parameters * job.accumulated_bytes
-        else:
-            # BF16_Optimizer accumulates bf16 gradients in fp32
-            self.gradients = parameters * (stored + 4 if job.precision == "bf16" else stored)
+        summed = job.accumulated_bytes if zero else stored
+        self.gradients = (owned if zero == 2 else parameters) * summed
+        # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
+        elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)
         if layout.offload:
+            self.bucket = self._deepspeed_bucket(job, layout, parameters)
             self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
             self.optimizer = self.ema = 0
             self.gradients = 0 if zero == 2 else self.gradients
             self.update = self.gradients + self.bucket + owned * stored
-        elif zero:
-            reducing = self.gradients + self.bucket + max(again, owned * stored if zero == 1 else 0)
-            self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # gradients are in fp32 by then
-        else:
-            flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
+        elif not job.flat_gradients:
+            self._deepspeed(job, layout, parameters, owned)
+        elif not partitioned:
+            self.bucket = 0
+            averaged = elements * stored if layout.replicas > 1 else 0
             wide = 4 * parameters if job.precision == "fp16" else 0
             # a CPU steps one tensor after the other
             intermediates = 0 if job.on_cpu else ADAM_INTERMEDIATES * owned
-            self.update = self.gradients + max(flat, wide + intermediates)
+            self.update = self.gradients + max(averaged, wide + intermediates)
+        else:
+            reduces = zero == 2 and layout.replicas > 1
+            scratch = elements * stored if reduces or summed != stored else 0
+            self.bucket = elements * stored + scratch
+            alias = summed == 4 and (owned == parameters or reduces)  # the sum is the fp32 gradient
+            released = 0 if zero else self.gradients  # BF16_Optimizer's sum stays
+            widening = self.gradients if alias else self.gradients + 4 * owned
+            stepping = ADAM_INTERMEDIATES * owned + (self.gradients if alias else 4 * owned + released)
+            scattering = elements * summed if zero == 1 and layout.replicas > 1 else 0
+            self.update = max(self.gradients + scattering, widening, stepping) + scratch
+
+    def _deepspeed(self, job: Workload, layout: Layout, parameters: int, owned: int) -> None:
+        """Count gradients that DeepSpeed handles by parameter."""
+        stored, zero = job.stored_bytes, layout.zero_stage
+        self.bucket = self._deepspeed_bucket(job, layout, parameters)
+        if zero:
+            # ZeRO-2: a micro-batch's gradients, which are added to the sum after its activations are freed
+            again = owned * stored if zero == 2 and layout.micro_batches > 1 else 0
+            reducing = self.gradients + self.bucket + max(again, owned * stored if zero == 1 else 0)
+            self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # gradients are in fp32 by then
+            return
+        self.gradients += parameters * stored if job.precision == "bf16" else 0  # BF16_Optimizer has a sum besides
+        flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
+        wide = 4 * owned if stored < 4 else 0
+        intermediates = 0 if job.on_cpu else ADAM_INTERMEDIATES * owned
+        self.update = self.gradients + max(flat, wide + intermediates)
+
+    @staticmethod
+    def _deepspeed_bucket(job: Workload, layout: Layout, parameters: int) -> int:
+        bucket = job.bucket_elements * job.stored_bytes if layout.zero_stage else 0
+        # untouched memory of a CPU is not allocated
+        return min(bucket, parameters * job.stored_bytes) if job.on_cpu else bucket
 
 
 # ---------------------------------------------------------------- activations

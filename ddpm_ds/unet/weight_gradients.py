@@ -25,6 +25,11 @@ Pair = tuple[Tensor, Tensor]
 """A layer's input and its output's gradient."""
 
 
+def through_autograd(weight: Tensor, gradient: Tensor) -> None:
+    """Accumulate a weight's gradient as a backward does, so that the weight's hooks run once."""
+    torch.autograd.backward([get_gradient_edge(weight)], [gradient])
+
+
 class WaitingGradients:
     """Queue of deferred weight gradients of some layers.
 
@@ -59,10 +64,14 @@ class WaitingGradients:
             raise RuntimeError(f"a weight of shape {tuple(layer.weight.shape)} is used twice in a micro-batch")
         queued[layer] = x, gradient
 
-    def compute(self, layers: Iterable[Weighted], numbers: Sequence[int]) -> None:
-        """Compute the weight gradients of some layers for several micro-batches at once, and accumulate their sums.
-
-        Sums are in the arithmetic's dtype. Each weight receives its sum as from a backward, so that its hooks run once.
+    def compute(
+        self,
+        layers: Iterable[Weighted],
+        numbers: Sequence[int],
+        give: Callable[[Tensor, Tensor], None] = through_autograd,
+    ) -> None:
+        """Compute the weight gradients of some layers for several micro-batches at once, and ``give`` each weight its
+        sum, which is computed in the arithmetic's dtype, in its own.
         """
         for layer in layers:
             total: Tensor | None = None
@@ -70,7 +79,7 @@ class WaitingGradients:
                 part = layer.weight_gradient(x, gradient)
                 total = part if total is None else total.add_(part)
             assert total is not None
-            torch.autograd.backward([get_gradient_edge(layer.weight)], [total.to(layer.weight.dtype)])
+            give(layer.weight, total.to(layer.weight.dtype))
         for number in numbers:
             if not self._queued[number]:
                 del self._queued[number]

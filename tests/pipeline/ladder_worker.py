@@ -77,6 +77,7 @@ class Case:
     fused: bool = False
     kernels: Literal["reference", "fused"] = "reference"
     process: Process = "plain"
+    gradients: Literal["flat", "deepspeed"] = "flat"
     random_programs: int | None = None
     """Seed of programs in the place of the schedule's own."""
 
@@ -119,6 +120,7 @@ class Case:
             kernels=self.kernels,
             compile=self.compile,
             blocks=blocks,
+            gradients="deepspeed" if self.offload else self.gradients,
         )
 
     def engine(self, spec: RunSpec, **blocks: Any) -> UnetPipelineEngine:

@@ -184,7 +184,8 @@ def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:
     [
         ({}, "fp32", 0, Sharing(1, 2, 4, 0)),
         ({}, "bf16", 0, Sharing(1, 2, 2, 2)),
-        ({}, "fp16", 1, Sharing(1, 2, 2, 2)),
+        ({}, "fp16", 1, Sharing(1, 1, 2, 2)),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "bf16", 1, Sharing(1, 2, 2, 2)),
         ({}, "fp16", 2, Sharing(8, 2, 2, 2)),
         ({"communication_data_type": "fp32"}, "fp16", 2, Sharing(8, 2, 4, 2)),
         ({"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}, "fp32", 2, Sharing(8, 1, 4, 4)),
@@ -198,6 +199,10 @@ def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:
 )
 def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage: int, expected: Sharing) -> None:
     assert sharing(config, precision=precision, zero_stage=zero_stage, micro_batches=8) == expected
+
+
+def test_deepspeeds_own_zero_1_reduces_for_all_replicas() -> None:
+    assert sharing({}, precision="fp16", zero_stage=1, micro_batches=8, flat=False) == Sharing(1, 2, 2, 2)
 
 
 # -------------------------------------------------------------------------------- before the ranks have met

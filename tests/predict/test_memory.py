@@ -46,7 +46,7 @@ def whole(job: Workload) -> tuple[int, int]:
         ("fp16", 0, 2, 2, 12, 4),
         ("fp16", 1, 2, 2, 3, 1),
         ("fp16", 2, 2, 0.5, 3, 1),
-        ("bf16", 0, 2, 6, 3, 1),  # bf16 and what DeepSpeed adds up in fp32; it shares the optimizer without ZeRO
+        ("bf16", 0, 2, 2, 3, 1),  # DeepSpeed shares the optimizer without ZeRO
     ],
 )
 def test_bytes_of_a_parameter(
@@ -58,6 +58,28 @@ def test_bytes_of_a_parameter(
     expected = [whole(job)[0] * size for size in (weights, gradients, optimizer, ema)]
     # a quarter of the parameters is rounded up
     assert (found.weights, found.gradients, found.optimizer, found.ema) == pytest.approx(expected, abs=12)
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "replicas", "expected"),
+    [
+        ("fp32", 1, 1, 4 + 8),  # Adam steps on the sum
+        ("fp32", 1, 2, 4 + 4 / 2),  # the own half is copied, the sum released, and Adam needs as much again
+        ("fp16", 2, 1, 4 + 8),  # widened, and the sum released
+        ("fp16", 2, 2, (4 + 8) / 2),
+        ("bf16", 0, 1, 2 + 4 + 8),  # the sum is DeepSpeed's and stays
+    ],
+)
+def test_a_step_on_flat_gradients_takes_no_more_than_deepspeeds(
+    precision: str, zero: int, replicas: int, expected: float
+) -> None:
+    config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    config |= {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
+    layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=zero, replicas=replicas)
+    found = {way: memory(small_job(**config, pipeline={"gradients": way}), layout) for way in ("flat", "deepspeed")}
+    update = found["flat"].gradients + found["flat"].activations + found["flat"].buffers
+    assert update == pytest.approx(whole(small_job())[0] * expected, abs=50)
+    assert found["flat"].total <= found["deepspeed"].total + 50
 
 
 def test_communicators_of_a_gpu() -> None:

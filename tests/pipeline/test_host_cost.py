@@ -1,0 +1,231 @@
+"""What a training step costs the host: operators, launches and Python calls of the engine, beside a plain loop.
+
+As a script, with a folder for its report, this counts one step of each case. Counts are exact and the same on every
+machine: an operator is one that reaches PyTorch's dispatcher, a launch one that is neither a view nor an allocation.
+Those that draw noise and timesteps are left out, in the loop as in the engine.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import pstats
+import sys
+import unittest.mock
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import bf16_optimizer
+from rivals.rows import Optimizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.predict.scheduler import typical_programs
+from ddpm_ds.processes.process_group import process_group
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.unet.model import UNet
+from tests.launching import run_ranks, tiny_spec
+from tests.pipeline.batches import device, global_batch, micro_batches
+from tests.pipeline.ladder_worker import DTYPES, Case, Precision, layers_of
+
+WARM_UP = 2
+IMAGES = 2
+"""Images of a micro-batch."""
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+PARAMETERS = {2: 304, 1: 204}
+"""Parameters of the U-Net by its blocks per level."""
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+
+
+@dataclass
+class Cost:
+    """Exact counts of one step."""
+
+    operators: int = 0
+    launches: int = 0
+    calls: int = 0
+    """Of Python functions."""
+    slow: int = 0
+    """Foreach operators whose tensors differ in shape, strides or dtype, so that a GPU launches each by itself."""
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self, cost: Cost) -> None:
+        super().__init__()
+        self.cost = cost
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.cost.operators += 1
+        self.cost.launches += not func.is_view and name not in ALLOCATIONS
+        lists = [argument for argument in args if isinstance(argument, list)]
+        if name.startswith("_foreach") and len(lists) > 1:
+            self.cost.slow += any(
+                (one.shape, one.stride()) != (other.shape, other.stride())
+                or (one.dtype is not other.dtype and name != "_foreach_copy_")
+                for one, other in zip(*lists[:2], strict=True)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Uncounted(Denoising):
+    """An objective whose draws are not counted."""
+
+    def prepare(self, micro_batch: MicroBatch) -> Noised:
+        with _disable_current_modes():
+            return super().prepare(micro_batch)
+
+
+def counted(steps: Callable[[int], object]) -> Cost:
+    """Counts of a step after the warm-up, by its number."""
+    for step in range(WARM_UP):
+        steps(step)
+    cost = Cost()
+    with Counter(cost):
+        steps(WARM_UP)
+    with cProfile.Profile() as profile:
+        steps(WARM_UP + 1)
+    cost.calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return cost
+
+
+def spec_of(blocks: int, images: int) -> RunSpec:
+    """CIFAR-10's U-Net with few channels and pixels. Without dropout, whose masks are not the engine's."""
+    unet = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": blocks, "attention_resolutions": [4]}
+    sections: dict[str, Any] = {"unet": {**unet, "dropout": 0.0, "classes": None}}
+    return tiny_spec(**sections, train={"batch_images": images, "label_drop": 0.0})
+
+
+def loop_cost(spec: RunSpec, precision: Precision, count: int) -> Cost:
+    """A plain loop over ``count`` micro-batches, with the optimizer of the benchmark's loops and an averaged U-Net."""
+    unet = UNet(layers_of(spec), spec.train.seed).to(device(), DTYPES[precision])
+    setting: Any = SimpleNamespace(
+        plan=SimpleNamespace(spec=spec, ds=SimpleNamespace(blocks={"gradient_clipping": 1.0})), device=device()
+    )
+    optimizer = Optimizer(setting, unet.parameters(), fused=True, scaled=precision == "fp16")
+    trained: list[Tensor] = [*optimizer.masters] or [*unet.parameters()]
+    averages, objective = [one.detach().clone() for one in trained], Uncounted(spec, device())
+    assert len(trained) == PARAMETERS[spec.unet.blocks_per_level]
+
+    def step(number: int) -> None:
+        total = torch.zeros((), device=device())
+        batch = global_batch(spec, number)
+        for first in range(0, len(batch.index), IMAGES):
+            one = type(batch)(*(tensor[first : first + IMAGES] for tensor in batch))
+            prepared = objective.prepare(one)
+            loss = objective.loss(unet(*objective.inputs(prepared), images=one.index), prepared)
+            total += loss.detach()
+            optimizer.scaler.scale(loss / count).backward()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, trained, 0.01)
+
+    return counted(step)
+
+
+def engine_cost(spec: RunSpec, case: Case) -> Cost:
+    """A rank of the engine, with its averaged weights; two ranks have weight-gradient passes."""
+    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+        zero = {"stage": case.zero, "reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
+        engine = case.engine(spec, zero_optimization=zero)
+    engine.objective = Uncounted(spec, device())
+    if case.stages > 1:
+        engine.follow(typical_programs("planned", case.micro_batches, case.stages, case.micro_batches))
+    ema = Ema(engine, spec.ema)
+
+    def step(number: int) -> None:
+        engine.train_batch(micro_batches(engine, global_batch(spec, number)))
+        ema.update()
+
+    cost = counted(step)
+    engine.destroy()
+    return cost
+
+
+ONE = [Case(1, 1, zero, precision, 0, fused=True, micro_batches=1) for zero in (0, 1, 2) for precision in PRECISIONS]
+SEVERAL = [replace(case, micro_batches=3) for case in ONE if case.precision == "bf16"]
+TWO_STAGES = Case(2, 1, 2, "bf16", 0, schedule="folded", fused=True, micro_batches=4)
+
+
+def name_of(case: Case, blocks: int = 2) -> str:
+    """A case in a report."""
+    return f"zero{case.zero}-{case.precision}-{case.micro_batches} x {blocks} blocks-{case.gradients}"
+
+
+def cases_of(stages: int) -> list[tuple[Case, int]]:
+    """The cases of one process or two, each with the U-Net's blocks per level."""
+    if stages == 2:
+        return [(replace(TWO_STAGES, gradients=way), 2) for way in ("flat", "deepspeed")]
+    return [(case, blocks) for case in ONE for blocks in PARAMETERS] + [(case, 2) for case in SEVERAL]
+
+
+def report(folder: Path, processes: int) -> dict[str, list[Cost]]:
+    """What the ranks counted, by case; of one process the loop's counts first."""
+    done = run_ranks(processes, Path(__file__), str(folder))
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return {name: [Cost(**cost) for rank in ranks for cost in rank[name]] for name in ranks[0]}
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Cost]]:
+    return report(tmp_path_factory.mktemp("cost"), 1)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("case", [*ONE, *SEVERAL], ids=name_of)
+def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: dict[str, list[Cost]], case: Case) -> None:
+    loop, engine = costs[name_of(case)]
+    few = 16 + 4 * case.micro_batches  # the engine also skips steps that are not finite, and knows each image's index
+    if case.zero or case.precision == "bf16":
+        assert engine.launches - loop.launches <= few
+        assert engine.operators - loop.operators <= few
+        assert engine.calls <= 1.1 * loop.calls
+    assert engine.operators <= 1.01 * loop.operators
+    assert engine.slow == 0, "foreach takes a launch for each tensor"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("case", ONE, ids=name_of)
+def test_what_the_engine_costs_more_does_not_grow_with_the_parameters(costs: dict[str, list[Cost]], case: Case) -> None:
+    more = []
+    for blocks in PARAMETERS:
+        loop, engine = costs[name_of(case, blocks)]
+        more.append((engine.operators - loop.operators, engine.launches - loop.launches))
+    assert more[0] == more[1]
+
+
+@pytest.mark.launch
+def test_ranks_of_a_pipeline_launch_half_of_what_they_do_with_deepspeeds_gradients(tmp_path: Path) -> None:
+    found = report(tmp_path, 2)
+    flat, deepspeed = (found[name_of(replace(TWO_STAGES, gradients=way))] for way in ("flat", "deepspeed"))
+    for own, other in zip(flat, deepspeed, strict=True):
+        assert own.launches <= 0.5 * other.launches and own.slow == 0, (own, other)
+
+
+def main() -> None:
+    use_host_accelerator()
+    torch.set_num_threads(1)
+    with process_group():
+        stages, found = torch.distributed.get_world_size(), {}
+        for case, blocks in cases_of(stages):
+            spec = spec_of(blocks, IMAGES * case.micro_batches)
+            loops = [loop_cost(spec, case.precision, case.micro_batches)] if stages == 1 else []
+            found[name_of(case, blocks)] = [asdict(cost) for cost in (*loops, engine_cost(spec, case))]
+        Path(sys.argv[-1], f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
