@@ -17,12 +17,24 @@ from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
-from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
+from ddpm_ds.unet.layers import (
+    PASSES_PER_STEP,
+    AttentionLayer,
+    BlockLayer,
+    DownsampleLayer,
+    EmbedLayer,
+    Layer,
+    OutputLayer,
+    UpsampleLayer,
+)
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
 EMA_BYTES = 12
 """Bytes per parameter that an average of the weights reads and writes."""
+
+DRAWS, UPDATE = 347, 30
+"""Launches that draw a micro-batch's noise, timesteps and flips, and those of the optimizer's step with averages."""
 
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
@@ -60,7 +72,7 @@ def planned_costs(
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
-        seconds = owned * update_bytes(job) / bandwidth
+        seconds = max(owned * update_bytes(job) / bandwidth, UPDATE * machine.launch_seconds)
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
@@ -90,14 +102,40 @@ def planned_costs(
     return costs
 
 
+def launches(layer: Layer) -> tuple[int, int]:
+    """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
+
+    They are operators that are neither views nor allocations (tests/predict/test_launches.py counts them, within a
+    tenth); a library's operator may be several kernels of a GPU.
+    """
+    match layer:
+        case BlockLayer():
+            pops, shortcut = layer.skip_channels > 0, layer.has_shortcut
+            return 10 + pops + shortcut + (layer.dropout > 0), 15 + 3 * shortcut
+        case EmbedLayer():
+            return 14 + DRAWS, 7
+        case AttentionLayer():
+            return 5, 11
+        case UpsampleLayer():
+            return 3, 5
+        case DownsampleLayer():
+            return 2, 3
+        case OutputLayer():
+            return 3, 4
+    return 1, 2
+
+
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
-    """Return a function that estimates layers' times from arithmetic, memory traffic and a fixed overhead."""
+    """Return a function that estimates layers' times: arithmetic and memory traffic, or the host's launches if they
+    take longer.
+    """
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         arithmetic = 2 * layer.macs * images / machine.flops
         moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
-        forward = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
-        return LayerSeconds(forward, (PASSES_PER_STEP - 1) * forward)
+        computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
+        forward, backward = (count * machine.launch_seconds for count in launches(layer))
+        return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
 
     return lambda images: [seconds(layer, images) for layer in job.layers]
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from ddpm_ds.command_line import GIB
 from ddpm_ds.errors import LayoutError
 
-REACHED_FLOPS = 0.4
-"""Share of the data sheet's dense flops that large convolutions reach in training."""
+REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
+"""Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
+precision, and of a processor core's. The first two fit what was measured and published (docs/planner.md)."""
+LAUNCH_SECONDS = 8e-5
+"""Seconds in which a host prepares and launches one of a GPU's kernels, as measured beside an H100 (docs/gpu.md)."""
 REACHED_MEMORY = 0.8
 """Share of the data sheet's memory bandwidth that normalisations and activations reach."""
 REACHED_LINK = 0.7
@@ -87,8 +90,13 @@ class Machine:
 
     @property
     def layer_seconds(self) -> float:
-        """Fixed seconds of a layer's forward: kernel launches, Python."""
-        return 2e-4 if self.is_cpu else 1e-4
+        """Fixed seconds of a layer's forward on a CPU, which computes and calls Python in turn."""
+        return 2e-4 if self.is_cpu else 0.0
+
+    @property
+    def launch_seconds(self) -> float:
+        """Seconds of the host for each kernel of a GPU, while which the GPU may compute."""
+        return 0.0 if self.is_cpu else LAUNCH_SECONDS
 
     @property
     def latency_seconds(self) -> float:
@@ -125,13 +133,15 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
             f"nodes that divides {devices}"
         )
     sheet = KINDS[kind]
-    teraflops = sheet.half_teraflops if half else sheet.single_teraflops
+    teraflops = REACHED_HALF * sheet.half_teraflops if half else REACHED_SINGLE * sheet.single_teraflops
+    if kind == "cpu":
+        teraflops = REACHED_CORE * sheet.single_teraflops
     return Machine(
         kind=kind,
         devices=devices,
         nodes=nodes,
         memory_bytes=int(sheet.memory_gib * GIB),
-        flops=REACHED_FLOPS * teraflops * 1e12,
+        flops=teraflops * 1e12,
         memory_bandwidth=REACHED_MEMORY * sheet.memory_gigabytes_per_second * 1e9,
         link_bandwidth=REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
         network_bandwidth=REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,

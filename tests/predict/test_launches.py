@@ -1,0 +1,67 @@
+"""What the host of a GPU costs: launches counted, and the speeds that were measured and published."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.config.ds_config import Layout
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.observe.device_speed import _inputs
+from ddpm_ds.predict.costs import DRAWS, launches
+from ddpm_ds.predict.layouts import Workload
+from ddpm_ds.predict.machine import machine
+from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.unet.layers import EmbedLayer
+from ddpm_ds.unet.model import build_layer
+from ddpm_ds.unet.operations import set_image_index
+from tests.launching import REPOSITORY, tiny_spec
+from tests.pipeline.test_host_cost import Cost, Counter
+
+SPECS = REPOSITORY / "launch" / "specs"
+WITHIN = 1.5
+
+
+def test_launches_of_layers_are_those_that_are_counted() -> None:
+    """Within a tenth in sum: what PyTorch copies to make contiguous depends on the shapes."""
+    unet = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": 2, "attention_resolutions": [4]}
+    spec = tiny_spec(unet={**unet, "dropout": 0.0})
+    layers = [*Workload(spec, {}, on_cpu=True).layers]
+    forward, backward = Cost(), Cost()
+    for layer in layers:
+        module = build_layer(layer, 0, seed=0)
+        set_image_index(module.modules(), torch.arange(2))
+        inputs = _inputs(layer, 2, torch.device("cpu"), torch.float32)
+        with Counter(forward):
+            outputs = module(inputs)
+        h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]
+        with Counter(backward):
+            torch.autograd.backward([h], [torch.ones_like(h)])
+    forwards, backwards = map(sum, zip(*map(launches, layers), strict=True))
+    assert forward.launches == pytest.approx(forwards - DRAWS, rel=0.1)
+    assert backward.launches == pytest.approx(backwards, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "half", "images", "measured"),
+    [
+        ("cifar10", "h100", True, 128, 1163),  # our layers in a plain loop; diffusers' 1,253 (docs/gpu.md)
+        ("cifar10_dim64", "h100", True, 128, 1521),  # of lucidrains' widths (docs/gpu.md)
+        ("imagenet64", "a100-40", True, 32, 70),  # EDM, about: 2,500 million images in 13 days on 32
+        ("cifar10", "v100", False, 128, 236),  # TorchCFM
+        ("cifar10", "rtx4090", False, 128, 749),  # TorchCFM
+    ],
+)
+def test_speeds_of_gpus_are_those_that_were_measured(
+    spec: str, kind: str, half: bool, images: int, measured: float
+) -> None:
+    given = load_spec(SPECS / f"{spec}.yaml", ["data.path=photos"] if spec == "imagenet64" else [])
+    job = Workload(given, {"bf16": {"enabled": half}}, on_cpu=False)
+    one = Predictor(job, replace(machine(kind, half=half, devices=1, nodes=1), memory_bytes=2**40))
+    layout = Layout(1, 1, "1f1b", images, 1, 0, 0, False)
+    rate = images / one.predict(layout).step_seconds
+    assert abs(math.log(rate / measured)) < math.log(WITHIN)
