@@ -109,6 +109,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
         link_bandwidth=FASTEST_LINK,
         network_bandwidth=FASTEST_LINK,
         host_bandwidth=bandwidth,
+        layer_seconds=0.0,
+        launch_seconds=0.0,
     )
 
     def predictor(exponent: float) -> Predictor:

@@ -73,6 +73,10 @@ class Machine:
     """Bytes per second from one device to another node."""
     host_bandwidth: float
     """Bytes per second between a device and its share of the host's memory."""
+    layer_seconds: float
+    """Fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn."""
+    launch_seconds: float
+    """Seconds of the host for each kernel of a GPU, which computes meanwhile; 0 for a CPU."""
 
     @property
     def is_cpu(self) -> bool:
@@ -87,16 +91,6 @@ class Machine:
     def devices_per_node(self) -> int:
         """Number of devices in a node; global ranks fill one node after the other."""
         return self.devices // self.nodes
-
-    @property
-    def layer_seconds(self) -> float:
-        """Fixed seconds of a layer's forward on a CPU, which computes and calls Python in turn."""
-        return 2e-4 if self.is_cpu else 0.0
-
-    @property
-    def launch_seconds(self) -> float:
-        """Seconds of the host for each kernel of a GPU, while which the GPU may compute."""
-        return 0.0 if self.is_cpu else LAUNCH_SECONDS
 
     @property
     def latency_seconds(self) -> float:
@@ -146,6 +140,8 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
         link_bandwidth=REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
         network_bandwidth=REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,
         host_bandwidth=8e9,
+        layer_seconds=2e-4 if kind == "cpu" else 0.0,
+        launch_seconds=0.0 if kind == "cpu" else LAUNCH_SECONDS,
     )
 
 
