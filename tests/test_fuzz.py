@@ -43,7 +43,7 @@ SPEC_KEYS = [
 profile = settings(
     deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
 )
-few, many = settings(profile, max_examples=60), settings(profile, max_examples=200)
+few, many = settings(profile, max_examples=40), settings(profile, max_examples=200)
 
 NUMBERS = [0, -1, 1, 2, 3, 7, 64, 513, 65_537, 2**31, 10**9, 10**12, 10**15, 2**63, 10**39, -(10**39)]
 FLOATS = [0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf")]
