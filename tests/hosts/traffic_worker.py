@@ -22,7 +22,7 @@ from ddpm_ds.predict.plan import RunPlan, hosts_line, plan_run
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.resolve import decide
 
-STEPS = 2
+STEPS = 1
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
