@@ -270,14 +270,11 @@ if __name__ == "__main__":
     from ddpm_ds.pipeline import import_deepspeed
 
     import_deepspeed()
-    import sklearn.datasets  # noqa: F401  (the digits)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
-    import ddpm_ds.processes.rendezvous
     import ddpm_ds.tracking.tracker
     import ddpm_ds.train.session
 
-    ddpm_ds.processes.rendezvous.POLL_SECONDS = 0.01  # ranks of one host meet a dozen times before they train
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # which MLflow reads when it is imported
     gc.collect()
     gc.freeze()  # else each process takes a second to free what it did not make

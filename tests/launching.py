@@ -52,7 +52,7 @@ def _digits() -> dict[str, bytes]:
 
 
 def place_digits(folder: Path) -> None:
-    """Put the digits, prepared, into ``data`` of a folder, unless it has one: else each rank imports scikit-learn."""
+    """Put the digits, prepared, into ``data`` of a folder, unless it has one, so that no run prepares them."""
     if not (folder / "data").exists():
         for name, content in _digits().items():
             file = folder / "data" / name
