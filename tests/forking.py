@@ -270,7 +270,6 @@ if __name__ == "__main__":
     from ddpm_ds.pipeline import import_deepspeed
 
     import_deepspeed()
-    import sklearn.datasets  # noqa: F401  (the digits)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
     import ddpm_ds.tracking.tracker

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
@@ -40,6 +40,24 @@ def place_empty_store(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "mlflow.db").exists():
         (folder / "mlflow.db").write_bytes(_empty_store())
+
+
+@functools.cache
+def _digits() -> dict[str, bytes]:
+    from ddpm_ds.data.prepare import prepare
+
+    with TemporaryDirectory() as folder:
+        made = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=Path(folder)))
+        return {f"{made.path.name}/{file.name}": file.read_bytes() for file in made.path.iterdir()}
+
+
+def place_digits(folder: Path) -> None:
+    """Put the digits, prepared, into ``data`` of a folder, unless it has one, so that no run prepares them."""
+    if not (folder / "data").exists():
+        for name, content in _digits().items():
+            file = folder / "data" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
 
 
 @contextlib.contextmanager

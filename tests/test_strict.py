@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forking import REPOSITORY
-from tests.launching import fork_ranks, place_empty_store
+from tests.launching import fork_ranks, place_digits, place_empty_store
 from tests.strict import LOCKED, MUTANTS
 from tests.train.ranks import TRAIN, arguments, checkpoints, points
 
@@ -29,6 +29,7 @@ WATCHED = ("--profile-kernels", "5-5", "--trace-steps", "6-7")
 def run(processes: int, *words: str, log: Path, **environment: str) -> list[int]:
     """The exit codes of the ranks of a script of ``launch/``."""
     place_empty_store(log.parent)
+    place_digits(log.parent)
     ranks = fork_ranks(processes, STRICT, *words, stdout=log, stderr=log, MLFLOW_TRACKING_URI="", **environment)
     try:
         return [rank.wait(SECONDS) for rank in ranks]

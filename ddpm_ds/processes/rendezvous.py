@@ -29,7 +29,7 @@ from ddpm_ds.processes.store import SealedStore, connect
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 60.0
 """Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.01
 MOST_LOOKS = 5000
 """Maximum number of times a second that all waiting ranks together look at the store."""
 TELL_SECONDS = 10.0

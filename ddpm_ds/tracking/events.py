@@ -119,11 +119,12 @@ class Cursor:
     def sent(self, tracker: str, file: Path) -> int:
         """Return the bytes of a file that a tracker has; 0 if the file is now shorter."""
         sent = self._sent.get(tracker, {}).get(self._name(file), 0)
-        return sent if file.exists() and sent <= file.stat().st_size else 0
+        return sent if sent and sent <= file.stat().st_size else 0
 
     def refuse(self, tracker: str, file: Path) -> None:
         """Note that a tracker has refused the record at its place in a file, for :meth:`retry`."""
-        self._sent.setdefault(f"{tracker} refused", {}).setdefault(self._name(file), self.sent(tracker, file))
+        with self._lock:
+            self._sent.setdefault(f"{tracker} refused", {}).setdefault(self._name(file), self.sent(tracker, file))
 
     def retry(self, tracker: str) -> None:
         """Go back to the first record of each file that a tracker has refused."""
@@ -131,7 +132,8 @@ class Cursor:
 
     def move(self, tracker: str, file: Path, sent: int) -> None:
         """Note, until the next :meth:`save`, how much of a file a tracker has."""
-        self._sent.setdefault(tracker, {})[self._name(file)] = sent
+        with self._lock:
+            self._sent.setdefault(tracker, {})[self._name(file)] = sent
 
     def _name(self, file: Path) -> str:
         return str(file.relative_to(self.path.parent))

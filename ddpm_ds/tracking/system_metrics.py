@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,6 +35,7 @@ SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"
 SETTINGS = "system_metrics/settings"  # in the store
 OFF = ("false", "0")
+POLL_SECONDS = 0.05
 
 Log = Callable[[str, str], None]
 Number = TypeVar("Number", int, float)
@@ -52,6 +54,8 @@ def system_metrics(store: dist.Store | None, run_dir: Path, tracker: Tracker | N
         settings = {name: os.environ[name] for name in (SWITCH, INTERVAL, SAMPLES) if name in os.environ}
         store.set(SETTINGS, json.dumps(settings if tracker is not None else {SWITCH: "false"}))
     elif store is not None and os.environ["LOCAL_RANK"] == "0":
+        while not store.check([SETTINGS]):  # waiting in the store would hold up this rank's heartbeat
+            time.sleep(POLL_SECONDS)
         settings = {SWITCH: "true", INTERVAL: "10", SAMPLES: "1", **json.loads(store.get(SETTINGS))}
         if settings[SWITCH].lower() not in OFF:
             child = start_child(run_dir.resolve(), os.environ["RANK"], output=subprocess.DEVNULL, **settings)
@@ -80,7 +84,7 @@ def _collect(folder: Path, host: str, rank: int, ending: threading.Event, log: L
     if os.environ.get(SWITCH, "true").lower() in OFF:
         return
     interval, samples = _setting(INTERVAL, limited_seconds, "10"), _setting(SAMPLES, positive, "1")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for node in (host, f"{host}-rank{rank}"):
         path = folder / f"{node.replace('/', '_')}.jsonl"
         if (held := lock(path)) is not None:

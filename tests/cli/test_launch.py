@@ -22,7 +22,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.launcher import Place
 from tests.forking import REPOSITORY
-from tests.launching import place_empty_store, run_ranks, tiny_spec
+from tests.launching import place_digits, place_empty_store, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
 
 CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
@@ -43,6 +43,7 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place_empty_store(tmp_path)
+    place_digits(tmp_path)
     run_dir = tmp_path / "run"
     words = f"train --processes 2 -p 2 --deepspeed_config {CONFIG} --spec {spec} --run-dir {run_dir}"
     first = Terminal([*PROGRAM, *words.split()], tmp_path)
@@ -58,7 +59,7 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
 
     def without_imports(program: Sequence[str], place: Place, **options: object) -> int:
         """The ranks, which don't import PyTorch each."""
-        done = run_ranks(place.processes, REPOSITORY / "launch" / "train.py", *program[2:])
+        done = run_ranks(place.processes, REPOSITORY / "launch" / "train.py", *program[2:], MLFLOW_TRACKING_URI="")
         assert f"images-{int(saved[1].replace(',', '')):09}" in done.stderr, "resumed"
         return done.returncode
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache, prepare
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.sources.arrays import open_digits
 from ddpm_ds.errors import DataError
 
 
@@ -36,6 +38,12 @@ def refused(path: Path, verify: bool = True) -> str:
     message = str(caught.value)
     assert f"delete {path} and prepare again" in message and "\n" not in message
     return message
+
+
+def test_the_digits_are_those_that_scikit_learn_returns() -> None:
+    found, expected = open_digits(DataSpec(source="digits", image_size=8, channels=1), False), load_digits()
+    assert np.array_equal(found.images, np.rint(expected.images * 255 / 16)) and found.images.dtype == np.uint8
+    assert np.array_equal(found.labels, expected.target) and found.classes == tuple("0123456789")
 
 
 def test_store_holds_the_digits(digits: DatasetCache) -> None:

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from ddpm_ds.checkpoint.reader import Reader
 from tests.hosts.hosts import UNMETERED, Host, Hosts
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for, write_json
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_digits, wait_for, write_json
 from tests.train.ranks import Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
@@ -32,7 +32,8 @@ Starter = tuple[Host, Sequence[str]]
 
 
 def run_dir_with_store(folder: Path, store: Path) -> Path:
-    """A run folder to be, beside a store for its MLflow run."""
+    """A run folder to be, beside a store for its MLflow run and the images."""
+    place_digits(folder)
     shutil.copy(store, folder / "mlflow.db")
     return folder / "run"
 

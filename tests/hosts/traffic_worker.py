@@ -24,7 +24,7 @@ from ddpm_ds.planning.resolve import plan_run
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.train.objective import Denoising
 
-STEPS = 2
+STEPS = 1
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 

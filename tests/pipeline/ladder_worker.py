@@ -268,10 +268,10 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
-    records = []
+    # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
+    counting, records = not case.compile and case.process == "plain", []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
-        counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched
-        with sent if counted else contextlib.nullcontext():
+        with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas
         torch.distributed.all_reduce(loss_here)
         moment_errors = {
@@ -293,7 +293,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
-                "sent": None if case.compile else [sent.message_bytes, sent.collective_bytes],
+                "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
                 "loss_scale": engine._step_loss_scale,
                 "graphs": [warm, counters["stats"]["unique_graphs"]],

@@ -47,7 +47,7 @@ BY_TWO = [
     Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128),
     Case(2, 1, 0, "fp16", 0, fixed_scale=128),
-    Case(2, 1, 1, "fp32", 1, schedule="folded", process="edm"),
+    Case(2, 1, 1, "fp32", 1, process="edm"),
     Case(2, 1, 2, "fp32", 1, process="augmented"),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="augmented"),
 ]
@@ -59,8 +59,7 @@ BY_FOUR = [
     Case(2, 2, 2, "fp16", 0, growing_scale=True),
     Case(2, 2, 0, "bf16", 0, across="replicas", process="flow"),
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
-    Case(2, 2, 2, "fp16", 1, schedule="folded"),
-    Case(2, 2, 2, "fp16", 1, process="edm"),
+    Case(2, 2, 2, "fp16", 1, schedule="folded", process="edm"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
 ]
@@ -75,21 +74,17 @@ ONE_PROCESS = [
 MORE_BY_TWO = [
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME if ways != (1, "fp16", 0)),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
-    Case(2, 1, 2, "fp16", 1, schedule="folded", compile=True, random_programs=11),
     Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", compile=True, random_programs=12),
     Case(2, 1, 0, "bf16", 0, fused=True),
 ]
 MORE_BY_FOUR = [
-    Case(4, 1, 2, "fp32", 1, reentrant=True),
-    Case(2, 2, 2, "fp32", 0, micro_batches=2, wall_clock=True),
-    Case(2, 2, 1, "fp16", 0, offload=True, schedule="folded"),
+    Case(4, 1, 2, "fp32", 1, reentrant=True, micro_batches=1),
+    Case(2, 2, 2, "fp32", 0, micro_batches=2, offload=True, wall_clock=True, random_programs=6),
+    Case(2, 2, 1, "fp16", 0, offload=True, schedule="folded", across="replicas"),
     Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
-    Case(4, 1, 2, "fp32", 0, micro_batches=1),
     Case(2, 2, 2, "fp16", 0, fp32_accumulation=True, across="replicas"),
-    Case(2, 2, 1, "fp16", 0, schedule="folded", across="replicas"),
     Case(2, 2, 2, "bf16", 0, fp32_accumulation=True, schedule="folded"),
     Case(1, 4, 2, "bf16", 0, random_programs=5),
-    Case(2, 2, 2, "fp32", 0, offload=True, random_programs=6),
     Case(2, 2, 0, "fp16", 0, schedule="folded", growing_scale=True, random_programs=7),
 ]
 """Other combinations of the same factors."""
@@ -114,6 +109,8 @@ Recorder = Callable[[str, object], None]
 def test_loss_and_every_gradient_equal_plain_pytorch(
     processes: int, cases: list[Case], tmp_path: Path, record_property: Recorder
 ) -> None:
+    """No full product. Each ZeRO stage meets fp32 and fp16, and ZeRO-0 and ZeRO-2 meet bf16. Each schedule meets every
+    ZeRO stage, recomputation, offloading, random programs, the compiler, replicas and a diffusion other than DDPM's."""
     check(processes, cases, tmp_path, record_property)
 
 

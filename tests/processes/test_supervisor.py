@@ -74,6 +74,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in (("HOME", tmp_path), ("PYTHONPATH", REPOSITORY), ("DS_ACCELERATOR", "cpu")):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
     yield folder
     assert left_running(folder) == []
 

@@ -25,7 +25,7 @@ from PIL import Image
 from ddpm_ds.cli.main import main
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
-from ddpm_ds.tracking.events import EVENTS, UNSENT_FILE, read
+from ddpm_ds.tracking.events import EVENTS, SYSTEM_METRICS, UNSENT_FILE, read
 from ddpm_ds.tracking.run_folder import NOTE_TAG, lock
 from ddpm_ds.tracking.tracker import RunLink, flatten
 from tests.launching import PATIENCE_SECONDS, wait_for
@@ -105,6 +105,10 @@ def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_
     (root / "missing.txt").touch()
     assert send(root) == 0
     assert [found.path for found in MlflowClient().list_artifacts(read_run(root).info.run_id)] == ["missing.txt"]
+    (late := root / "run" / SYSTEM_METRICS).mkdir()
+    of_host = {"metrics": {"system/b/cpu": 1.0}, "time": int(time.time() * 1000)}
+    (late / "b.jsonl").write_text(json.dumps(of_host) + "\n")
+    assert send(root) == 0 and [value for _, value in history(root, "system/b/cpu")] == [1.0]
     assert read_run(root).info.status == "FINISHED" and history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
 
 

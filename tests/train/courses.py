@@ -38,7 +38,7 @@ class Layout:
 
 LAYOUTS = {
     "1x1": Layout(1, 1, zero=0, accumulation=2),
-    "2x1": Layout(2, 1, zero=1, accumulation=4, recompute=1),
+    "2x1": Layout(2, 1, zero=1, accumulation=2, recompute=1),
     "2x2": Layout(2, 2, zero=2, accumulation=2),
     "1x4": Layout(1, 4, zero=1, accumulation=1),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
@@ -55,7 +55,7 @@ class Courses:
         self._folder = folder
         values = tiny_spec(
             data={"store_root": str(folder / "data"), "shuffle_images": 600},
-            unet={"attention_resolutions": []},
+            unet={"attention_resolutions": [], "multipliers": [1]},
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
         ).model_dump(mode="json")

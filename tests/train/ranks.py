@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, fork_ranks, place_empty_store, wait_for
+from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, wait_for
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 BATCH = 8
@@ -71,6 +71,7 @@ class Ranks:
         layout = [] if "-p" in options else ["-p", str(count)]
         words = arguments(run_dir, changes, config, [*layout, *options])
         place_empty_store(run_dir.parent)
+        place_digits(run_dir.parent)
         output, variables = self._output, {**QUIET, **environment}
         self.processes = fork_ranks(count, script, *words, stdout=output, stderr=output, **variables)
 

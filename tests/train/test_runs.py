@@ -22,7 +22,7 @@ from ddpm_ds.tracking.recorder import PARAMETERS
 from ddpm_ds.tracking.runs import find_run, mean_of_points
 from ddpm_ds.tracking.tracker import numbers_of
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, place_empty_store, run_ranks
+from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
 from tests.train.ranks import mlflow_run
 
@@ -59,6 +59,7 @@ def train(
     """The main command with a small U-Net, its outputs in ``folder``."""
     changes = [f"data.store_root={folder.parent / 'data'}", *overrides]
     place_empty_store(folder.parent)
+    place_digits(folder.parent)
     return run_ranks(
         processes,
         TRAIN,
@@ -119,7 +120,7 @@ def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_stages_of_two_replicas_give_the_same_curve_as_one_process(tmp_path: Path) -> None:
     short = ["train.images=320", "logging.log_every_images=32", "samples.every_images=160"]
-    overrides = [*TINY, *short, "evaluation.every_images=160"]
+    overrides = [*TINY, *short, "evaluation.every_images=160", "unet.multipliers=[1]", "unet.attention_resolutions=[]"]
     one, four = (tmp_path / "runs" / name for name in ("one", "four"))
     for processes, folder, layout in ((1, one, ()), (4, four, ("-p", "2"))):
         done = train(processes, folder, *layout, overrides=overrides)

@@ -113,6 +113,7 @@ print("kept", found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
 """
 
 
+@pytest.mark.launch
 @pytest.mark.needs_programs("g++|clang++")
 def test_compiled_for_real_once_per_shape_and_where_weight_gradients_wait_and_kept_for_the_next_run(
     tmp_path: Path,

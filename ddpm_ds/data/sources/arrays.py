@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import zipfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,12 @@ class ArraySource:
 def open_digits(spec: DataSpec, progress: bool) -> ArraySource:
     """Open the 1,797 handwritten digits that come with scikit-learn, grey images of 8x8 pixels."""
     import numpy as np
-    from sklearn.datasets import load_digits  # takes a second
 
-    digits = load_digits()
-    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), stored as 0..16
-    return ArraySource(tuple(map(str, digits.target_names)), digits.target.astype(np.int64), images)
+    package = find_spec("sklearn")  # importing it would take seconds
+    assert package is not None and package.origin is not None, "this package requires scikit-learn"
+    table = np.loadtxt(Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz", delimiter=",")
+    images = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8)  # stored as 0..16, the label last
+    return ArraySource(tuple(map(str, range(10))), table[:, -1].astype(np.int64), images.reshape(-1, 8, 8))
 
 
 def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
