@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import unittest.mock
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import (
     DTYPES,
     Case,
+    Precision,
     compile_without_code,
     difference,
     report_cases,
@@ -142,6 +144,16 @@ def test_a_parameter_without_gradient_is_an_error_and_not_a_bucket_without_it(tm
     assert said == f"1 parameters got no gradient, one of shape {tuple(shape)}"
 
 
+@pytest.mark.launch
+def test_weights_are_views_of_one_flat_tensor_without_gaps_and_stay_so(tmp_path: Path) -> None:
+    """Which DeepSpeed makes of them again after each of its own steps."""
+    precisions = [{"flattens": [zero, precision]} for zero, precision in ((1, "fp32"), (2, "bf16"), (0, "bf16"))]
+    done = run_ranks(1, Path(__file__), str(write_json(tmp_path / "cases.json", precisions)), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for before, after, expected in json.loads((tmp_path / "rank0.json").read_text()):
+        assert before == after == expected
+
+
 # -------------------------------------------------------------------------------- the ranks
 
 
@@ -215,7 +227,23 @@ def froze() -> tuple[str, list[int]]:
     return str(error.value), list(frozen.shape)
 
 
+def flattened(zero: int, precision: Precision) -> list[list[list[int]]]:
+    """Address and place of each parameter, before and after a step, and where they are one after the other."""
+    spec = spec_of(compiled=False)
+    engine = Case(1, 1, zero, precision, 0, micro_batches=1).engine(spec)
+
+    def places() -> list[list[int]]:
+        return [[one.untyped_storage().data_ptr(), one.storage_offset()] for one in engine.module.parameters()]
+
+    before = places()
+    engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    lengths = [parameter.numel() for parameter in engine.module.parameters()]
+    return [before, places(), [[before[0][0], first] for first in accumulate(lengths[:-1], initial=0)]]
+
+
 def run(case: dict[str, Any]) -> Any:
+    if "flattens" in case:
+        return flattened(*case["flattens"])
     if "freezes" in case:
         return froze()
     if "scales_of" in case:
