@@ -188,6 +188,8 @@ def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
     ``overlapping_partition_gradients_reduce_epilogue`` reduces this backward's remaining gradients and adds them to the
     owner's partition as long as the optimizer is not at an accumulation boundary; and that a BF16 or ZeRO-1 optimizer
     moves low-precision gradients to their accumulators in ``backward_epilogue``.
+
+    Only DeepSpeed's own way of handling gradients needs this.
     """
     optimizer = engine.optimizer
     engine._running_engine_backward = True
@@ -209,7 +211,7 @@ def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def reduce_gradients(engine: pipe_engine.PipelineEngine) -> None:
-    """Average the step's gradients over the replicas as DeepSpeed does.
+    """Average the step's gradients over the replicas as DeepSpeed does, in its own way or in its optimizer for bf16.
 
     Assumes that under ZeRO-2 ``finalize_gradient_accumulation_boundary`` builds ``averaged_gradients`` (or the
     offloaded gradient) from the micro-batches' sum, without another reduction, and that ``_exec_reduce_grads`` reduces
@@ -289,7 +291,7 @@ def take_over_gradients(engine: DeepSpeedEngine, step: Callable[[], None]) -> Fl
         dtype=optimizer.gradient_accumulation_dtype if zero else optimizer.grad_acc_dtype,
         wire=engine.communication_data_type,
         bucket=optimizer.reduce_bucket_size if zero else BUCKET_ELEMENTS,
-        scatters=not zero or optimizer.reduce_scatter,
+        scatters=zero and optimizer.reduce_scatter,
         to_owners=zero and optimizer.reduce_scatter and not optimizer.use_multi_rank_bucket_allreduce,
     )
 
@@ -377,6 +379,8 @@ def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
     Assumes that ZeRO with an offloaded optimizer adds a parameter's gradient to ``accumulated_grads_in_cpu`` in all
     backwards but the first of a step. In a fold the first backward does not reach the parameters of phase 0, so their
     gradients would be added to the previous step's.
+
+    Only DeepSpeed's own way of handling gradients needs this.
     """
     for buffer in getattr(engine.optimizer, "accumulated_grads_in_cpu", {}).values():
         buffer.zero_()
@@ -419,6 +423,8 @@ def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
 
     Assumes that the fp16 optimizers call ``_update_scale`` before they unscale, so that the stock optimizers halve the
     gradients when the scale grows.
+
+    Only DeepSpeed's own way of handling gradients needs this.
     """
     optimizer = engine.optimizer
     if not engine.fp16_enabled():
@@ -449,6 +455,8 @@ def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
     ``is_invalid_grad_norm`` on one norm to decide whether to skip, and again while clipping; that masking turns an
     invalid norm into -1; that no parameters are tied; and that PyTorch's fused Adam leaves parameters and state
     unchanged if its ``found_inf`` is 1. An offloading optimizer works on the host and is not changed.
+
+    Only DeepSpeed's own way of handling gradients needs this.
     """
     optimizer = engine.optimizer
     if offloads(engine):
@@ -512,7 +520,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _mask_invalid(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Set a norm that is not finite to -1; the stock function copies the -1 from the host."""
+    """Set a norm that is not finite to -1; the stock function, which :func:`one_wait` replaces, copies the -1 from the
+    host.
+    """
     norm.masked_fill_(~norm.isfinite(), -1.0)
 
 

@@ -37,6 +37,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, For
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import mixed_precision_linkage, safe_get_full_grad, tensor_fragment
 from filelock import FileLock
 from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
@@ -198,6 +199,65 @@ def test_zero_2_accumulates_between_boundaries_and_finishes_without_another_redu
     assert "accumulated_grad.add_" in epilogue and "is_gradient_accumulation_boundary" in epilogue
     finish = names_in(DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary)
     assert "averaged_gradients" in finish and "reduce_ipg_grads" not in finish
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hooks", "partition"),
+    [
+        (
+            DeepSpeedZeroOptimizer,
+            "create_gradient_handling_hooks",
+            "partition_size = len(self.bit16_groups_flat[i]) //",
+        ),
+        (BF16_Optimizer, "create_grad_acc_hooks", "partition_size = self.bf16_groups_flat[i].numel() //"),
+    ],
+)
+def test_optimizers_with_flat_weights_keep_all_their_hooks_in_one_list_and_own_equal_partitions(
+    optimizer: Any, hooks: str, partition: str
+) -> None:
+    text = source(optimizer)
+    assert text.count("register_grad_hook(") == 1
+    assert "self._grad_acc_hooks.append(register_grad_hook(" in source(getattr(optimizer, hooks))
+    assert partition in text
+
+
+@pytest.mark.parametrize("optimizer", [DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer])
+def test_an_optimizers_zero_grad_only_drops_gradients(optimizer: Any) -> None:
+    assert names_in(optimizer.zero_grad) <= {
+        *("zero_grad", "self", "set_to_none", "group", "p", "bit16_groups", "fp16_groups", "grad", "grad_accum"),
+        *("detach_", "zero_"),
+    }
+    assert not hasattr(BF16_Optimizer, "zero_grad") or "clear_lp_grads" in names_in(BF16_Optimizer.zero_grad)
+
+
+def test_a_step_is_told_by_the_optimizer_what_it_did_and_drops_gradients_afterwards() -> None:
+    step = " ".join(source(DeepSpeedEngine._take_model_step).split())
+    assert "self._global_grad_norm = self.optimizer._global_grad_norm" in step
+    assert "overflow = self.optimizer.overflow" in step and "self._step_applied = not overflow" in step
+    drops = "elif self.zero_optimization() or self.fp16_enabled(): self.optimizer.zero_grad() else: self.zero_grad()"
+    assert drops in step
+    for optimizer in (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer):
+        assert callable(optimizer._update_scale)
+
+
+def test_refreshed_weights_stay_the_views_that_they_are() -> None:
+    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer):
+        refresh = names_in(optimizer.update_lp_params)
+        assert "copy_" in refresh and not {"_update_model_bit16_weights", "unflatten"} & refresh
+
+
+def test_gradients_are_looked_up_by_their_number_in_the_partition() -> None:
+    assert "gradient_dict=self.averaged_gradients" in source(DeepSpeedZeroOptimizer._link_all_hp_params)
+    assert "gradient_dict[self.param_group_index][index_in_param_group]" in source(tensor_fragment.get_lp_grad_fragment)
+    assert "_index_in_param_group = index_in_param_group" in source(mixed_precision_linkage)
+    assert "getattr(param, '_hp_grad', None)" in source(safe_get_full_grad)
+    assert "gradient_dict=self.fp32_groups_gradient_dict" in source(BF16_Optimizer._link_all_hp_params)
+
+
+def test_only_zeros_optimizer_works_on_the_host() -> None:
+    assert "self.cpu_offload = True" in source(DeepSpeedZeroOptimizer.__init__)
+    assert "offload" not in source(FP16_UnfusedOptimizer).lower()
+    assert "self.cpu_offload" not in source(BF16_Optimizer)
 
 
 def test_stock_backward_scales_the_loss_for_zero_optimizers_only() -> None:

@@ -26,7 +26,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages and replicas, with a ZeRO stage, a number of micro-batches and checkpointing to go with them."""
+    """Stages and replicas, with other choices to go with them."""
 
     stages: int
     replicas: int
@@ -34,13 +34,14 @@ class Layout:
     accumulation: int
     recompute: int = 0
     schedule: str = "1f1b"
+    gradients: str = "flat"
 
 
 LAYOUTS = {
     "1x1": Layout(1, 1, zero=0, accumulation=2),
-    "2x1": Layout(2, 1, zero=1, accumulation=2, recompute=1),
+    "2x1": Layout(2, 1, zero=1, accumulation=2, recompute=1, gradients="deepspeed"),
     "2x2": Layout(2, 2, zero=2, accumulation=2),
-    "1x4": Layout(1, 4, zero=1, accumulation=1),
+    "1x4": Layout(1, 4, zero=1, accumulation=1, gradients="deepspeed"),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
 PRECISIONS = {"fp32": tuple(LAYOUTS), "fp16": ("1x1", "2x1", "2x2 folded")}
@@ -77,7 +78,11 @@ class Courses:
         config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
-        config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
+        config["pipeline"] |= {
+            "activation_checkpoint_interval": layout.recompute,
+            "schedule": layout.schedule,
+            "gradients": layout.gradients,
+        }
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
         if precision == "fp32":
             del config["fp16"]
