@@ -114,8 +114,8 @@ class Zero(Section):
     ] = 0
     """0 partitions nothing, 1 the optimizer's state, 2 also gradients."""
     reduce_bucket_size: Annotated[Annotated[int, Field(ge=1, le=MOST_BUCKET)] | Auto, ZERO_ONLY] = "auto"
-    """Elements reduced at a time, which DeepSpeed allocates in each backward; "auto" is 8388608 (2 to the 23rd), while
-    DeepSpeed's default is 500 million. Only with ZeRO 1 or 2."""
+    """Elements reduced at a time, for which memory is allocated; "auto" is 8388608 (2 to the 23rd), while DeepSpeed's
+    default is 500 million. Only with ZeRO 1 or 2."""
     allgather_bucket_size: Annotated[Annotated[int, Field(ge=2, le=MOST_BUCKET, multiple_of=2)] | Auto, ZERO_ONLY] = (
         "auto"
     )
@@ -123,7 +123,8 @@ class Zero(Section):
     reduce_scatter: Annotated[bool, ZERO_ONLY] = True
     """false: all-reduce instead. Only with ZeRO 1 or 2."""
     use_multi_rank_bucket_allreduce: Annotated[bool, ZERO_ONLY] = True
-    """One reduction for all ranks. Only with ZeRO 1 or 2."""
+    """One reduction for all ranks; flat gradients have it in ZeRO-2 only, since ZeRO-1 scatters them. Only with ZeRO 1
+    or 2."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
     """Adam's state in host memory."""
     overlap_comm: Annotated[Literal[False] | None, _why("DeepSpeed turns it off under a pipeline")] = None

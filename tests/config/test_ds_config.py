@@ -264,6 +264,24 @@ def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 
+def test_gradients_are_flat_unless_the_json_or_offload_says_otherwise() -> None:
+    given: dict[str, dict[str, Any]] = {
+        "flat": {},
+        "deepspeed": {"pipeline__gradients": "deepspeed"},
+        "offloaded": {"zero_optimization__offload_optimizer": {"device": "cpu"}},
+    }
+    ways = {way: filled(config(**keys)) for way, keys in given.items()}
+    assert {way: run.gradients for way, run in ways.items()} == {
+        "flat": "flat",
+        "deepspeed": "deepspeed",
+        "offloaded": "deepspeed",
+    }
+    for run in ways.values():
+        assert run.as_json()["pipeline"]["gradients"] == run.gradients and filled(run.as_json()) == run
+        assert "gradients" not in run.for_deepspeed()["pipeline"]
+    assert "pipeline.gradients" in refusal(config(pipeline__gradients="views"))
+
+
 def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> None:
     counts = {
         "pipeline__partition": [2.0, 9.0, 12.0],

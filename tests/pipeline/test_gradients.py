@@ -19,6 +19,7 @@ from rivals.measure import SentBytes
 from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.flat_gradients import _match
 from tests.launching import run_ranks, write_json
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import (
@@ -52,6 +53,9 @@ ONE: list[Row] = [
     (Case(1, 1, 0, "bf16", 0, micro_batches=2), {}),
     (Case(1, 1, 0, "fp32", 0, micro_batches=2), {}),
     (Case(1, 1, 0, "fp16", 0, micro_batches=2, random_programs=1), {}),
+    (Case(1, 1, 2, "fp16", 0, micro_batches=1), {"gradient_clipping": 0.0}),
+    (Case(1, 1, 1, "fp16", 0, micro_batches=1), {"gradient_clipping": 100.0}),
+    (Case(1, 1, 0, "fp16", 0, micro_batches=1), {"gradient_clipping": 100.0}),
 ]
 BY_TWO: list[Row] = [
     (Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1), {}),
@@ -102,6 +106,9 @@ def check(processes: int, rows: list[Row], folder: Path) -> None:
                     allowed += LATER[case.precision] * GRADIENT_TOLERANCE[case.precision]
                 wrong = {name: error for name, error in step["errors"].items() if not error <= allowed}
                 found += [f"{where}, step {number}: {name} is off by {error:.1e}" for name, error in wrong.items()]
+                moments = allowed + LATER[case.precision] * GRADIENT_TOLERANCE[case.precision]
+                if not step["moments"] <= moments:  # which tell whether gradients were unscaled and clipped
+                    found.append(f"{where}, step {number}: Adam's first moments are off by {step['moments']:.1e}")
                 for flat, deepspeed in (step["losses"], step["norms"]):
                     slack = LATER[case.precision] * LOSS_TOLERANCE[case.precision]
                     if abs(flat - deepspeed) > slack * abs(deepspeed):
@@ -120,6 +127,16 @@ def test_every_gradient_has_the_bits_of_deepspeeds_and_no_more_is_sent(
     processes: int, rows: list[Row], tmp_path: Path
 ) -> None:
     check(processes, rows, tmp_path)
+
+
+def test_a_place_gets_the_strides_of_its_gradient_where_the_memory_is_in_the_same_order() -> None:
+    flat = torch.zeros(24)
+    places = [flat.narrow(0, 0, 12).view(4, 1, 1, 3), flat.narrow(0, 12, 12).view(4, 3)]
+    gradients = [torch.ones(12).as_strided((4, 1, 1, 3), (3, 7, 5, 1)), torch.arange(12.0).view(3, 4).t()]
+    _match(places, gradients)
+    assert places[0].stride() == gradients[0].stride() and places[1].stride() == (3, 1)
+    torch._foreach_add_(places, gradients)
+    assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in gradients]))
 
 
 @pytest.mark.launch
@@ -161,8 +178,9 @@ def course(case: Case, keys: dict[str, Any]) -> list[dict[str, Any]]:
     """Loss, norm, gradients by name and bytes sent of each step."""
     spec = spec_of(case.compile, case.process)
     zero = case.resolved(spec.train.batch_images).blocks["zero_optimization"]
-    tops = {name: value for name, value in keys.items() if name == "communication_data_type"}
-    engine = case.engine(spec, zero_optimization={**zero, **{k: v for k, v in keys.items() if k not in tops}}, **tops)
+    inside = {name: value for name, value in keys.items() if name in {**TO_OWNERS, **WHOLE}}
+    tops = {name: value for name, value in keys.items() if name not in inside}
+    engine = case.engine(spec, zero_optimization={**zero, **inside}, **tops)
     if case.random_programs is not None:
         engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
     sent, steps = SentBytes(), []
@@ -172,9 +190,11 @@ def course(case: Case, keys: dict[str, Any]) -> list[dict[str, Any]]:
         with sent:
             loss = engine.train_batch(micro_batches(engine, global_batch(spec, step))).item()
         gradients = {name: gradient.clone() for name, gradient in seen.items()}
-        steps.append((loss, engine.gradient_norm(), gradients, sent.collective_bytes - before))
+        state = engine.basic_optimizer.state
+        moments = torch.cat([state[master]["exp_avg"].flatten() for master in insides.masters(engine)])
+        steps.append((loss, engine.gradient_norm(), gradients, sent.collective_bytes - before, moments))
     engine.destroy()
-    return [dict(zip(("loss", "norm", "gradients", "sent"), step, strict=True)) for step in steps]
+    return [dict(zip(("loss", "norm", "gradients", "sent", "moments"), step, strict=True)) for step in steps]
 
 
 def compared(case: Case, keys: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,6 +212,7 @@ def compared(case: Case, keys: dict[str, Any]) -> list[dict[str, Any]]:
             "losses": [flat["loss"], deepspeed["loss"]],
             "norms": [flat["norm"], deepspeed["norm"]],
             "sent": [flat["sent"], deepspeed["sent"]],
+            "moments": difference(flat["moments"], deepspeed["moments"]),
         }
         for flat, deepspeed in zip(*ways, strict=True)
     ]

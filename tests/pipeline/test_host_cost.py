@@ -155,13 +155,15 @@ def engine_cost(spec: RunSpec, case: Case) -> Cost:
 
 
 ONE = [Case(1, 1, zero, precision, 0, fused=True, micro_batches=1) for zero in (0, 1, 2) for precision in PRECISIONS]
-SEVERAL = [replace(case, micro_batches=3) for case in ONE if case.precision == "bf16"]
+WIDE = Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=1, fp32_accumulation=True)
+SEVERAL = [replace(case, micro_batches=3) for case in ONE if case.precision == "bf16"] + [WIDE]
 TWO_STAGES = Case(2, 1, 2, "bf16", 0, schedule="folded", fused=True, micro_batches=4)
 
 
 def name_of(case: Case, blocks: int = 2) -> str:
     """A case in a report."""
-    return f"zero{case.zero}-{case.precision}-{case.micro_batches} x {blocks} blocks-{case.gradients}"
+    wide = "-wide" if case.fp32_accumulation else ""
+    return f"zero{case.zero}-{case.precision}{wide}-{case.micro_batches} x {blocks} blocks-{case.gradients}"
 
 
 def cases_of(stages: int) -> list[tuple[Case, int]]:
