@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import shlex
@@ -229,8 +230,10 @@ def test_what_was_off_stays_off_and_what_was_on_stays_on(given: dict[str, Any], 
 
 
 def test_a_refused_key_that_is_off_is_removed_and_never_replaced() -> None:
-    for dotted in (*REFUSED, *RENAMED):
-        for off in (False, None, {}, {"enabled": False}, {"device": "none"}):
+    """Each key has one of the values that mean off, each value many keys."""
+    values = itertools.cycle([False, None, {}, {"enabled": False}, {"device": "none"}])
+    for dotted, first in zip((*REFUSED, *RENAMED), values, strict=False):
+        for off in (first, next(values)):
             config = copy.deepcopy(OPTIMIZER)
             block, name = block_of(config, dotted)
             block[name] = off

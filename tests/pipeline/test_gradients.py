@@ -121,7 +121,11 @@ def check(processes: int, rows: list[Row], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "rows"),
-    [pytest.param(1, ONE, id="1 process"), pytest.param(2, BY_TWO, id="2"), pytest.param(4, BY_FOUR, id="4")],
+    [
+        pytest.param(1, ONE, id="1 process"),
+        pytest.param(2, BY_TWO, id="2"),
+        pytest.param(4, BY_FOUR, id="4", marks=pytest.mark.long),
+    ],
 )
 def test_every_gradient_has_the_bits_of_deepspeeds_and_no_more_is_sent(
     processes: int, rows: list[Row], tmp_path: Path
