@@ -265,18 +265,13 @@ def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
 
 
 def test_gradients_are_flat_unless_the_json_or_offload_says_otherwise() -> None:
-    given: dict[str, dict[str, Any]] = {
-        "flat": {},
-        "deepspeed": {"pipeline__gradients": "deepspeed"},
-        "offloaded": {"zero_optimization__offload_optimizer": {"device": "cpu"}},
-    }
-    ways = {way: filled(config(**keys)) for way, keys in given.items()}
-    assert {way: run.gradients for way, run in ways.items()} == {
-        "flat": "flat",
-        "deepspeed": "deepspeed",
-        "offloaded": "deepspeed",
-    }
-    for run in ways.values():
+    offload = {"device": "cpu"}
+    for run, way in (
+        (filled(config()), "flat"),
+        (filled(config(pipeline__gradients="deepspeed")), "deepspeed"),
+        (filled(config(zero_optimization__offload_optimizer=offload)), "deepspeed"),
+    ):
+        assert run.gradients == way
         assert run.as_json()["pipeline"]["gradients"] == run.gradients and filled(run.as_json()) == run
         assert "gradients" not in run.for_deepspeed()["pipeline"]
     assert "pipeline.gradients" in refusal(config(pipeline__gradients="views"))
