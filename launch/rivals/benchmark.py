@@ -204,7 +204,7 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
             measure.print_peak(lambda: build_one_device_row(options.memory_of, setting, missing), device)
             return
         peak = matmul_peak(device, arithmetic)
-        rows, compared = warm_rows(names, setting, missing, allowed, memory=options.memory)
+        rows, compared = warm_rows(names, setting, missing, allowed, memory=options.memory, host=options.host)
         gc.collect()
         parts = {name: part for name, row in rows.items() if (part := row.forward_backward) is not None}
         timed = [*(row.step for row in rows.values()), *parts.values()]
@@ -246,11 +246,12 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
 
 
 def warm_rows(
-    names: Sequence[str], setting: Setting, missing: Mapping[str, str], allowed: float, *, memory: bool
+    names: Sequence[str], setting: Setting, missing: Mapping[str, str], allowed: float, *, memory: bool, host: bool
 ) -> tuple[dict[str, Loop | OneStageEngine], list[dict[str, Any]]]:
     """Build all rows in this process, compare what they compute and warm them up; return them and their first numbers.
 
-    With ``memory``, peaks on a CPU are measured too, each in a child process; on a GPU they need none.
+    With ``memory``, peaks on a CPU are measured too, each in a child process; on a GPU they need none. With ``host``
+    the operators, launches and Python calls of a step are counted.
 
     Raises:
         BadNumbersError: two rows of the same U-Net differ by more than ``allowed``, or an output is not finite.
@@ -283,9 +284,11 @@ def warm_rows(
         elif not math.isfinite(probe.loss + probe.gradient_norm):
             raise BadNumbersError(f"{name} has loss {probe.loss} and gradients of norm {probe.gradient_norm}")
         rows[name] = row
+        cost = measure.HostCost.of(row.step) if host else None
         compared.append(
             {
                 "row": name,
+                "host": cost,
                 "name": row.name,
                 "note": row.note,
                 "reference": first,
@@ -330,8 +333,11 @@ def one_device_result(
         "round_step_seconds": whole[name],
         "round_forward_backward_seconds": part,
     }
+    host: measure.HostCost | None = known["host"]
+    counts = {} if host is None else {"operators": host.operators, "launches": host.launches, "calls": host.calls}
     cells = {
         "row": name,
+        **{count: f"{number:,}" for count, number in counts.items()},
         "step ms": step.as_milliseconds(),
         "fwd+bwd ms": "-" if part_step is None else part_step.as_milliseconds(),
         "images/s": f"{rate:,.4g}",

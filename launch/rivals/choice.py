@@ -54,6 +54,12 @@ ROUNDS, STEPS = {"layout": 15, "cuda": 5, "cpu": 3}, {"layout": 20, "cuda": 20, 
 """Rounds, and steps of a round, if they are not given: on all processes, and of ``--one-device`` by device."""
 CPU_IMAGES = 8
 """Images of a step of ``--one-device`` on a CPU, unless ``--images`` says otherwise."""
+HOST_IMAGES = 2
+HOST_SIZES = (
+    *("unet.channels=8", "unet.norm_groups=4", "unet.attention_resolutions=[4]"),
+    *("data.image_size=8", "data.channels=1", "data.source=digits", "data.workers=0"),
+)
+"""Images of a step of ``--host``, and the sizes at which all layers of a spec are counted in seconds."""
 
 
 def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:

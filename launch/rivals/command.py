@@ -13,7 +13,17 @@ from ddpm_ds.planning.resolve import plan_run
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.ranks import print_once, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
-from rivals.choice import CPU_IMAGES, ONE_DEVICE_ROWS, ROUNDS, ROWS, STEPS, choose, why_not_in_layout
+from rivals.choice import (
+    CPU_IMAGES,
+    HOST_IMAGES,
+    HOST_SIZES,
+    ONE_DEVICE_ROWS,
+    ROUNDS,
+    ROWS,
+    STEPS,
+    choose,
+    why_not_in_layout,
+)
 
 DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
@@ -80,6 +90,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"
     )
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="with --one-device: also count what a step costs the host, for all layers of the spec with 8 channels, "
+        "8x8 pixels and 2 images",
+    )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child of --memory
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
     add_overwrite(parser)
@@ -97,6 +113,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.rows = [name for name in rows if name in options.rows]  # in the table's order
     if options.images is not None and not options.one_device:
         raise SpecError("--images belongs to --one-device; write --set train.batch_images=N")
+    if options.host and not options.one_device:
+        raise SpecError("--host counts the steps of --one-device; add it")
     return options
 
 
@@ -136,9 +154,9 @@ def _benchmark(options: argparse.Namespace) -> None:
 
     if not options.one_device:
         return run_layout(plan, device, names, not_run, options)
-    images = options.images or (CPU_IMAGES if device.type == "cpu" else None)
+    images = options.images or (HOST_IMAGES if options.host else CPU_IMAGES if device.type == "cpu" else None)
     batch = [] if images is None else [f"train.batch_images={images}"]
-    overrides = [*options.overrides, *batch, "train.accumulation=1"]
+    overrides = [*(HOST_SIZES if options.host else ()), *options.overrides, *batch, "train.accumulation=1"]
     run_one_device(_plan(options, overrides), device, overrides, options)
 
 

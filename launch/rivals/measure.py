@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import os
+import pstats
 import statistics
 import subprocess
 import sys
@@ -57,6 +59,8 @@ BACKWARDS: tuple[tuple[Any, str], ...] = (
 )
 """Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
 PEAK = "peak bytes: "
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operators that launch nothing, beside views."""
 
 
 def check_losses(names: Sequence[str], losses: Sequence[Sequence[float]], tolerance: float) -> list[float]:
@@ -219,6 +223,54 @@ class SentBytes(TorchDispatchMode):
             position = [argument.name for argument in schema.arguments].index("process_group")
             processes = dist.ProcessGroup.unbox(arguments[position]).size()
             self.collective_bytes += RING_SHARE[name](_bytes(arguments[0]), _bytes(arguments[1]), processes)
+
+
+@dataclass
+class HostCost:
+    """What a step costs the host: exact counts, the same on every machine."""
+
+    operators: int = 0
+    """Operators that reach PyTorch's dispatcher."""
+    launches: int = 0
+    """Operators that are neither views nor allocations; a library's may be several kernels of a GPU."""
+    calls: int = 0
+    """Calls of Python functions."""
+    slow: int = 0
+    """Foreach operators whose tensors differ in shape, strides or dtype, so that a GPU launches each by itself."""
+
+    @classmethod
+    def of(cls, step: Callable[[], object]) -> HostCost:
+        """Count what a warm step does; it is taken twice."""
+        cost = cls()
+        with CountedOperators(cost):
+            step()
+        with cProfile.Profile() as profile:
+            step()
+        cost.calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+        return cost
+
+
+class CountedOperators(TorchDispatchMode):
+    """While entered, adds the operators to a cost."""
+
+    def __init__(self, cost: HostCost) -> None:
+        super().__init__()
+        self._cost = cost
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        self._cost.operators += 1
+        self._cost.launches += not func.is_view and name not in ALLOCATIONS
+        lists = [argument for argument in args if isinstance(argument, list)]
+        if name.startswith("_foreach") and len(lists) > 1:
+            self._cost.slow += any(
+                (one.shape, one.stride()) != (other.shape, other.stride())
+                or (one.dtype is not other.dtype and name != "_foreach_copy_")
+                for one, other in zip(*lists[:2], strict=True)
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _bytes(tensors: Any) -> int:

@@ -7,13 +7,12 @@ Those that draw noise and timesteps are left out, in the loop as in the engine.
 
 from __future__ import annotations
 
-import cProfile
+import itertools
 import json
-import pstats
 import sys
 import unittest.mock
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
+from rivals.measure import HostCost
 from rivals.rows import Optimizer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.config.spec import RunSpec
@@ -41,43 +41,11 @@ from tests.pipeline.ladder_worker import DTYPES, Case, Precision, layers_of
 WARM_UP = 2
 IMAGES = 2
 """Images of a micro-batch."""
-ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 PARAMETERS = {2: 304, 1: 204}
 """Parameters of the U-Net by its blocks per level."""
+Costs = dict[str, list[HostCost]]
+"""Counts of the loop and the ranks by case."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
-
-
-@dataclass
-class Cost:
-    """Exact counts of one step."""
-
-    operators: int = 0
-    launches: int = 0
-    calls: int = 0
-    """Of Python functions."""
-    slow: int = 0
-    """Foreach operators whose tensors differ in shape, strides or dtype, so that a GPU launches each by itself."""
-
-
-class Counter(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self, cost: Cost) -> None:
-        super().__init__()
-        self.cost = cost
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.cost.operators += 1
-        self.cost.launches += not func.is_view and name not in ALLOCATIONS
-        lists = [argument for argument in args if isinstance(argument, list)]
-        if name.startswith("_foreach") and len(lists) > 1:
-            self.cost.slow += any(
-                (one.shape, one.stride()) != (other.shape, other.stride())
-                or (one.dtype is not other.dtype and name != "_foreach_copy_")
-                for one, other in zip(*lists[:2], strict=True)
-            )
-        return func(*args, **(kwargs or {}))
 
 
 class Uncounted(Denoising):
@@ -88,17 +56,12 @@ class Uncounted(Denoising):
             return super().prepare(micro_batch)
 
 
-def counted(steps: Callable[[int], object]) -> Cost:
+def counted(step: Callable[[int], object]) -> HostCost:
     """Counts of a step after the warm-up, by its number."""
-    for step in range(WARM_UP):
-        steps(step)
-    cost = Cost()
-    with Counter(cost):
-        steps(WARM_UP)
-    with cProfile.Profile() as profile:
-        steps(WARM_UP + 1)
-    cost.calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    return cost
+    for number in range(WARM_UP):
+        step(number)
+    numbers = itertools.count(WARM_UP)
+    return HostCost.of(lambda: step(next(numbers)))
 
 
 def spec_of(blocks: int, images: int) -> RunSpec:
@@ -108,7 +71,7 @@ def spec_of(blocks: int, images: int) -> RunSpec:
     return tiny_spec(**sections, train={"batch_images": images, "label_drop": 0.0})
 
 
-def loop_cost(spec: RunSpec, precision: Precision, count: int) -> Cost:
+def loop_cost(spec: RunSpec, precision: Precision, count: int) -> HostCost:
     """A plain loop over ``count`` micro-batches, with the optimizer of the benchmark's loops and an averaged U-Net."""
     unet = UNet(layers_of(spec), spec.train.seed).to(device(), DTYPES[precision])
     setting: Any = SimpleNamespace(
@@ -135,7 +98,7 @@ def loop_cost(spec: RunSpec, precision: Precision, count: int) -> Cost:
     return counted(step)
 
 
-def engine_cost(spec: RunSpec, case: Case) -> Cost:
+def engine_cost(spec: RunSpec, case: Case) -> HostCost:
     """A rank of the engine, with its averaged weights; two ranks have weight-gradient passes."""
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         zero = {"stage": case.zero, "reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
@@ -173,22 +136,22 @@ def cases_of(stages: int) -> list[tuple[Case, int]]:
     return [(case, blocks) for case in ONE for blocks in PARAMETERS] + [(case, 2) for case in SEVERAL]
 
 
-def report(folder: Path, processes: int) -> dict[str, list[Cost]]:
+def report(folder: Path, processes: int) -> Costs:
     """What the ranks counted, by case; of one process the loop's counts first."""
     done = run_ranks(processes, Path(__file__), str(folder))
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
-    return {name: [Cost(**cost) for rank in ranks for cost in rank[name]] for name in ranks[0]}
+    return {name: [HostCost(**cost) for rank in ranks for cost in rank[name]] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
-def costs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Cost]]:
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
     return report(tmp_path_factory.mktemp("cost"), 1)
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("case", [*ONE, *SEVERAL], ids=name_of)
-def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: dict[str, list[Cost]], case: Case) -> None:
+def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: Costs, case: Case) -> None:
     loop, engine = costs[name_of(case)]
     few = 16 + 4 * case.micro_batches  # the engine also skips steps that are not finite, and knows each image's index
     if case.zero or case.precision == "bf16":
@@ -201,7 +164,7 @@ def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: dict[
 
 @pytest.mark.launch
 @pytest.mark.parametrize("case", ONE, ids=name_of)
-def test_what_the_engine_costs_more_does_not_grow_with_the_parameters(costs: dict[str, list[Cost]], case: Case) -> None:
+def test_what_the_engine_costs_more_does_not_grow_with_the_parameters(costs: Costs, case: Case) -> None:
     more = []
     for blocks in PARAMETERS:
         loop, engine = costs[name_of(case, blocks)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rivals.measure import CountedOperators, HostCost
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import Layout
@@ -20,7 +21,6 @@ from ddpm_ds.unet.layers import EmbedLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
 from tests.launching import REPOSITORY, tiny_spec
-from tests.pipeline.test_host_cost import Cost, Counter
 
 SPECS = REPOSITORY / "launch" / "specs"
 WITHIN = 1.5
@@ -31,15 +31,15 @@ def test_launches_of_layers_are_those_that_are_counted() -> None:
     unet = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": 2, "attention_resolutions": [4]}
     spec = tiny_spec(unet={**unet, "dropout": 0.0})
     layers = [*Workload(spec, {}, on_cpu=True).layers]
-    forward, backward = Cost(), Cost()
+    forward, backward = HostCost(), HostCost()
     for layer in layers:
         module = build_layer(layer, 0, seed=0)
         set_image_index(module.modules(), torch.arange(2))
         inputs = _inputs(layer, 2, torch.device("cpu"), torch.float32)
-        with Counter(forward):
+        with CountedOperators(forward):
             outputs = module(inputs)
         h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]
-        with Counter(backward):
+        with CountedOperators(backward):
             torch.autograd.backward([h], [torch.ones_like(h)])
     forwards, backwards = map(sum, zip(*map(launches, layers), strict=True))
     assert forward.launches == pytest.approx(forwards - DRAWS, rel=0.1)

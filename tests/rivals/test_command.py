@@ -128,6 +128,7 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
         (1, "--rows torch,ddp", "leaves nothing to run: torch: needs 2 stages; ddp: needs 2 processes"),
         (1, "--images 4", "--images belongs to --one-device; write --set train.batch_images=N"),
         (1, "--one-device --rows plain,1f1b", "'1f1b' is no row; rows are diffusers, diffusers-compiled"),
+        (1, "--host", "--host counts the steps of --one-device; add it"),
         (2, "--one-device", "--one-device has one process, and 2 were started"),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_ro
     names = "plain,channels-last,fused-kernels,fused-adamw,diffusers,bare,engine,lucidrains"
     config = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
     words = ("--one-device", *sets, "--images", "6", "--deepspeed_config", config, "--rows", names)
-    more = ("--rounds", "2", "--steps-per-round", "1", "--json", str(file))
+    more = ("--rounds", "2", "--steps-per-round", "1", "--json", str(file), "--host")
     done = run_ranks(1, PLANTED, *words, *more, WRONG="plain,fused-adamw")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (line,) = [line for line in done.stderr.splitlines() if "ddpm_ds: error" in line]
@@ -160,6 +160,9 @@ def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_ro
         assert len(row["round_step_seconds"]) == 2
         assert (row["forward_backward_seconds"] is None) == (name == "engine")
         assert row["name"] in done.stdout
+    engine, bare = rows["engine"]["host"], rows["bare"]["host"]
+    assert 0 <= engine["launches"] - bare["launches"] < 20 and engine["slow"] == 0 < engine["calls"]
+    assert f"{engine['operators']:,}" in done.stdout and "launches" in done.stdout
     assert rows["diffusers"]["speed"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert rows["diffusers"]["parameters"] == rows["plain"]["parameters"]
     assert rows["plain"]["gradient_norm_difference"] > 0 and report["images"] == 6
@@ -174,12 +177,12 @@ def test_rows_that_do_not_fit_the_device_together_are_named(store_root: Path, mo
 
     monkeypatch.setattr(benchmark, "build_one_device_row", full)
     with pytest.raises(LayoutError, match="row all no longer fits the device beside plain; name fewer rows"):
-        benchmark.warm_rows(["plain", "all"], setting(store_root), {}, 1e-4, memory=False)
+        benchmark.warm_rows(["plain", "all"], setting(store_root), {}, 1e-4, memory=False, host=False)
 
 
 def test_a_unet_of_its_own_is_compared_with_such_alone(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "build_one_device_row", lambda name, own, missing: our_loop(own, Switches()))
     names = ["plain", "all", "lucidrains", "ours-dim64"]
-    _, compared = benchmark.warm_rows(names, setting(store_root), {}, 1e-4, memory=False)
+    _, compared = benchmark.warm_rows(names, setting(store_root), {}, 1e-4, memory=False, host=False)
     assert [known["reference"] for known in compared] == ["plain", "plain", "lucidrains", "lucidrains"]
     assert [known["prediction_difference"] for known in compared] == [0.0, 0.0, None, None]
