@@ -10,7 +10,10 @@ log, sin and cos. Nothing here waits for a device.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 
 import torch
@@ -70,12 +73,15 @@ def drop_threshold(drop: float) -> int:
     return min(round(drop * 2**16), 2**16 - 1)
 
 
-def _philox(seed: int, stream: int, images: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each; see :func:`bits`."""
-    check_key(seed, stream)
-    key_0, key_1 = seed, int(stream)
-    index = images.to(torch.int64)[:, None]  # (N, 1)
-    x0 = torch.arange(blocks, device=images.device)[None]  # (1, blocks)
+def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each, one stream's after the other's.
+
+    ``blocks`` has the number of blocks by stream; see :func:`bits`.
+    """
+    for stream in blocks:
+        check_key(seed, stream)
+    key_0, index = seed, images.to(torch.int64)[:, None]  # (N, 1)
+    x0, key_1 = _columns(tuple(blocks.items()), images.device)
     x1 = index & _WORD
     x2 = index >> 32 & _WORD
     x3 = torch.zeros_like(x0)
@@ -89,6 +95,68 @@ def _philox(seed: int, stream: int, images: Tensor, blocks: int) -> tuple[Tensor
         x1, x3 = product_1, product_0
         key_0, key_1 = key_0 + _KEY_STEPS[0] & _WORD, key_1 + _KEY_STEPS[1] & _WORD
     return x0, x1 & _WORD, x2, x3 & _WORD  # (N, blocks) each
+
+
+@functools.lru_cache(maxsize=16)
+def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor | int]:
+    """Return the counters of the blocks, (1, blocks) int64, and their streams; a single stream is a number."""
+    counters = torch.cat([torch.arange(count, device=device) for _, count in blocks])
+    if len(blocks) == 1:
+        return counters[None], int(blocks[0][0])
+    return counters[None], torch.cat([torch.full((count,), int(stream), device=device) for stream, count in blocks])[
+        None
+    ]
+
+
+class Draws:
+    """Draws of several streams for the same images, by one Philox, since the operators of each take the host's time.
+
+    The bits are those of each stream alone.
+
+    Args:
+        seed: integer in [0, 2^32).
+        images: (N,) int64 image indices.
+        words: number of 32-bit words of each stream; a uniform draw or an integer takes one, two normal draws take two.
+
+    Raises:
+        ValueError: a seed or stream is out of range.
+    """
+
+    def __init__(self, seed: int, images: Tensor, words: Mapping[int, int]) -> None:
+        blocks = {stream: -(-count // 4) for stream, count in words.items()}
+        self._words, self._bits = words, torch.stack(_philox(seed, blocks, images), dim=-1).flatten(1)
+        self._first = dict(zip(blocks, itertools.accumulate(blocks.values(), initial=0), strict=False))
+
+    def bits(self, stream: int) -> Tensor:
+        """Return a stream's words, (N, words) int64 in [0, 2^32)."""
+        return self._bits.narrow(1, 4 * self._first[stream], self._words[stream])
+
+    def uniform(self, stream: int) -> Tensor:
+        """Return uniform draws, (N, words) float32 in [0, 1), multiples of 2^-24."""
+        # 24 bits fit a float32 exactly, so nothing rounds up to 1.
+        return (self.bits(stream) >> 8).to(torch.float32).mul_(2.0**-24)
+
+    def normal(self, stream: int) -> Tensor:
+        """Return standard normal draws, (N, words) float32, by Box and Muller 1958; the number of words is even.
+
+        Two words make two neighbouring draws. Magnitudes are at most 6.8, which 1 of 10^11 exact draws would exceed.
+        """
+        pairs = self.bits(stream).unflatten(1, (-1, 2))
+        radius_word, angle_word = pairs.to(torch.float32).unbind(-1)  # (N, pairs) each
+        # Adding a half keeps the logarithm's argument above 0. The argument may round up to 1, where the radius is 0.
+        radius = radius_word.add(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = angle_word * (2.0**-32 * 2.0 * math.pi)
+        return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)  # (N, words)
+
+    def integers(self, stream: int, high: int) -> Tensor:
+        """Return one draw per image, (N,) int64, uniform in [0, high) up to a bias below high / 2^32.
+
+        Raises:
+            ValueError: high is not in 1 .. 2^31.
+        """
+        if not 0 < high <= 2**31:
+            raise ValueError(f"high = {high} must be in 1 .. 2^31")
+        return self.bits(stream)[:, 0] * high >> 32  # (N,)
 
 
 def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
@@ -107,38 +175,22 @@ def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
     Raises:
         ValueError: seed or stream is out of range.
     """
-    words = _philox(seed, stream, images, -(-count // 4))
-    return torch.stack(words, dim=-1).flatten(1)[:, :count]  # (N, count)
+    return Draws(seed, images, {stream: count}).bits(stream)
 
 
 def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Return uniform draws, (N, count) float32 in [0, 1), multiples of 2^-24; arguments as for :func:`bits`."""
-    # 24 bits fit a float32 exactly, so nothing rounds up to 1.
-    return (bits(seed, stream, images, count) >> 8).to(torch.float32).mul_(2.0**-24)  # (N, count)
+    """Return (N, count) draws as :meth:`Draws.uniform`; arguments as for :func:`bits`."""
+    return Draws(seed, images, {stream: count}).uniform(stream)
 
 
 def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Return standard normal draws, (N, count) float32, by Box and Muller 1958; arguments as for :func:`bits`.
-
-    Two words make two neighbouring draws. Magnitudes are at most 6.8, which 1 of 10^11 exact draws would exceed.
-    """
-    pairs = bits(seed, stream, images, 2 * -(-count // 2)).unflatten(1, (-1, 2))
-    radius_word, angle_word = pairs.to(torch.float32).unbind(-1)  # (N, pairs) each
-    # Adding a half keeps the logarithm's argument above 0. The argument may round up to 1, where the radius is 0.
-    radius = radius_word.add(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle = angle_word * (2.0**-32 * 2.0 * math.pi)
-    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)[:, :count]  # (N, count)
+    """Return (N, count) draws as :meth:`Draws.normal`; arguments as for :func:`bits`."""
+    return Draws(seed, images, {stream: 2 * -(-count // 2)}).normal(stream)[:, :count]
 
 
 def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
-    """Return one draw per image, (N,) int64, uniform in [0, high) up to a bias below high / 2^32; high is at most 2^31.
-
-    Raises:
-        ValueError: seed, stream or high is out of range.
-    """
-    if not 0 < high <= 2**31:
-        raise ValueError(f"high = {high} must be in 1 .. 2^31")
-    return bits(seed, stream, images, 1)[:, 0] * high >> 32  # (N,)
+    """Return (N,) draws as :meth:`Draws.integers`; arguments as for :func:`bits`."""
+    return Draws(seed, images, {stream: 1}).integers(stream, high)
 
 
 def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
@@ -152,7 +204,7 @@ def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -
         ValueError: seed or stream is out of range, or drop is not in [0, 1).
     """
     threshold = drop_threshold(drop) - 2**15  # compared with the bits as a signed integer
-    key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, stream, images, 1))  # (N, 1) each
+    key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, {stream: 1}, images))  # (N, 1) each
     counter = torch.arange(-(-count // 2), dtype=torch.int32, device=images.device)
     x = torch.add(key_0, counter, alpha=_COUNTER_STEP)  # (N, words)
     # MurmurHash3's finaliser, except that the second key enters half-way: with one key, two images with close keys

@@ -15,12 +15,11 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.config.choices import MOST_SIGMA
 from ddpm_ds.config.spec import ALL_SIGMAS, DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, ContinuousSchedule, NoiseLevel, evaluations
 from ddpm_ds.errors import SpecError
-from ddpm_ds.keyed import Stream
+from ddpm_ds.keyed import Draws, Stream
 
 
 def betas(spec: DiffusionSpec) -> Tensor:
@@ -83,6 +82,8 @@ class Timesteps:
 
     dtype = torch.int64
     """Type of t."""
+    words = 1
+    """Random words of a t."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
         self._spec = spec
@@ -91,12 +92,12 @@ class Timesteps:
         self._signal, self._noise = signal.float().to(device), noise.float().to(device)
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
-    def draw(self, seed: int, index: Tensor) -> Tensor:
-        """Draw the t at which each image is trained, (N,); `index` (N,) int64 are image indices.
+    def draw(self, draws: Draws) -> Tensor:
+        """Return the t at which each image is trained, (N,), from draws with `words` of Stream.TIMESTEP.
 
         Source: DDPM, algorithm 1. Our t is the paper's t - 1.
         """
-        return keyed.integers(seed, Stream.TIMESTEP, index, self._spec.timesteps)
+        return draws.integers(Stream.TIMESTEP, self._spec.timesteps)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise levels at t, (N,) float32 each."""
@@ -123,14 +124,15 @@ class Continuous:
     """Noise levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`; same methods as :class:`Timesteps`."""
 
     dtype = torch.float32
+    words = 2
 
     def __init__(self, spec: DiffusionSpec) -> None:
         schedule = NOISE[spec.schedule]
         assert isinstance(schedule, ContinuousSchedule)
         self._spec, self._schedule = spec, schedule
 
-    def draw(self, seed: int, index: Tensor) -> Tensor:
-        return self._schedule.time(self._spec, keyed.normal(seed, Stream.TIMESTEP, index, 1)[:, 0])
+    def draw(self, draws: Draws) -> Tensor:
+        return self._schedule.time(self._spec, draws.normal(Stream.TIMESTEP)[:, 0])
 
     def level(self, t: Tensor) -> NoiseLevel:
         return self._schedule.level(self._spec, t)

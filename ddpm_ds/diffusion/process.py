@@ -14,14 +14,15 @@ from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
-from ddpm_ds.keyed import Stream
+from ddpm_ds.keyed import Draws, Stream
 
 
 class Diffusion:
     """Forward process and loss of a run; its only state is the tables of :attr:`levels` on `device`.
 
-    All its arguments are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing waits for
-    the device. Images and noise are (N, C, H, W) tensors in channels-last memory format.
+    All its arguments are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`, `draws` are those
+    of :meth:`draws`. Nothing waits for the device. Images and noise are (N, C, H, W) tensors in channels-last memory
+    format.
 
     Raises:
         SpecError: the schedule is impossible.
@@ -32,21 +33,30 @@ class Diffusion:
         self.seed = seed
         self.levels = levels_of(spec, device)
 
-    def prepare(self, images: Tensor, index: Tensor, flips: bool, size: int | None = None) -> Tensor:
+    def draws(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> Draws:
+        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W)."""
+        noise = 2 * -(-math.prod(shape[1:]) // 2)
+        once = (Stream.FLIP, Stream.CROP, Stream.LABEL_DROP)  # a block each, beside the many of the noise
+        words: dict[int, int] = {Stream.NOISE: noise, Stream.TIMESTEP: self.levels.words, **dict.fromkeys(once, 1)}
+        return Draws(self.seed, index, words)
+
+    def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: int | None = None) -> Tensor:
         """Convert uint8 images (N, C, H, W) to float32 in [-1, 1], mirroring half of them if `flips`; float16 latents
         only become float32.
 
-        Images larger than `size` are cropped to (N, C, size, size), each at a random place. Source: DDPM (Ho et al.
-        2020), section 3.3.
+        Images larger than `size` are cropped to (N, C, size, size), each at a random place. `draws` may be None if
+        images are neither cropped nor mirrored. Source: DDPM (Ho et al. 2020), section 3.3.
         """
         if size is not None and images.shape[-1] > size:  # uniform over all places
+            assert draws is not None
             places = images.shape[-1] - size + 1
-            place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
+            place = draws.integers(Stream.CROP, places**2)  # (N,)
             crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
             each = torch.arange(len(images), device=images.device)
             images = crops[each, :, place // places, place % places]  # (N, C, size, size)
         if flips:
-            mirrored = keyed.integers(self.seed, Stream.FLIP, index, 2).bool()  # (N,)
+            assert draws is not None
+            mirrored = draws.integers(Stream.FLIP, 2).bool()  # (N,)
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         pixels = images.to(torch.float32, memory_format=torch.channels_last)
         if images.is_floating_point():
@@ -54,11 +64,10 @@ class Diffusion:
         # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
 
-    def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Draw t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
-        t = self.levels.draw(self.seed, index)
-        eps = keyed.normal(self.seed, Stream.NOISE, index, math.prod(shape[1:])).reshape(shape)
-        return t, eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
+    def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
+        eps = draws.normal(Stream.NOISE)[:, : math.prod(shape[1:])].reshape(shape)
+        return self.levels.draw(draws), eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """Return the noise level of each image, (N, 1, 1, 1) float32."""
@@ -100,9 +109,9 @@ class Diffusion:
         prediction, target = prediction.float().permute(0, 2, 3, 1), target.float().permute(0, 2, 3, 1)
         return kinds[self.spec.loss](prediction, target, reduction="none").flatten(1).mean(dim=1)  # (N,)
 
-    def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
+    def drop_labels(self, labels: Tensor, draws: Draws, share: float, none_label: int) -> Tensor:
         """Replace a random `share` of labels (N,) by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
         if share == 0.0:
             return labels
-        dropped = keyed.uniform(self.seed, Stream.LABEL_DROP, index, 1)[:, 0] < share  # (N,)
+        dropped = draws.uniform(Stream.LABEL_DROP)[:, 0] < share  # (N,)
         return labels.masked_fill(dropped, none_label)

@@ -50,7 +50,9 @@ class Denoising:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
-        x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
+        size = spec.data.image_size
+        draws = self._diffusion.draws(index, (*images.shape[:2], size, size))
+        x0 = self._diffusion.prepare(images, draws, flips=spec.data.horizontal_flips, size=size)
         conditions = []
         if spec.unet.augmentation:
             x0, numbers = augmented(x0, index, spec.train.seed, spec.unet.augmentation)
@@ -59,10 +61,10 @@ class Denoising:
             x0, numbers = coloured(x0, index, spec.train.seed, spec.unet.colour_augmentation)
             conditions.append(numbers)
         condition = torch.cat(conditions, dim=1) if conditions else None
-        t, eps = self._diffusion.draw(index, x0.shape)
+        t, eps = self._diffusion.draw(draws, x0.shape)
         if spec.unet.classes is None:
             return Noised(x0, t, eps, None, condition, index)
-        labels = self._diffusion.drop_labels(labels, index, spec.train.label_drop, spec.unet.classes)
+        labels = self._diffusion.drop_labels(labels, draws, spec.train.label_drop, spec.unet.classes)
         return Noised(x0, t, eps, labels, condition, index)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:

@@ -86,7 +86,7 @@ class HeldOutLoss:
         index = index.clamp(max=len(self._positions) - 1)
         stored = self._positions[index.numpy()]
         index = index.to(device)
-        x0 = self._diffusion.prepare(torch.from_numpy(self._store.images[stored]).to(device), index, flips=False)
+        x0 = self._diffusion.prepare(torch.from_numpy(self._store.images[stored]).to(device), None, flips=False)
         t = torch.full_like(index, time, dtype=self._diffusion.levels.dtype)
         eps = keyed.normal(NOISE_SEED, stream, index, x0[0].numel()).view_as(x0)
         eps = eps.contiguous(memory_format=torch.channels_last)

@@ -140,10 +140,10 @@ def tile_statistics(
         square += difference * (value - mean)
     count = tl.maximum((stop - first - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None]
     merged = tl.sum(mean * count, axis=0) / (stop - first)
-    deviation = mean - merged[None, :]
+    centred = mean - merged[None, :]
     place_of_sums = (image * tiles + tile) * C + channel
     tl.store(means + place_of_sums, merged, mask=channel < C)
-    tl.store(squares + place_of_sums, tl.sum(square + deviation * deviation * count, axis=0), mask=channel < C)
+    tl.store(squares + place_of_sums, tl.sum(square + centred * centred * count, axis=0), mask=channel < C)
 
 
 @triton.jit
@@ -164,8 +164,8 @@ def combine_statistics(
     part = tl.load(means + at, mask=mask, other=0.0) + vector(add, image, add_stride, channel, inside)[None, :]
     square = tl.load(squares + at, mask=mask, other=0.0)
     merged = tl.sum(tl.sum(part * count, axis=0), axis=0) / (pixels * width)
-    deviation = part - merged
-    variance = tl.sum(tl.sum(square + deviation * deviation * count, axis=0), axis=0) / (pixels * width)
+    centred = part - merged
+    variance = tl.sum(tl.sum(square + centred * centred * count, axis=0), axis=0) / (pixels * width)
     tl.store(mean + image * G + group, merged)
     tl.store(rstd + image * G + group, 1.0 / tl.sqrt(variance + epsilon))
 
@@ -342,11 +342,11 @@ def normalise_whole(
     z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     z += vector(add, image, add_stride, channel, inside)[None, :]
     centre = mean_of_groups(tl.sum(tl.where(mask, z, 0.0), axis=0), count, GROUPS, WIDTH)
-    deviation = tl.where(mask, z - centre[None, :], 0.0)
-    variance = mean_of_groups(tl.sum(deviation * deviation, axis=0), count, GROUPS, WIDTH)
+    centred = tl.where(mask, z - centre[None, :], 0.0)
+    variance = mean_of_groups(tl.sum(centred * centred, axis=0), count, GROUPS, WIDTH)
     deviation = 1.0 / tl.sqrt(variance + epsilon)
     factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
-    u = deviation * (deviation * factor)[None, :] + offset[None, :]
+    u = centred * (deviation * factor)[None, :] + offset[None, :]
     tl.store(y + at, activation(u, SILU).to(y.dtype.element_ty), mask=mask)
     first_of_group = inside & (tl.arange(0, GROUPS * WIDTH) % WIDTH == 0)
     tl.store(mean + image * G + group, centre, mask=first_of_group)

@@ -229,7 +229,7 @@ def finished(x0: Tensor) -> Tensor:
 
 def test_pixels_undo_what_training_does_to_bytes_are_rounded_and_kept_in_range() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(pixels, torch.tensor([0]), flips=False)
+    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(pixels, None, flips=False)
     assert torch.equal(finished(x0), pixels)
     values = [-7.0, -1.0, -1.0 + 0.6 / 127.5, 0.1, 1.0 - 0.6 / 127.5, 1.0, float("inf"), float("nan")]
     assert finished(torch.tensor(values).reshape(1, 1, 2, 4)).flatten().tolist() == [0, 0, 1, 140, 254, 255, 255, 0]

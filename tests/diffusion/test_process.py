@@ -29,7 +29,7 @@ def images(count: int, size: int = 8) -> tuple[Tensor, Tensor]:
 
 def test_prepare_maps_bytes_exactly_onto_minus_1_to_1() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    x0 = process().prepare(pixels, torch.tensor([0]), flips=False)
+    x0 = process().prepare(pixels, None, flips=False)
     assert x0.dtype == torch.float32
     assert x0.min().item() == -1.0 and x0.max().item() == 1.0
     expected = torch.linspace(-1, 1, 256, dtype=torch.float64).float()
@@ -41,7 +41,9 @@ def test_prepare_maps_bytes_exactly_onto_minus_1_to_1() -> None:
 def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_input_alone(size: int | None) -> None:
     pixels, index = images(1000, size=4)
     before = pixels.clone()
-    straight, flipped = (process().prepare(pixels, index, flips, size) for flips in (False, True))
+    straight, flipped = (
+        process().prepare(pixels, process().draws(index, pixels.shape), flips, size) for flips in (False, True)
+    )
     mirrored = (flipped == straight.flip(-1)).flatten(1).all(1)
     kept = (flipped == straight).flatten(1).all(1)
     assert (mirrored ^ kept).all()
@@ -54,16 +56,22 @@ def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike() -
     rows, columns = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
     pixels = torch.stack((rows, columns)).to(torch.uint8).expand(4000, 2, 10, 10)
     index = torch.arange(7, 4007)
-    crops = process().prepare(pixels, index, flips=False, size=8).add(1.0).mul(127.5).round().long()
+    x0 = process().prepare(pixels, process().draws(index, pixels.shape), flips=False, size=8)
+    crops = x0.add(1.0).mul(127.5).round().long()
     assert crops.shape == (4000, 2, 8, 8)
     top, left = crops[:, 0, :1, :1], crops[:, 1, :1, :1]  # (N, 1, 1)
     assert torch.equal(crops[:, 0], top + torch.arange(8)[:, None].expand(8, 8))
     assert torch.equal(crops[:, 1], left + torch.arange(8).expand(8, 8))
     counts = torch.bincount((top * 3 + left).flatten(), minlength=9)
     assert len(counts) == 9 and counts.min() > 370 and counts.max() < 520  # of 444, five deviations
-    again = process(objective="v").prepare(pixels[:5], index[:5], flips=False, size=8)
+    again = process(objective="v").prepare(
+        pixels[:5], process(objective="v").draws(index[:5], pixels[:5].shape), flips=False, size=8
+    )
     assert torch.equal(again.add(1.0).mul(127.5).round().long(), crops[:5])
-    assert not torch.equal(process(seed=1).prepare(pixels, index, False, 8), process().prepare(pixels, index, False, 8))
+    assert not torch.equal(
+        process(seed=1).prepare(pixels, process(seed=1).draws(index, pixels.shape), False, 8),
+        process().prepare(pixels, process().draws(index, pixels.shape), False, 8),
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -72,8 +80,8 @@ def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) 
     diffusion = process(objective="v", loss=loss)
     pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
     index = torch.arange(4)
-    x0 = diffusion.prepare(pixels, index, flips=True, size=8)
-    t, eps = diffusion.draw(index, x0.shape)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=8)
+    t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     x_t = diffusion.noised(x0, t, eps)
     prediction = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
     (gradient,) = torch.autograd.grad(diffusion.loss(prediction, x0, eps, t), prediction)
@@ -86,8 +94,8 @@ def test_loss_reads_its_tensors_as_they_lie() -> None:
     """Neither the loss nor its backward changes a layout: what would is a copy of a whole tensor."""
     diffusion = process(objective="v", weighting="min_snr")
     pixels, index = images(4)
-    x0 = diffusion.prepare(pixels, index, flips=True)
-    t, eps = diffusion.draw(index, x0.shape)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True)
+    t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     prediction = torch.randn_like(x0).requires_grad_()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         diffusion.loss(prediction, x0, eps, t).backward()
@@ -99,14 +107,24 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
     diffusion = process()
     pixels, index = images(12, size=11)
     shape = (12, 3, 8, 8)
-    whole = (diffusion.prepare(pixels, index, True, 8), *diffusion.draw(index, shape))
-    same, other = (process(seed=seed, objective="v", schedule="cosine").draw(index, shape) for seed in (0, 1))
+    whole = (
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, 8),
+        *diffusion.draw(diffusion.draws(index, shape), shape),
+    )
+    like = [process(seed=seed, objective="v", schedule="cosine") for seed in (0, 1)]
+    same, other = (one.draw(one.draws(index, shape), shape) for one in like)
     for drawn, alike, another in zip(whole[1:], same, other, strict=True):
         assert torch.equal(drawn, alike) and not torch.equal(drawn, another)
-    assert torch.equal(diffusion.prepare(pixels, index, True, 11), diffusion.prepare(pixels, index, True))
+    assert torch.equal(
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, 11),
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True),
+    )
     for size in (1, 4, 5):
         parts = [
-            (diffusion.prepare(some, at, True, 8), *diffusion.draw(at, (len(at), 3, 8, 8)))
+            (
+                diffusion.prepare(some, diffusion.draws(at, some.shape), True, 8),
+                *diffusion.draw(diffusion.draws(at, (len(at), 3, 8, 8)), (len(at), 3, 8, 8)),
+            )
             for some, at in zip(pixels.split(size), index.split(size), strict=True)
         ]
         for one, many in zip(whole, zip(*parts, strict=True), strict=True):
@@ -115,7 +133,8 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
 
 @pytest.mark.parametrize("timesteps", [1, 10, 1000])
 def test_timesteps_cover_all_levels(timesteps: int) -> None:
-    t, eps = process(timesteps=timesteps).draw(torch.arange(20_000), (20_000, 1, 1, 1))
+    one, shape = process(timesteps=timesteps), (20_000, 1, 1, 1)
+    t, eps = one.draw(one.draws(torch.arange(20_000), shape), shape)
     assert t.dtype == torch.int64 and eps.dtype == torch.float32
     assert torch.equal(t.unique(), torch.arange(timesteps))
 
@@ -149,7 +168,7 @@ def test_perturbed_noise_is_keyed_by_the_image_and_a_share_wider() -> None:
     """Ning et al. 2023: x_t is made of eps + gamma xi, and eps alone is predicted."""
     diffusion = process(input_perturbation=0.1)
     index = torch.arange(1000)
-    _, eps = diffusion.draw(index, (1000, 3, 8, 8))
+    _, eps = diffusion.draw(diffusion.draws(index, (1000, 3, 8, 8)), (1000, 3, 8, 8))
     seen = diffusion.perturbed(eps, index)
     more = (seen - eps) / 0.1
     count = more.numel()
@@ -163,8 +182,8 @@ def test_perturbed_noise_is_keyed_by_the_image_and_a_share_wider() -> None:
 def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:
     diffusion = process()
     pixels, index = images(12)
-    x0 = diffusion.prepare(pixels, index, False)
-    t, eps = diffusion.draw(index, x0.shape)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), False)
+    t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
     loss = diffusion.loss(prediction, x0, eps, t)
     torch.testing.assert_close(loss, (prediction - eps).square().mean())
@@ -176,8 +195,8 @@ def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_ove
 def test_loss_and_its_gradient_are_taken_in_fp32_from_any_prediction(dtype: torch.dtype) -> None:
     diffusion = process(objective="v")
     pixels, index = images(4)
-    x0 = diffusion.prepare(pixels, index, False)
-    t, eps = diffusion.draw(index, x0.shape)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), False)
+    t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     loss = diffusion.loss(prediction, x0, eps, t)
     exact = prediction.detach().float().requires_grad_()
@@ -194,18 +213,20 @@ def test_labels_are_dropped_at_their_share_and_by_image() -> None:
     diffusion = process()
     index = torch.arange(20_000)
     labels = index % 10
-    dropped = diffusion.drop_labels(labels, index, 0.1, none_label=10)
+    dropped = diffusion.drop_labels(labels, diffusion.draws(index, (1, 1, 1, 1)), 0.1, none_label=10)
     gone = dropped == 10
     assert 0.09 < gone.double().mean() < 0.11
     assert torch.equal(dropped[~gone], labels[~gone])
-    assert torch.equal(dropped[7:9], diffusion.drop_labels(labels[7:9], index[7:9], 0.1, none_label=10))
-    assert torch.equal(diffusion.drop_labels(labels, index, 0.0, none_label=10), labels)
+    assert torch.equal(
+        dropped[7:9], diffusion.drop_labels(labels[7:9], diffusion.draws(index[7:9], (1, 1, 1, 1)), 0.1, none_label=10)
+    )
+    assert torch.equal(diffusion.drop_labels(labels, diffusion.draws(index, (1, 1, 1, 1)), 0.0, none_label=10), labels)
 
 
 def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
-    x0 = diffusion.prepare(pixels, index, flips=True, size=6)
-    t, eps = diffusion.draw(index, x0.shape)
-    labels = diffusion.drop_labels(index % 10, index, 0.1, none_label=10)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=6)
+    t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
+    labels = diffusion.drop_labels(index % 10, diffusion.draws(index, (1, 1, 1, 1)), 0.1, none_label=10)
     x_t = diffusion.noised(x0, t, diffusion.perturbed(eps, index))
     prediction = x_t.half() + labels[:, None, None, None]
     return diffusion.loss(prediction, x0, eps, t)

@@ -121,7 +121,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
     _, positions = split(60, HELD_OUT)
     diffusion = Diffusion(spec.diffusion, 0, "cpu")
     index = torch.arange(HELD_OUT)
-    x0 = diffusion.prepare(torch.from_numpy(store.images[positions]), index, flips=False)
+    x0 = diffusion.prepare(torch.from_numpy(store.images[positions]), None, flips=False)
     labels = torch.from_numpy(store.labels[positions])
     values = {}
     for percent in range(10, 100, 10):
