@@ -45,7 +45,14 @@ def layout_report(peaks: list[int] | None = None) -> Report:
 
 def one_device_report(peak_bytes: int | None = None) -> Report:
     """Diffusers, an engine that is 1.5 times as fast, and another U-Net."""
-    shared = {"note": "", "parameters": 35_746_307, "macs": 6.222e9, "peak_bytes": peak_bytes, "reference": "diffusers"}
+    shared = {
+        "note": "",
+        "parameters": 35_746_307,
+        "macs": 6.222e9,
+        "host": None,
+        "peak_bytes": peak_bytes,
+        "reference": "diffusers",
+    }
     known: list[dict[str, Any]] = [
         {"row": "diffusers", "name": "UNet2DModel"},
         {"row": "engine", "name": "1F1B", "note": "kernels: reference"},
