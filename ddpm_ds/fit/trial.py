@@ -219,14 +219,13 @@ def expected(task: Task) -> int:
 
 
 def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
-    """Return the bytes that the planner predicts for the fullest rank of a run."""
+    """Return the bytes that the planner predicts for the fullest rank of a run, laid out as training does it."""
+    from ddpm_ds.predict.decisions import fitted
     from ddpm_ds.predict.layouts import Workload
-    from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes
+    from ddpm_ds.predict.memory import peak_bytes
 
-    job, interval = Workload(plan.spec, plan.ds.blocks, device == "cpu"), plan.ds.layout.checkpoint_interval
-    if interval == "auto":
-        interval = checkpoint_interval(job, replace(plan.ds.layout, checkpoint_interval=0), plan.bounds, device_bytes)
-    return peak_bytes(job, replace(plan.ds.layout, checkpoint_interval=interval), plan.bounds)
+    job = Workload(plan.spec, plan.ds.as_json(), device == "cpu")
+    return peak_bytes(job, fitted(job, plan.ds.layout, plan.bounds, device_bytes), plan.bounds)
 
 
 def _device_bytes() -> int:

@@ -41,7 +41,7 @@ def stages_here(
 
 def decided(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device."""
-    job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
+    job = Workload(plan.spec, plan.ds.as_json(), on_cpu=device.type == "cpu")
     layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
     return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))
 
@@ -54,14 +54,13 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
         LayoutError: the U-Net can't be cut into so many stages; on all ranks alike.
     """
     measured = plan.ds.partition == "measured" and plan.ds.layout.stages > 1
-    ask = functools.partial(_predictor, plan.spec, plan.ds.blocks, plan.ds.layout.world_size, plan.hosts)
-    timed = device if measured else None
+    predictor = functools.cache(lambda: _predictor_of(plan, device if measured else None))  # rank 0 alone asks
     if measured:
-        bounds = decided_by_rank_0(lambda: measured_cuts(ask(timed), plan.ds), tuple[int, ...])
+        bounds = decided_by_rank_0(lambda: measured_cuts(predictor(), plan.ds), tuple[int, ...])
         plan = replace(plan, bounds=bounds)
     if not plan.ds.is_ordered:
         return plan
-    order = decided_by_rank_0(lambda: planned_order(ask(timed), plan.ds.layout, plan.bounds), tuple[Program, ...])
+    order = decided_by_rank_0(lambda: planned_order(predictor(), plan.ds.layout, plan.bounds), tuple[Program, ...])
     return replace(plan, programs=order)
 
 
@@ -69,8 +68,11 @@ def replanning(plan: RunPlan) -> Callable[[Mapping[str, Any]], tuple[Program, ..
     """Return a function from a trace's summary to the programs of a planned schedule; None if the JSON wants none."""
     if not (plan.ds.replan and plan.ds.layout.schedule == "planned"):
         return None
-    predictor = _predictor(plan.spec, plan.ds.blocks, plan.ds.layout.world_size, plan.hosts)
-    return functools.partial(planned_again, predictor, plan.ds.layout, plan.bounds)
+    return functools.partial(planned_again, _predictor_of(plan), plan.ds.layout, plan.bounds)
+
+
+def _predictor_of(plan: RunPlan, timed: torch.device | None = None) -> Predictor:
+    return _predictor(plan.spec, plan.ds.as_json(), plan.ds.layout.world_size, plan.hosts, timed)
 
 
 def _predictor(

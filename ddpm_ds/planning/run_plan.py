@@ -8,10 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.config.ds_config import (
-    AcrossHosts,
-    ResolvedDsConfig,
-)
+from ddpm_ds.config.ds_config import AcrossHosts, ResolvedDsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline.cuts import Stage, describe
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange

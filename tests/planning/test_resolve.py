@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.fit.trial import predicted
+from ddpm_ds.planning import decide
 from ddpm_ds.planning.decide import decided
 from ddpm_ds.planning.resolve import plan_run
 from tests.launching import REPOSITORY
 
+ZERO_2 = REPOSITORY / "ds_configs" / "zero2_bf16.json"
 CONFIG = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 
@@ -37,3 +41,25 @@ def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan(monkeypatch
     layout = decided(plan, torch.device("cpu")).ds.layout
     assert (layout.checkpoint_interval, layout.in_flight, layout.across_hosts) == (0, 4, "stages")
     assert (plan.ds.layout.checkpoint_interval, plan.ds.layout.across_hosts) == ("auto", "auto")
+
+
+def test_a_run_is_decided_and_predicted_for_the_gradients_that_its_json_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of ``deepspeed`` a rank of two replicas needs other memory than of ``flat``."""
+    flat, deepspeed = (
+        plan_run(DIGITS, [f"ds.pipeline.gradients={way}"], ZERO_2, world_size=2, stages=1)
+        for way in ("flat", "deepspeed")
+    )
+    assert predicted(flat, "cpu", 2**40) != predicted(deepspeed, "cpu", 2**40)
+    seen: list[bool] = []
+
+    def noted(job: Any, layout: Any, *_: Any) -> Any:
+        seen.append(job.flat_gradients)
+        return layout
+
+    monkeypatch.setattr(decide, "fitted", noted)
+    for plan in (flat, deepspeed):
+        decided(plan, torch.device("cpu"))
+        seen.append(decide._predictor_of(plan).job.flat_gradients)
+    assert seen == [True, True, False, False]
