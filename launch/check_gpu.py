@@ -50,8 +50,9 @@ from ddpm_ds.processes.ranks import free_port  # noqa: E402
 from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
 CONFIGS, TRAIN, BENCH = (REPOSITORY / name for name in ("ds_configs", "launch/train.py", "launch/bench.py"))
-LADDER = REPOSITORY / "tests" / "pipeline" / "test_ladder.py"
+LADDER, GRAPHS = (REPOSITORY / "tests" / "pipeline" / f"test_{name}.py" for name in ("ladder", "graph"))
 PACKAGES = ("torch", "deepspeed", "triton", "mlflow", "diffusers", "denoising-diffusion-pytorch")
+STEPS_TIMED = 10
 LOG_LINES, MOST_LOGS = 60, 3
 """Last lines of a log that the report shows, and how many logs of a check that failed."""
 
@@ -322,7 +323,7 @@ def planned_bytes(work: Path) -> int:
 
 def one_device(machine: Machine) -> Iterator[Finding]:
     """``bench.py --one-device``: predictions and gradients of the rows that need not be compiled, and their speed."""
-    names = "diffusers,plain,channels-last,fused-kernels,fused-adamw,bare,engine,lucidrains,ours-dim64"
+    names = "diffusers,plain,channels-last,fused-kernels,fused-adamw,bare,engine,engine-eager,lucidrains,ours-dim64"
     options: list[str | Path] = ["--spec", SPECS / "cifar10.yaml", *CIFAR10_SIZED, "--steps-per-round", "5"]
     if not machine.on_gpu:
         names, options = "plain,bare,engine", ["--images", "16", "--steps-per-round", "1"]
@@ -340,6 +341,67 @@ def one_device(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"one device, {row['row']}", f"{words}, MFU {row['mfu']:.1%}", "measured")
     for row in report["not_run"]:
         yield Finding(f"one device, {row['row']}", row["reason"], "skipped")
+    if machine.on_gpu:
+        yield from engine_speed({row["row"]: row["images_per_second"] for row in rows})
+
+
+def engine_speed(speeds: dict[str, float]) -> Iterator[Finding]:
+    """Hold the engine to plain loops: eagerly to the best of them, and with its step as a CUDA graph to diffusers'."""
+    best = max(speeds["bare"], speeds["diffusers"])
+    for row, other, least in (("engine-eager", best, 0.95), ("engine", speeds["diffusers"], 2.0)):
+        ratio, of = speeds[row] / other, "the best plain loop" if row == "engine-eager" else "diffusers"
+        yield judged(f"{row}, speed", ratio >= least, f"{ratio:.2f} times {of}", f">= {least:g}")
+
+
+def graphs(machine: Machine) -> Iterator[Finding]:
+    """Replay steps as CUDA graphs: in two ranks on one card, whose messages are then in the graphs; and see how much of
+    a plain loop's step a GPU computes.
+    """
+    if not machine.on_gpu:
+        yield Finding("CUDA graphs", "no GPU", "skipped")
+        return
+    test = "test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones"
+    yield run_pytest(machine, "CUDA graphs, two ranks on one GPU", f"{GRAPHS}::{test}", seconds=300)
+    share = machine.measure(device_share, seconds=150)
+    words = f"the GPU computes for {share['device']:.1f} of {share['step']:.1f} ms of a step of the plain loop `bare`"
+    yield Finding("host and device", words, "measured")
+
+
+def device_share(work: Path) -> dict[str, float]:
+    """Return the milliseconds of a step of our U-Net in a plain loop, CIFAR-10's sizes in bf16, and of its kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.unet.layers import unet_layers
+    from ddpm_ds.unet.model import UNet
+
+    spec, device = load_spec(SPECS / "cifar10.yaml"), torch.device("cuda")
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    unet = UNet(layers, spec.train.seed).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
+    images = torch.randn(128, spec.data.channels, spec.data.image_size, spec.data.image_size, device=device)
+    index, t = torch.arange(128, device=device), torch.zeros(128, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        unet(images, t, images=index).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS_TIMED):
+        step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(STEPS_TIMED):
+            step()
+        torch.cuda.synchronize()
+    kernels = sum(event.self_device_time_total for event in profiler.key_averages())
+    return {"step": 1e3 * seconds / STEPS_TIMED, "device": 1e-3 * kernels / STEPS_TIMED}
 
 
 def kernels(machine: Machine) -> Iterator[Finding]:
@@ -445,7 +507,13 @@ BESIDE: dict[str, Check] = {
     "memory": memory,
 }
 """Checks in which nothing is timed: they run at the same time, as far as there are cores."""
-ALONE: dict[str, Check] = {"bench": one_device, "kernels": kernels, "compile": compiled, "several": several}
+ALONE: dict[str, Check] = {
+    "bench": one_device,
+    "graphs": graphs,
+    "kernels": kernels,
+    "compile": compiled,
+    "several": several,
+}
 CHECKS = BESIDE | ALONE
 CORES = 3
 """Number of cores for a check that runs alongside others."""

@@ -159,6 +159,8 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
             faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
     if params.fused and params.foreach:
         faults.add("optimizer.params.fused", "and foreach are both true; keep one")
+    if config.graphs is True:
+        _check_graphs(config, faults)
     if pipeline.stages != 1:  # a planned schedule of one stage is recorded as 1F1B
         schedule = "planned" if pipeline.schedule == "auto" else pipeline.schedule
         _check_planned(given.get("pipeline", {}), schedule, faults)
@@ -169,6 +171,21 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
         for name in config.scheduler.params.model_fields_set if kind else ():
             if name not in SCHEDULER_PARAMS[kind]:
                 faults.add(f"scheduler.params.{name}", f"is not a setting of {kind}; remove it")
+
+
+def _check_graphs(config: DsConfig, faults: _Faults) -> None:
+    """Find keys of which no step can be captured as a CUDA graph."""
+    zero, params = config.zero_optimization, config.optimizer.params
+    needs = {
+        "zero_optimization.offload_optimizer.device": (zero.offload_optimizer.device == "none", "no offload"),
+        "pipeline.gradients": (config.pipeline.gradients == "flat", 'pipeline.gradients = "flat"'),
+        "zero_optimization.stage": (zero.stage > 0 or config.bf16.enabled, "zero_optimization.stage = 1 or 2"),
+        "optimizer.params.fused": (params.torch_adam and params.fused, "optimizer.params.torch_adam and fused = true"),
+        "wall_clock_breakdown": (not config.wall_clock_breakdown, "no wall_clock_breakdown"),
+    }
+    for key, (fits, what) in needs.items():
+        if not fits:
+            faults.add("graphs", f"= true needs {what}; change that, or set graphs to false", key)
 
 
 def _check_planned(pipeline: dict[str, Any], schedule: str, faults: _Faults) -> None:
@@ -370,6 +387,7 @@ class ResolvedDsConfig:
     """Keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging, and its own part of ``pipeline``."""
     gradients: Literal["flat", "deepspeed"] = "flat"
     """Who adds up, reduces and clips gradients: this project, or DeepSpeed by parameter."""
+    graphs: Literal["auto"] | bool = "auto"
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
@@ -412,6 +430,7 @@ class ResolvedDsConfig:
             "pipeline": pipeline,
             "compile": self.compile,
             "kernels": self.kernels,
+            "graphs": self.graphs,
         }
 
     def for_deepspeed(self) -> dict[str, Any]:
@@ -420,7 +439,7 @@ class ResolvedDsConfig:
         It leaves out this project's own keys and the flops profiler, whose timers would crash a pipeline
         (:mod:`ddpm_ds.observe.flops`). Activation checkpointing that is still undecided is off.
         """
-        ours = ("compile", "kernels", "flops_profiler")
+        ours = ("compile", "kernels", "graphs", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
         config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
         for name in ("in_flight", "replan", "gradients"):
@@ -523,6 +542,7 @@ def resolve(
         gradients="deepspeed" if layout.offload else pipeline.get("gradients", "flat"),
         kernels=blocks.pop("kernels", "auto"),
         compile=blocks.pop("compile", False),
+        graphs=blocks.pop("graphs", "auto"),
         blocks={**blocks, "pipeline": own} if own else blocks,
     )
 

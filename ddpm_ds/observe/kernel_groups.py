@@ -57,7 +57,7 @@ _WITH_DESCENDANTS: tuple[tuple[Group, re.Pattern[str]], ...] = (
     ("convolution_backward", re.compile(r"(aten|ddpm_ds)::\w*conv\w*_backward")),
     ("convolution_forward", re.compile(r"aten::\w*conv(olution|\dd|_transpose|_depthwise)")),
     ("normalisation", re.compile(r"aten::\w*(group|layer|batch|instance|rms)_norm|ddpm_ds::norm_silu")),
-    ("optimizer", re.compile(rf"{INSTRUCTION}OptimizerStep$|{SPAN}EMA$|Optimizer\.(step|zero_grad)#")),
+    ("optimizer", re.compile(rf"{INSTRUCTION}OptimizerStep$|Optimizer\.(step|zero_grad)#")),
 )
 
 _COPIES = re.compile(

@@ -44,7 +44,7 @@ class Observer:
         """
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Surround an activity between two steps: ``EMA``, ``checkpoint`` or ``inspection``."""
+        """Surround an activity between two steps: ``checkpoint`` or ``inspection``."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:

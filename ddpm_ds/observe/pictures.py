@@ -35,7 +35,6 @@ LOOKS: dict[str, tuple[str, ...]] = {
     "WaitForRanks": ("wait for other ranks",),
     "ReduceGrads": ("reduce gradients", "#4c9f70"),
     "OptimizerStep": ("optimizer step", "#7d5ba6"),
-    "EMA": ("EMA", "#c79fe0"),
     "checkpoint": ("checkpoint", "#8a7a5c"),
     "inspection": ("sampling and validation", "#cbbf9f"),
 }

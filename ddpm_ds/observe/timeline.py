@@ -34,7 +34,7 @@ MOST_EVENTS = 400_000
 """Maximum events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
 EVENTS_PER_PASS = 4
 """Maximum events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
-EVENTS_PER_STEP = 8  # maximum of other events per step: gradients, optimizer, EMA, pauses, waiting for other ranks
+EVENTS_PER_STEP = 8  # maximum of other events per step: gradients, optimizer, pauses, waiting for other ranks
 
 PAUSES = {"checkpoint": ["checkpoint"], "inspection": ["inspection"]}
 """Events between steps, by the name under which their seconds are summed."""
@@ -44,7 +44,6 @@ OWN = {
     "reduce": ["ReduceGrads"],
     "optimizer": ["OptimizerStep"],
     "agreement_wait": [WAIT_FOR_RANKS],  # for other ranks, in ReduceGrads and OptimizerStep
-    "ema": ["EMA"],
 }
 """Events of a rank as a whole, by the name under which their seconds are summed."""
 PHASES = {
@@ -261,7 +260,7 @@ def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[st
         stage = f"stage{replicas[0]['phases'][0]['stage']}"
         values[f"{stage}/wait_seconds"] += own["agreement_wait"]
         values[f"{stage}/load_seconds"] = own["data_wait"] + own["load"]
-        for kind in ("reduce", "optimizer", "ema"):
+        for kind in ("reduce", "optimizer"):
             values[f"{stage}/{kind}_seconds"] = own[kind]
 
     def phases_of(rank: Mapping[str, Any], *kinds: str) -> float:

@@ -22,6 +22,7 @@ from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects_by_store
 from ddpm_ds.pipeline.gradients import gradients_of
+from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.schedule import Program, program
 from ddpm_ds.unet.kernel_choice import KernelTimes, choose_kernels
@@ -96,6 +97,7 @@ def build_engine(
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
     engine.gradients = gradients_of(engine, engine.wanted_gradients, resolved.gradients)
+    engine.graph = StepGraph(engine, resolved.graphs)
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
         resolved.kernels,

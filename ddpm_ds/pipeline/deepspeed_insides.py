@@ -260,13 +260,13 @@ class FlatOptimizer:
     """Whether each partition's sum goes to its owner alone."""
 
 
-def take_over_gradients(engine: DeepSpeedEngine, step: Callable[[], None]) -> FlatOptimizer:
-    """Remove DeepSpeed's gradient hooks and let ``step`` be the step of an optimizer with flat tensors.
+def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
+    """Remove the gradient hooks of an optimizer with flat tensors, whose step is not used either.
 
     Assumes that ZeRO and BF16 optimizers have one group of parameters, which are contiguous views of one flat tensor;
     that partitions are equal slices of it, by the rank in the group of replicas; that ``_grad_acc_hooks`` are all their
     hooks on parameters; and that nothing but their hooks, their backward's prologue and epilogue and their step reads
-    gradients, so that with our step ``zero_grad`` has nothing to do.
+    gradients.
     """
     optimizer: Any = engine.optimizer
     assert not offloads(engine)
@@ -276,7 +276,6 @@ def take_over_gradients(engine: DeepSpeedEngine, step: Callable[[], None]) -> Fl
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
     optimizer._grad_acc_hooks.clear()
-    optimizer.step, optimizer.zero_grad = step, _nothing
     ((master,),) = (group["params"] for group in engine.basic_optimizer.param_groups)
     (group,) = optimizer.real_dp_process_group
     return FlatOptimizer(
@@ -294,10 +293,6 @@ def take_over_gradients(engine: DeepSpeedEngine, step: Callable[[], None]) -> Fl
         scatters=zero and optimizer.reduce_scatter,
         to_owners=zero and optimizer.reduce_scatter and not optimizer.use_multi_rank_bucket_allreduce,
     )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stand-in for ``zero_grad`` where no gradient is left."""
 
 
 def fragments(engine: DeepSpeedEngine, own: Tensor) -> list[Tensor]:
@@ -324,53 +319,48 @@ def show_fragments(engine: DeepSpeedEngine, pieces: list[Tensor] | None) -> None
         engine.optimizer.averaged_gradients[0] = pieces
 
 
-def take_over_separate_step(
-    engine: DeepSpeedEngine, step: Callable[[], None]
-) -> list[tuple[torch.nn.Parameter, Tensor]]:
-    """Let ``step`` be the step of the unfused fp16 optimizer, and return its parameters, each with its fp32 master;
-    nothing for the plain optimizer, which keeps its step. Neither drops gradients afterwards: the caller does.
+def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
+    """Return the fp32 master of each parameter of the unfused fp16 optimizer, in their order; none of the plain one."""
+    wide = {id(parameter): master for parameter, master in _unfused_masters(engine.optimizer)}
+    return [wide[id(parameter)] for parameter in engine.module.parameters()] if wide else []
 
-    Assumes that ``_take_model_step`` drops them by the optimizer's ``zero_grad`` in fp16, and by the engine's in fp32.
+
+def checks_gradients(engine: DeepSpeedEngine) -> bool:
+    """Return whether a step is skipped if its gradients are not finite.
+
+    Assumes that only the optimizers for bf16 can be told not to check, by ``check_grad_overflow``.
     """
-    pairs = list(_unfused_masters(engine.optimizer))
-    if pairs:
-        engine.optimizer.step, engine.optimizer.zero_grad = step, _nothing
-    else:
-        engine.zero_grad = _nothing
-    return pairs
+    return not engine.bfloat16_enabled() or bool(getattr(engine.optimizer, "check_grad_overflow", True))
 
 
-@contextlib.contextmanager
-def unless_invalid(engine: DeepSpeedEngine, norm: Tensor, scale: float) -> Iterator[bool]:
-    """Surround a step of the basic optimizer; yields whether to take it, for gradients of this scaled norm.
+def take_step(engine: pipe_engine.PipelineEngine) -> None:
+    """Step the optimizer, count the step and set the next learning rate as DeepSpeed does, also after a skipped step.
 
-    The host waits for the device to learn that; not in fp32 and bf16 with PyTorch's fused Adam, which skips the step by
-    itself, with a norm that then is infinite. :func:`count_skips` counts these steps. Where DeepSpeed is told not to
-    check, an invalid norm becomes -1 and clips nothing.
-
-    Assumes that ``_take_model_step`` and :func:`gradient_norm` read ``overflow`` and ``_global_grad_norm``; that
-    ``_update_scale`` moves the loss scale; and that PyTorch's fused Adam leaves parameters and state unchanged if its
-    ``found_inf`` is 1.
+    Assumes that ``_take_model_step`` does that once ``_force_grad_boundary`` says that gradients are complete, but
+    advances the scheduler in steps only that were taken.
     """
-    optimizer: Any = engine.optimizer
-    invalid = (norm - norm) != 0  # inf - inf is NaN
-    optimizer.overflow = False
-    if engine.bfloat16_enabled() and not getattr(optimizer, "check_grad_overflow", True):
-        norm.masked_fill_(invalid, -1.0)
-    elif not engine.fp16_enabled() and engine.basic_optimizer.param_groups[0].get("fused"):
-        norm.masked_fill_(invalid, float("inf"))
-        engine.basic_optimizer.found_inf = invalid.float()
-        engine.unread_skips = getattr(engine, "unread_skips", 0) + invalid
-    else:
-        optimizer.overflow = bool(invalid)
-    unscaled = norm / scale if scale != 1.0 and isinstance(optimizer, ZeROOptimizer) else norm
-    optimizer._global_grad_norm = float("inf") if optimizer.overflow else unscaled
+    engine._force_grad_boundary = True
     try:
-        yield not optimizer.overflow
+        engine._take_model_step(None)
     finally:
-        vars(engine.basic_optimizer).pop("found_inf", None)
-    if engine.fp16_enabled():
-        optimizer._update_scale(optimizer.overflow)
+        engine._force_grad_boundary = False
+    if not engine._step_applied and engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()
+
+
+def count_step(engine: DeepSpeedEngine) -> None:
+    """Do what DeepSpeed's step does beside the optimizer's, skipped or not: the host may not know.
+
+    Assumes that ``_take_model_step`` advances the scheduler unless the step is skipped, prints every
+    ``steps_per_print`` steps on rank 0, and counts steps, images and, which is left to the caller, skipped steps.
+    """
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()
+    engine.global_steps += 1
+    engine.global_samples += engine.train_batch_size()
+    every = engine.steps_per_print()
+    if every is not None and engine.global_steps % every == 0 and not engine.global_rank:
+        engine._report_progress(engine.global_steps)
 
 
 def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
@@ -447,7 +437,7 @@ def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
     finite; or never in fp32 and bf16 with PyTorch's fused Adam, which skips the step by itself.
 
     The stock optimizers wait two to four times, the unfused fp16 one for each parameter. No number changes.
-    :func:`count_skips` counts the steps that the fused Adam skips; the learning-rate schedule, which the host keeps,
+    :func:`skips` counts the steps that the fused Adam skips; the learning-rate schedule, which the host keeps,
     advances in them.
 
     Assumes that the optimizers use these names of DeepSpeed's utils as globals of their modules; that an overflow that
@@ -501,10 +491,14 @@ def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
             vars(engine.basic_optimizer).pop("found_inf", None)
 
 
-def count_skips(engine: DeepSpeedEngine) -> None:
-    """Add the steps that the optimizer has skipped since the last call to ``skipped_steps``; waits for the device."""
-    engine.skipped_steps += int(getattr(engine, "unread_skips", 0))
+def skips(engine: DeepSpeedEngine) -> int:
+    """Return the steps that the fused Adam has skipped inside :func:`one_wait` since the last call; waits.
+
+    Only DeepSpeed's own way of handling gradients needs this.
+    """
+    skipped = int(getattr(engine, "unread_skips", 0))
     engine.unread_skips = 0
+    return skipped
 
 
 @contextlib.contextmanager
@@ -636,6 +630,41 @@ def refresh_weights(engine: DeepSpeedEngine) -> None:
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    """How the loss scale of fp16 begins and moves."""
+
+    first: float
+    moves: bool
+    floor: float
+    """Lowest scale; a scale that does not move is its own floor."""
+    factor: float = 2.0
+    window: int = 1
+    hysteresis: int = 1
+    restores_at_once: bool = False
+    """Whether a step without overflow restores the hysteresis, and not only one in which the scale grows."""
+
+
+def scale_settings(engine: DeepSpeedEngine) -> ScaleSettings:
+    """Return how the loss scale of an fp16 engine moves; of another, a scale of 1.
+
+    Assumes that ZeRO's scaler calls its lowest scale ``min_scale`` and its hysteresis ``delayed_shift``, and that the
+    unfused optimizer's ``loss_scale_config`` has ``min_loss_scale`` and no hysteresis.
+    """
+    first, scaler = loss_scale(engine), _scaler(engine)
+    if scaler is None:
+        return ScaleSettings(first, False, first)
+    return ScaleSettings(
+        first,
+        True,
+        float(scaler.min_scale if hasattr(scaler, "min_scale") else scaler.min_loss_scale),
+        scaler.scale_factor,
+        scaler.scale_window,
+        getattr(scaler, "delayed_shift", 1),
+        getattr(scaler, "consecutive_hysteresis", False),
+    )
 
 
 def scaler_state(engine: DeepSpeedEngine) -> dict[str, float]:

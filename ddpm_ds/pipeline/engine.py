@@ -31,8 +31,10 @@ from ddpm_ds.pipeline.cuts import sent_shapes
 from ddpm_ds.pipeline.flat_gradients import PassKind
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.gradients import Gradients
+from ddpm_ds.pipeline.graph import Pace, StepGraph
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
+from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
 from ddpm_ds.unet.blocks import Carry
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
@@ -52,6 +54,16 @@ class Objective(Protocol):
         """Return the mean loss of the micro-batch: a scalar in fp32."""
 
 
+class Averages(Protocol):
+    """Moving averages of the weights, a part of the step."""
+
+    def begin_step(self, images_seen: int, batch_images: int) -> None:
+        """Begin a step that ends at ``images_seen``."""
+
+    def update(self) -> None:
+        """Update the averages with the weights of the optimizer's step."""
+
+
 CAUTIOUS_STEPS = 2
 """Number of steps until kernels are loaded and the allocator has reached its peak. Skipped steps don't count, since the
 optimizer allocates its moments in the first step that it takes."""
@@ -66,6 +78,10 @@ class UnetPipelineEngine(PipelineEngine):
     objective: Objective
     gradients: Gradients
     """What is done with gradients, as the JSON says; set by :func:`build_engine`."""
+    graph: StepGraph
+    """Graph of the steps; set by :func:`build_engine`."""
+    averages: Averages | None = None
+    """Averages that a step updates."""
     kernels: Kernels = "reference"
     """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
     why_kernels = ""
@@ -104,19 +120,20 @@ class UnetPipelineEngine(PipelineEngine):
             "OptimizerStep": self._step,
         }
         """Functions that execute each instruction; an observer may wrap an entry."""
+        self._instructions = dict(self.execute)
         self.receive: Callable[[Channel], Carry] = Channel.receive
         """Function that waits for the next message of a channel, inside a pass; an observer may wrap it."""
+        self.pace = Pace(self.device)
         self.images_seen = 0
         """Number of images of all completed steps."""
         self.skipped_images = 0
         """Number of images left out after bad numbers; an image's index counts them too."""
-        self.consecutive_overflows_at_floor = 0
-        """Number of consecutive optimizer steps that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
         self.step_rate = 0.0
         """Learning rate of the last step, whether it was taken or skipped."""
-        self._step_loss_scale = 1.0
+        self._first_image = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._offsets: dict[int, Tensor] = {}
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
         self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
         self.programs: tuple[Program, ...] = ()
@@ -138,6 +155,7 @@ class UnetPipelineEngine(PipelineEngine):
             ValueError: the programs would not compute one step's gradients.
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
+        self.graph.forget()
         self.programs = tuple(programs)
         self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
         for layer in self._weighted_parts():
@@ -257,12 +275,44 @@ class UnetPipelineEngine(PipelineEngine):
         """
         self.set_dataiterator(data_iter)
         self.module.train()
-        self.warm_up(self.micro_batch_size, gradients=True)
+        with self.graph.stream():
+            self.warm_up(self.micro_batch_size, gradients=True)
+            self.pace.wait()
+            self._set_values(self.train_batch_size())
+            loss = self.graph.step()
+            if loss is None:
+                loss = self.execute_program(
+                    by_host=runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
+                )
+            self.pace.mark()
+        self.gradients.end_step()
+        every = self.steps_per_print()
+        if self.wall_clock_breakdown() and every and self.global_steps % every == 0:
+            self.timers.log(list(self.execute), normalizer=every)
+        self.images_seen += self.train_batch_size()
+        if (self._cautious_steps or not self._has_stepped) and self.was_step_applied():
+            self._cautious_steps = max(self._cautious_steps - 1, 0)
+            if not self._has_stepped:  # samples drawn before found most of the memory free
+                self._has_stepped, self._warm = True, {one for one in self._warm if one[1]}
+        return loss
+
+    def _set_values(self, batch_images: int) -> None:
+        """Set the numbers of a step over so many images that the host knows before it."""
+        if self.rate is not None:
+            for group in self.basic_optimizer.param_groups:
+                group["lr"] = self.rate(self.images_seen, self.train_batch_size())
+        self.step_rate = self.get_lr()[0]  # DeepSpeed's scheduler sets that of the next step
+        self._first_image.fill_(self.next_index)
+        self.gradients.begin_step()
+        if self.averages is not None:
+            self.averages.begin_step(self.images_seen + batch_images, batch_images)
+
+    def execute_program(self, *, by_host: bool) -> Tensor:
+        """Execute the instructions of this rank's step and return its mean loss, with messages on their way by the
+        hosts or not. Depends on nothing of the host that changes from one step to the next.
+        """
         self.loss_sum = torch.zeros((), device=self.device)
-        insides.forget_offloaded_gradients(self)
-        scale = insides.loss_scale(self)
-        self._step_loss_scale = scale
-        by_host = runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
+        self.gradients.clear()
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host)
         self._flights.clear()
@@ -271,33 +321,43 @@ class UnetPipelineEngine(PipelineEngine):
         self._flights.clear()
         for channels in self._channels:
             channels.drain()
-        if self.was_step_applied():
-            self._cautious_steps = max(self._cautious_steps - 1, 0)
-            if not self._has_stepped:  # samples drawn before found most of the memory free
-                self._has_stepped, self._warm = True, {one for one in self._warm if one[1]}
-        self.images_seen += self.train_batch_size()
-        self._watch_scale_floor(scale)
         return self.loss_sum / self.micro_batches
 
-    def gradient_norm(self) -> float:
-        """Return the norm of the last step's gradients over all stages before clipping; synchronises host and device.
+    def is_unobserved(self) -> bool:
+        """Return whether the next step may be a graph; the same on all ranks.
 
-        ``skipped_steps`` is up to date afterwards, even if the optimizer skips steps by itself.
+        It may not if an observer watches it, or its messages go by the hosts.
         """
-        insides.count_skips(self)
-        return insides.gradient_norm(self, self._step_loss_scale)
+        watched = self._watchers or self.execute != self._instructions or self.receive is not Channel.receive
+        return not (watched or self._cautious_steps)
+
+    @contextlib.contextmanager
+    def step_withheld(self) -> Iterator[None]:
+        """Let a step in this context change neither weights and optimizer nor their averages."""
+        assert isinstance(self.gradients, OwnStep)
+        self._set_values(0)
+        with self.gradients.withheld():
+            yield
+        self._set_values(self.train_batch_size())
+
+    # ---------------------------------------------------------------- what the last step gave; each waits
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last step was taken, or skipped since its gradients were not finite."""
+        return self.gradients.was_applied()
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the last step's gradients over all stages before clipping; not finite if skipped."""
+        return self.gradients.norm()
 
     def next_loss_scale(self) -> float:
         """Return the loss scale that the next step will use; 1 in fp32 and bf16."""
-        return insides.loss_scale(self)
+        return float(self.gradients.scale)
 
-    def _watch_scale_floor(self, scale: float) -> None:
-        if not self.fp16_enabled():
-            return
-        arguments = self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None
-        floor = arguments["min_scale"] if arguments else scale
-        stuck = self.optimizer.overflow and scale <= floor
-        self.consecutive_overflows_at_floor = self.consecutive_overflows_at_floor + 1 if stuck else 0
+    def count_skipped_steps(self) -> int:
+        """Bring ``skipped_steps`` up to date and return it; the device skips steps by itself."""
+        self.skipped_steps += self.gradients.skipped_steps()
+        return int(self.skipped_steps)
 
     def _run(self, instruction: Instruction) -> None:
         """Execute an instruction; the one place where an instruction runs."""
@@ -307,9 +367,6 @@ class UnetPipelineEngine(PipelineEngine):
         self.execute[name](instruction)
         if timed:
             self.timers(name).stop()
-            every = self.steps_per_print()
-            if name == "OptimizerStep" and every and self.global_steps % every == 0:
-                self.timers.log(list(self.execute), normalizer=every)
 
     # ---------------------------------------------------------------- instructions
 
@@ -317,10 +374,11 @@ class UnetPipelineEngine(PipelineEngine):
         """Return the micro-batch of an instruction that has one."""
         (number,) = instruction.micro_batches
         if number not in self._flights:
-            # micro-batch m of replica r has the positions from (m R + r) n on
-            micro = self.micro_batch_size
-            first = self.next_index + (number * self.dp_world_size + self.grid.get_data_parallel_id()) * micro
-            images = torch.arange(first, first + micro, device=self.device)
+            if number not in self._offsets:  # micro-batch m of replica r has the positions from (m R + r) n on
+                micro = self.micro_batch_size
+                first = (number * self.dp_world_size + self.grid.get_data_parallel_id()) * micro
+                self._offsets[number] = torch.arange(first, first + micro, device=self.device)
+            images = self._first_image + self._offsets[number]
             self._flights[number] = Flight(images, tuple(Passage() for _ in range(self.phases)))
         return self._flights[number]
 
@@ -377,7 +435,8 @@ class UnetPipelineEngine(PipelineEngine):
         if channels.gradients_in is not None:
             gradients = self.receive(channels.gradients_in)
         elif phase == self.phases - 1:
-            gradients = [torch.full((), self._step_loss_scale / self.micro_batches, device=self.device)]
+            scale = self.gradients.scale / self.micro_batches
+            gradients = [scale if isinstance(scale, Tensor) else torch.full((), scale, device=self.device)]
         else:
             turned = flight.passages[phase + 1]
             gradients, turned.leaves = [leaf.grad for leaf in turned.leaves], ()
@@ -409,21 +468,15 @@ class UnetPipelineEngine(PipelineEngine):
         self.gradients.reduce()
 
     def _step(self, _: Instruction) -> None:
-        if self.rate is not None:
-            for group in self.basic_optimizer.param_groups:
-                group["lr"] = self.rate(self.images_seen, self.train_batch_size())
-        self.step_rate = self.get_lr()[0]  # DeepSpeed's scheduler sets that of the next step
-        self._force_grad_boundary = True
-        try:
-            with self.gradients.stepping(self._step_loss_scale):
-                self._take_model_step(None)
-        finally:
-            self._force_grad_boundary = False
+        self.gradients.step()
+        if self.averages is not None:
+            self.averages.update()
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the global norm under ZeRO-0 in fp32, and keep the norm.
 
-        The stock clipping only counts the parameters of the first stage, and does not store the norm.
+        The stock clipping only counts the parameters of the first stage, and does not store the norm. Only DeepSpeed's
+        own way of handling gradients needs this.
         """
         parameters = insides.masters(self)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.own_step import OwnStep
 
 PassKind = Literal["whole", "inputs", "weights"]
 """What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
@@ -60,7 +61,7 @@ class _Pass:
     """Number of buckets that are added in the pass that is running."""
 
 
-class FlatGradients:
+class FlatGradients(OwnStep):
     """Flat gradients of a rank's stages, for ZeRO-1, ZeRO-2 and DeepSpeed's optimizer for bf16.
 
     Under ZeRO-2 with replicas a rank keeps the sum of its own partition and reduces a bucket as soon as it is complete;
@@ -68,8 +69,9 @@ class FlatGradients:
     """
 
     def __init__(self, engine: PipelineEngine, wanted: Wanted) -> None:
-        self._engine, self._wanted = engine, wanted
-        flat = self._flat = insides.take_over_gradients(engine, self._update)
+        super().__init__(engine)
+        self._wanted = wanted
+        flat = self._flat = insides.take_over_gradients(engine)
         self._reduces = flat.partitions and flat.replicas > 1
         self._owned = flat.elements // flat.replicas
         device, kept = flat.master.device, self._owned if self._reduces else flat.elements
@@ -77,6 +79,7 @@ class FlatGradients:
             self._sum = torch.zeros(kept, dtype=flat.dtype, device=device)
         else:
             self._sum = flat.accumulator
+        self._keeps = flat.accumulator is not None
         self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
@@ -87,9 +90,30 @@ class FlatGradients:
         self._passes: dict[tuple[int, PassKind], _Pass] = {}
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._scale = 1.0
 
     # ---------------------------------------------------------------- passes
+
+    @property
+    def own_sum(self) -> Tensor:
+        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
+        return self._own
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Type in which gradients are computed."""
+        return next(iter(self._flat.places)).dtype
+
+    def keep_memory(self, keep: bool) -> None:
+        """Keep the memory of the sum between steps, as addresses in a graph need, or give it back."""
+        self._keeps = keep or self._flat.accumulator is not None
+        self._release()
+
+    def clear(self) -> None:
+        """Take the memory of the sum, with zeros."""
+        storage = self._sum.untyped_storage()
+        if not storage.size():
+            storage.resize_(self._sum.numel() * self._sum.element_size())
+        self._sum.zero_()
 
     @contextlib.contextmanager
     def gathering(self, phase: int, kind: PassKind) -> Iterator[None]:
@@ -100,7 +124,6 @@ class FlatGradients:
         """
         running = self._passes.get((phase, kind)) or self._planned(phase, kind)
         self._running, running.done = running, 0
-        self._hold()
         yield
         self._add_ready()
         self._running = None
@@ -230,55 +253,39 @@ class FlatGradients:
                 average = wire[flat.replica]
             own.copy_(average)
 
-    @contextlib.contextmanager
-    def stepping(self, scale: float) -> Iterator[None]:
-        self._scale = scale
-        yield
-        insides.show_fragments(self._engine, None)
-        if self._flat.accumulator is None:
-            self._release()
-        else:
-            self._sum.zero_()
-
     @torch.no_grad()
-    def _update(self) -> None:
-        """Clip and step, or skip a step whose gradients are not finite; it takes the place of the optimizer's step."""
+    def step(self) -> None:
+        """Clip and step, or skip a step whose gradients are not finite."""
         norm = torch.linalg.vector_norm(self._own, dtype=torch.float32)
         if self._flat.replicas > 1:
             norm.square_()
             comm.all_reduce(norm, group=self._flat.group)
             norm.sqrt_()
         norm = over_stages(self._engine, norm)
-        with insides.unless_invalid(self._engine, norm, self._scale) as steps:
+        with self._unless_invalid(norm) as steps:
             if steps:
                 self._flat.master.grad = gradient = self._fp32_gradient()
-                factor = clipping(norm, self._engine.gradient_clipping(), self._scale)
+                factor = self._factor(norm)
                 if factor is not None:
                     gradient.mul_(factor)
-                self._engine.basic_optimizer.step()
+                self._take()
                 self._flat.master.grad = None
                 insides.refresh_weights(self._engine)
+        insides.show_fragments(self._engine, None)
+        self._release()
 
     def _fp32_gradient(self) -> Tensor:
         """Return the own partition's gradient in fp32, and release the sum if that is a copy."""
-        kept = self._flat.accumulator is not None
-        if self._own.dtype is torch.float32 and (kept or self._own.numel() == self._sum.numel()):
+        if self._own.dtype is torch.float32 and (self._keeps or self._own.numel() == self._sum.numel()):
             return self._own
         gradient = self._own.to(torch.float32, copy=True)
-        if not kept:
-            self._release()
+        self._release()
         return gradient
 
-    def _hold(self) -> None:
-        """Take the memory of the sum, with zeros, if it was released."""
-        storage = self._sum.untyped_storage()
-        if not storage.size():
-            storage.resize_(self._sum.numel() * self._sum.element_size())
-            self._sum.zero_()
-
     def _release(self) -> None:
-        """Give the memory of the sum back; views of it stay valid."""
-        self._sum.untyped_storage().resize_(0)
+        """Give the memory of the sum back, unless it is DeepSpeed's or a graph's; views of it stay valid."""
+        if not self._keeps:
+            self._sum.untyped_storage().resize_(0)
 
 
 def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -296,13 +303,6 @@ def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
     for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
         if gradient.is_contiguous():
             slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())
-
-
-def clipping(norm: Tensor, most: float, scale: float) -> Tensor | None:
-    """Return the factor that unscales gradients and clips them to the norm ``most`` (0: any); None if it is 1."""
-    if not most:
-        return None if scale == 1.0 else norm.new_full((), 1.0 / scale)
-    return ((norm + 1e-6 * scale) / most).clamp_(min=scale).reciprocal_()
 
 
 def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class ForwardPipeline:
         (images, C, H, W). Other ranks call neither. ``progress`` is called on every rank after each of its calls.
         """
         engine = self._engine
+        engine.graph.drop()
         engine.module.eval()
         try:
             first = engine.warm_up(self._images, gradients=False)

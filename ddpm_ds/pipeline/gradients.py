@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -15,12 +14,23 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, clipping, over_stages
+from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, over_stages
+from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.unet.weight_gradients import through_autograd
 
 
 class Gradients(Protocol):
-    """What an engine does with its gradients."""
+    """What an engine does with its gradients in a step, and what the host may ask of the step afterwards."""
+
+    @property
+    def scale(self) -> Tensor | float:
+        """Factor on the loss before the backward."""
+
+    def begin_step(self) -> None:
+        """Set the numbers of a step that the host knows: the learning rate of the optimizer's groups."""
+
+    def clear(self) -> None:
+        """Forget the gradients of the step before."""
 
     def gathering(self, phase: int, kind: PassKind) -> AbstractContextManager[None]:
         """Surround a pass that gives gradients."""
@@ -31,8 +41,29 @@ class Gradients(Protocol):
     def reduce(self) -> None:
         """Finish the step's gradients, averaged over the replicas."""
 
-    def stepping(self, scale: float) -> AbstractContextManager[None]:
-        """Surround the optimizer's step; ``scale`` is the loss scale of the gradients."""
+    def step(self) -> None:
+        """Clip and step the optimizer, or skip a step whose gradients are not finite."""
+
+    def end_step(self) -> None:
+        """Count the step, and set the learning rate of the next if DeepSpeed's scheduler does."""
+
+    def was_applied(self) -> bool:
+        """Return whether the last step was taken."""
+
+    def norm(self) -> float:
+        """Return the norm of the last step's gradients over all stages before clipping; not finite if skipped."""
+
+    def skipped_steps(self) -> int:
+        """Return the number of skipped steps since the last call."""
+
+    def overflows_at_floor(self) -> int:
+        """Return how many steps up to the last overflowed in fp16 although the loss scale could fall no further."""
+
+    def scaler_state(self) -> dict[str, float]:
+        """Return the state of the loss scaler; empty unless it moves."""
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        """Restore a loss scaler's state, and forget overflows."""
 
 
 def gradients_of(engine: PipelineEngine, wanted: Wanted, way: Literal["flat", "deepspeed"]) -> Gradients:
@@ -49,6 +80,14 @@ class DeepSpeedGradients:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
+        self.scale = 1.0
+        self._overflows_at_floor = 0
+
+    def clear(self) -> None:
+        insides.forget_offloaded_gradients(self._engine)
+
+    def begin_step(self) -> None:
+        self.scale = insides.loss_scale(self._engine)
 
     def gathering(self, phase: int, kind: PassKind) -> AbstractContextManager[None]:
         return insides.micro_batch_backward(self._engine)
@@ -59,26 +98,52 @@ class DeepSpeedGradients:
     def reduce(self) -> None:
         insides.reduce_gradients(self._engine)
 
-    @contextlib.contextmanager
-    def stepping(self, scale: float) -> Iterator[None]:
+    def step(self) -> None:
         with insides.scale_updated_afterwards(self._engine), insides.one_wait(self._engine):
-            yield
+            insides.take_step(self._engine)
+
+    def end_step(self) -> None:
+        stuck = not self.was_applied() and self.scale <= insides.scale_settings(self._engine).floor
+        self._overflows_at_floor = self._overflows_at_floor + 1 if stuck else 0
+
+    def was_applied(self) -> bool:
+        return bool(PipelineEngine.was_step_applied(self._engine))
+
+    def norm(self) -> float:
+        return insides.gradient_norm(self._engine, self.scale)
+
+    def skipped_steps(self) -> int:
+        return insides.skips(self._engine)
+
+    def overflows_at_floor(self) -> int:
+        return self._overflows_at_floor
+
+    def scaler_state(self) -> dict[str, float]:
+        return insides.scaler_state(self._engine)
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        self._overflows_at_floor = 0
+        insides.load_scaler_state(self._engine, state)
 
 
-class SeparateGradients:
+class SeparateGradients(OwnStep):
     """Gradients of an optimizer without flat tensors, DeepSpeed's for fp16 and the plain one for fp32, both without
     ZeRO: each parameter keeps its own, and all are handled by foreach.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
-        self._engine, self._scale = engine, 1.0
+        super().__init__(engine)
         self._parameters = list(engine.module.parameters())
-        self._pairs = insides.take_over_separate_step(engine, self._update)
-        sizes = [wide.numel() for _, wide in self._pairs]
+        self._masters = insides.separate_masters(engine)
+        sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
-        views = self._flat.split(sizes)
-        self._wide = [view.view(wide.shape) for view, (_, wide) in zip(views, self._pairs, strict=True)]
-        self._flat.untyped_storage().resize_(0)
+        views = self._flat.split(sizes) if sizes else ()
+        self._wide = [view.view(master.shape) for view, master in zip(views, self._masters, strict=True)]
+        """fp32 gradients; none if the weights are fp32 themselves."""
+        self._release()
+
+    def clear(self) -> None:
+        pass
 
     def gathering(self, phase: int, kind: PassKind) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -104,35 +169,37 @@ class SeparateGradients:
             elements += parameter.numel()
         _average(chunk, self._engine)
 
-    @contextlib.contextmanager
-    def stepping(self, scale: float) -> Iterator[None]:
-        self._scale = scale
-        yield
+    @torch.no_grad()
+    def step(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        norm = over_stages(self._engine, torch.linalg.vector_norm(torch.stack(norms)))
+        with self._unless_invalid(norm) as steps:
+            if steps:
+                self._step_masters(gradients, self._factor(norm))
         for parameter in self._parameters:
             parameter.grad = None
 
-    @torch.no_grad()
-    def _update(self) -> None:
-        """Clip and step the fp32 masters, or skip a step whose gradients are not finite."""
-        narrow: list[Tensor] = [parameter for parameter, _ in self._pairs]
-        masters = [master for _, master in self._pairs]
-        gradients = [parameter.grad for parameter in narrow if parameter.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = over_stages(self._engine, torch.linalg.vector_norm(torch.stack(norms)))
-        with insides.unless_invalid(self._engine, norm, self._scale) as steps:
-            if steps:
-                self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
-                torch._foreach_copy_(self._wide, gradients)
-                factor = clipping(norm, self._engine.gradient_clipping(), self._scale)
-                if factor is not None:
-                    torch._foreach_mul_(self._wide, factor)
-                for master, gradient in zip(masters, self._wide, strict=True):
-                    master.grad = gradient
-                self._engine.basic_optimizer.step()
-                for master in masters:
-                    master.grad = None
-                self._flat.untyped_storage().resize_(0)
-                torch._foreach_copy_(narrow, masters)
+    def _step_masters(self, gradients: list[Tensor], factor: Tensor | None) -> None:
+        """Step the fp32 masters, and cast them into weights of 16 bits."""
+        if self._wide:
+            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+            torch._foreach_copy_(self._wide, gradients)
+            gradients = self._wide
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        if self._wide:
+            for master, gradient in zip(self._masters, gradients, strict=True):
+                master.grad = gradient
+        self._take()
+        if self._wide:
+            for master in self._masters:
+                master.grad = None
+            self._release()
+            torch._foreach_copy_(self._parameters, self._masters)
+
+    def _release(self) -> None:
+        self._flat.untyped_storage().resize_(0)
 
 
 def _average(gradients: list[Tensor], engine: PipelineEngine) -> None:

@@ -19,6 +19,7 @@ import torch
 from ddpm_ds.config.ds_config import precision
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import described, memory_bytes
+from ddpm_ds.errors import DsConfigError
 from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.planning.run_plan import RunPlan
@@ -40,7 +41,13 @@ def stages_here(
 
 
 def decided(plan: RunPlan, device: torch.device) -> RunPlan:
-    """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device."""
+    """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device.
+
+    Raises:
+        DsConfigError: the JSON asks for what a CPU has not.
+    """
+    if plan.ds.graphs is True and device.type == "cpu":
+        raise DsConfigError("graphs = true needs a GPU; use --set ds.graphs=auto, which takes graphs where they can be")
     job = Workload(plan.spec, plan.ds.as_json(), on_cpu=device.type == "cpu")
     layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
     return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))

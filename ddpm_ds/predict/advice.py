@@ -96,7 +96,7 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
     owned = sum(layer.parameters for layer in job.layers) / (now.replicas if shared(job, now).weight_bytes else 1)
-    updating = math.fsum(rank.update_seconds for rank in facts.ranks)
+    updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
     bandwidth = owned * update_bytes(job) / updating if updating else math.inf
     peak = peak_bytes(job, now, facts.bounds)
     machine = Machine(

@@ -52,13 +52,7 @@ class RankFacts(RankCosts):
     """Seconds of the rest of loading: copy to the device, noise."""
     agreement_wait_seconds: float = 0.0
     """Seconds waiting for other ranks, before gradients are reduced and before the optimizer's step."""
-    ema_seconds: float = 0.0
     other_seconds: float = 0.0
-
-    @property
-    def update_seconds(self) -> float:
-        """Seconds of the optimizer and the averaged weights."""
-        return self.optimizer_seconds + self.ema_seconds
 
 
 @dataclass(frozen=True)

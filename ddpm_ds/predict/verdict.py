@@ -156,7 +156,7 @@ def _step(facts: FinishedRun) -> dict[str, float]:
         "communication": waits["communication"] + own(lambda rank: rank.send_seconds + rank.reduce_seconds),
         "data wait": waits["data wait"] + own(lambda rank: rank.data_wait_seconds),
         "transfers": waits["transfers"] + own(lambda rank: rank.load_seconds),
-        "optimizer": waits["optimizer"] + own(lambda rank: rank.update_seconds),
+        "optimizer": waits["optimizer"] + own(lambda rank: rank.optimizer_seconds),
         "other": max(0.0, own(lambda rank: rank.other_seconds)),
     }
 
@@ -168,7 +168,7 @@ def _waits(facts: FinishedRun) -> dict[str, float]:
     equal = [tuple(_mean_phase(same) for same in zip(*measured, strict=True))] * len(measured)
     bubble, uneven = _idle(facts, equal), _idle(facts, measured)
     loading = _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))])
-    updates, late = [rank.update_seconds for rank in ranks], max(0.0, loading - uneven)
+    updates, late = [rank.optimizer_seconds for rank in ranks], max(0.0, loading - uneven)
     waited_for_data = math.fsum(rank.data_wait_seconds for rank in ranks)
     reading = waited_for_data + math.fsum(rank.load_seconds for rank in ranks)
     for_loader = late * waited_for_data / reading if reading else 0.0
@@ -261,11 +261,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
                 f"loss scale began at {found.first_scale:,.0f} and is {found.last_scale:,.0f}"
             )
         case "optimizer":
-            optimizer, ema = longest("optimizer_seconds")[1], longest("ema_seconds")[1]
-            return (
-                f"of {step} of {counted(now.batch_images, 'image')} the optimizer takes {optimizer} and the averaged "
-                f"weights {ema}, however few the images"
-            )
+            optimizer, images = longest("optimizer_seconds")[1], counted(now.batch_images, "image")
+            return f"of {step} of {images} the optimizer and the averaged weights take {optimizer}, however few images"
         case "checkpoint pauses":
             return f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of {pauses.seconds:,.3g} s"
         case "sampling pauses":

@@ -30,7 +30,8 @@ def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
 
 
 class Ema:
-    """Averages of an engine's weights: the exponential average, which is used, and those of ``ema.profiles``.
+    """Averages of an engine's weights, which its steps update: the exponential average, which is used, and those of
+    ``ema.profiles``.
 
     ``averages`` has the tensors of each by its kind in a checkpoint, such as ``ema`` and ``ema-0.05``, in the order of
     :func:`deepspeed_insides.masters`.
@@ -43,20 +44,31 @@ class Ema:
         self.averages: dict[str, list[Tensor]] = {
             kind: [master.detach().clone() for master in self._masters] for kind in (EMA, *self._gammas)
         }
+        self._weights = {kind: torch.zeros((), device=engine.device) for kind in self.averages}
 
     @property
     def shadows(self) -> list[Tensor]:
         """Tensors of the exponential average."""
         return self.averages[EMA]
 
-    @torch.no_grad()
-    def update(self) -> None:
-        """Update the averages with the weights of the step that has just ended."""
-        moment = self._engine.images_seen, self._engine.train_batch_size()
+    def begin_step(self, images_seen: int, batch_images: int) -> None:
+        """Set the weight of the new weights in a step that ends at ``images_seen``."""
+        moment = images_seen, batch_images
         decays = {EMA: decay(self._spec, *moment)}
         decays |= {kind: power_decay(gamma, *moment) for kind, gamma in self._gammas.items()}
         for kind, kept in decays.items():
-            torch._foreach_lerp_(self.averages[kind], self._masters, 1.0 - kept)
+            self._weights[kind].fill_(1.0 - kept)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the averages with the weights of the optimizer's step."""
+        for kind, averages in self.averages.items():
+            if len(averages) == 1:
+                averages[0].lerp_(self._masters[0], self._weights[kind])
+            else:  # foreach takes no tensor as the weight of a lerp
+                differences = torch._foreach_sub(self._masters, averages)
+                torch._foreach_mul_(differences, self._weights[kind])
+                torch._foreach_add_(averages, differences)
 
     def of(self, master: Tensor) -> dict[str, Tensor]:
         """Return all averages of one of the optimizer's tensors by kind."""

@@ -16,13 +16,14 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
-from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.validation import Validation
 
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
+FLOOR_STEPS = 100
+"""Maximum number of steps until the host looks whether they overflow; it looks at each log point too."""
 SPIKE_POINTS = 10
 """Number of log points whose mean loss is the reference for ``bad_numbers.spike_factor``."""
 REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_images or gradient_clipping 1.0"
@@ -38,7 +39,6 @@ class Training:
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[Any] | None]
     """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
-    ema: Ema
     saver: Saver | None
     """None in a rehearsal, which saves nothing."""
     requests: Requests
@@ -68,8 +68,6 @@ def train(run: Training) -> Interval:
         run.observer.begin_step(engine.global_steps + 1)
         with run.recorder.doing("taking the first step") if first else contextlib.nullcontext():
             meter.step(engine.train_batch(batches), images=engine.train_batch_size())
-        with run.observer.span("EMA"):
-            run.ema.update()
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
         if first:  # the loss is on the screen before the first log point
@@ -80,8 +78,9 @@ def train(run: Training) -> Interval:
         done = run.ended()
         save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
         keep = is_due(spec.ema.snapshot_images, before, seen, done)
-        trouble = _scale_floor(engine)
-        if not trouble and (save or keep or is_due(spec.logging.log_every_images, before, seen)):
+        read = save or keep or is_due(spec.logging.log_every_images, before, seen)
+        trouble = _scale_floor(engine) if read or engine.global_steps % FLOOR_STEPS == 0 else None
+        if read and not trouble:
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
@@ -129,10 +128,10 @@ def _log(run: Training, meter: Meter) -> Interval:
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     """Describe the problem if fp16 overflows even at the lowest loss scale, else return None."""
-    if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
+    if not engine.fp16_enabled() or (overflows := engine.gradients.overflows_at_floor()) < OVERFLOWS_AT_FLOOR:
         return None
     return (
-        f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps in a row at the lowest loss scale, "
+        f"fp16 overflowed in {overflows} steps in a row at the lowest loss scale, "
         f"{engine.next_loss_scale():g}, after {engine.images_seen:,} images; {REMEDIES}, or bf16"
     )
 

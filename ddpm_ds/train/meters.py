@@ -180,7 +180,7 @@ def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int)
         "train/loss": interval.loss,
         "train/lr": engine.step_rate,
         "train/loss_scale": engine.next_loss_scale(),
-        "train/skipped_steps": float(engine.skipped_steps),
+        "train/skipped_steps": float(engine.count_skipped_steps()),
         "train/seen_images": float(engine.images_seen),
         "perf/images_per_second": images_per_second,
         "usage/step_seconds": interval.seconds / interval.steps,

@@ -129,7 +129,6 @@ class Saver:
 
     def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
         engine, optimizer = self._engine, self._engine.basic_optimizer
-        insides.count_skips(engine)
         if self._began_at is not None:  # before anything is written, so that no average is ever made of both courses
             self._snapshot_writer.set_aside(self._began_at)
             self._began_at = None
@@ -139,11 +138,11 @@ class Saver:
             "images_seen": engine.images_seen,
             "skipped_images": engine.skipped_images,
             "steps": engine.global_steps,
-            "skipped_steps": engine.skipped_steps,
+            "skipped_steps": engine.count_skipped_steps(),
             "optimizer_steps": max((int(state["step"]) for state in optimizer.state.values()), default=0),
             "learning_rate": optimizer.param_groups[0]["lr"],
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-            "loss_scaler": insides.scaler_state(engine),
+            "loss_scaler": engine.gradients.scaler_state(),
             "rewinds": self.rollbacks,
         }
         return writer.begin(part, fragments, description, state)
@@ -199,8 +198,8 @@ class Saver:
             group["lr"] = state.learning_rate
         if engine.lr_scheduler is not None and state.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state.lr_scheduler.model_dump())
-        insides.load_scaler_state(engine, state.loss_scaler.model_dump(exclude_unset=True))
-        engine.consecutive_overflows_at_floor = 0
+        engine.gradients.load_scaler_state(state.loss_scaler.model_dump(exclude_unset=True))
+        engine.graph.forget()  # Adam's tensors may be others
         self.rollbacks = state.rewinds
         self._began_at = checkpoint.manifest.images
 

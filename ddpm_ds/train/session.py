@@ -65,7 +65,7 @@ def run_training(
         engine = build_engine(
             plan.layers,
             plan.bounds,
-            plan.ds,
+            plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
             Denoising(plan.spec, device),
             seed=plan.spec.train.seed,
             programs=plan.programs,
@@ -73,13 +73,14 @@ def run_training(
             verbose=asked.verbose,
             doing=doing,
         )
-        ema = Ema(engine, plan.spec.ema)
+        engine.averages = ema = Ema(engine, plan.spec.ema)
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and asked.steps is None:
         recording = _recorded(prepared, engine.kernels, asked, progress, files)
     with disk_errors_said(prepared.claim.run_dir), recording as recorder:
         if plan.ds.kernels == "auto" and device.type == "cuda":
             recorder.log(engine.why_kernels)
+        engine.graph.say = recorder.log
         _train(prepared, engine, ema, recorder, watchdog, asked)
 
 
@@ -204,11 +205,12 @@ def _train(
                     saver.check_saved()
                 dist.barrier()
         finally:
+            engine.graph.drop()  # NCCL would wait for it when its groups are destroyed
             watchdog.stop()
             requests.close(leaving=True)
 
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
-    run = Training(spec, macs, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder, ended)
+    run = Training(spec, macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
         with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, run_dir, recorder.tracker):
             last = train(run)
@@ -252,7 +254,7 @@ def _report(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorder, 
                 images_per_second=recorder.images_per_second(),
                 pauses=pauses,
                 steps=engine.global_steps,
-                skipped_steps=engine.skipped_steps,
+                skipped_steps=engine.count_skipped_steps(),
                 run_dir=run_dir,
                 link=link,
             ),

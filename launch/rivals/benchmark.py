@@ -58,8 +58,8 @@ def build_one_device_row(name: str, setting: Setting, missing: Mapping[str, str]
     match name:
         case "diffusers" | "diffusers-compiled":
             return unets.diffusers_loop(setting, compiled=name == "diffusers-compiled")
-        case "engine":
-            return OneStageEngine(setting)
+        case "engine" | "engine-eager":
+            return OneStageEngine(setting, graphs=name == "engine")
         case "lucidrains":
             return unets.lucidrains_loop(setting)
     copied = "its convolutions' weights are kept channels-last and copied in every forward" if name == "plain" else ""

@@ -43,6 +43,7 @@ ONE_DEVICE_ROWS = {
     "all": "ours with every switch that this device has",
     "bare": "ours in a plain loop with what the engine switches on under this JSON",
     "engine": "this project's pipeline engine with one stage, under this JSON",
+    "engine-eager": "the same, its steps not replayed as a CUDA graph",
     "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
     "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml, with every switch but compile",
 }

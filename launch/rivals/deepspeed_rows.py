@@ -51,8 +51,8 @@ def with_zero_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
 class OurPipeline:
     """This project's engine with the given DeepSpeed JSON, under one of its schedules."""
 
-    def __init__(self, setting: Setting, schedule: Schedule) -> None:
-        plan = setting.plan
+    def __init__(self, setting: Setting, schedule: Schedule, *, graphs: bool = True) -> None:
+        plan = setting.plan if graphs else replace(setting.plan, ds=replace(setting.plan.ds, graphs=False))
         schedule_name = "1F1B" if schedule == "1f1b" else schedule
         self.name = f"ddpm_ds {schedule_name}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
         self.note = ""
@@ -97,9 +97,9 @@ class OneStageEngine(OurPipeline):
 
     forward_backward = None
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, "1f1b")
-        self.name += ", 1 stage"
+    def __init__(self, setting: Setting, *, graphs: bool) -> None:
+        super().__init__(setting, "1f1b", graphs=graphs)
+        self.name += ", 1 stage" if graphs else ", 1 stage, no graph"
         self.note = self._engine.why_kernels
         self.parameters, self.macs = setting.plan.parameters, setting.plan.macs
         self._objective = setting.objective()

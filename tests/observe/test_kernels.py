@@ -36,7 +36,7 @@ NAMES = {
     "attention": "aten::_scaled_dot_product_flash_attention_for_cpu_backward | aten::_flash_attention_forward",
     "normalisation": "aten::native_group_norm_backward | ddpm_ds::norm_silu | ddpm_ds::norm_silu_backward",
     "copies": "aten::_to_copy | aten::cat | Memcpy DtoD (Device -> Device)",
-    "optimizer": "Optimizer.step#AdamW.step | instruction OptimizerStep | between steps: EMA",
+    "optimizer": "Optimizer.step#AdamW.step | instruction OptimizerStep",
     "communication": "c10d::allreduce_ | gloo:all_reduce | ncclDevKernel_AllReduce_Sum_f16_RING_LL",
     "launch_overhead": "cudaLaunchKernel | cuLaunchKernelEx | cudaMemcpyAsync",
     "synchronisation": "cudaStreamSynchronize | cudaDeviceSynchronize | wait for other ranks",

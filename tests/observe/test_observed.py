@@ -45,9 +45,8 @@ SHORT = {
     "SendGrad": "s",
     "ReduceGrads": "G",
     "OptimizerStep": "O",
-    "EMA": "E",
 }
-OWN_METRICS = {"load_seconds", "reduce_seconds", "optimizer_seconds", "ema_seconds"}
+OWN_METRICS = {"load_seconds", "reduce_seconds", "optimizer_seconds"}
 STAGE_METRICS = {"forward_seconds", "backward_seconds", "wait_seconds", "send_seconds"}
 RUN_METRICS = {"traced_step_seconds", "bubble_fraction", "imbalance", "mfu", "data_wait_fraction"}
 TRACED = ("linear", "folded", "replicas")
@@ -97,7 +96,7 @@ def executed(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
         if waits.get(name):
             done.append((WAITS[name], phase))
         done.append((str(name), phase))
-    return [*done, ("EMA", 0), ("inspection", 0)]
+    return [*done, ("inspection", 0)]
 
 
 def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observed) -> None:
@@ -121,8 +120,8 @@ def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observe
             if event["cat"] in SHORT
         )
 
-    assert grid(0) == "w0 l0 F0 s0 w1 l1 F1 s1 r0 B0 w2 l2 F2 s2 r1 B1 w3 l3 F3 s3 r2 B2 r3 B3 G O E"
-    assert grid(1) == "w0 l0 r0 F0 B0 s0 w1 l1 r1 F1 B1 s1 w2 l2 r2 F2 B2 s2 w3 l3 r3 F3 B3 s3 G O E"
+    assert grid(0) == "w0 l0 F0 s0 w1 l1 F1 s1 r0 B0 w2 l2 F2 s2 r1 B1 w3 l3 F3 s3 r2 B2 r3 B3 G O"
+    assert grid(1) == "w0 l0 r0 F0 B0 s0 w1 l1 r1 F1 B1 s1 w2 l2 r2 F2 B2 s2 w3 l3 r3 F3 B3 s3 G O"
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -139,7 +138,7 @@ def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(observed: Obs
             assert all(event["dur"] >= 0 for event in events)
         own = summary["ranks"][rank]
         parts = [own[f"{part}_seconds"] for part in ("data_wait", "load", "reduce", "optimizer", "agreement_wait")]
-        parts += [own["ema_seconds"], own["other_seconds"]]
+        parts.append(own["other_seconds"])
         for phase in own["phases"]:
             parts += [phase[f"{part}_seconds"] for part in ("forward", "backward", "wait", "send")]
         assert sum(parts) == pytest.approx(own["step_seconds"], rel=1e-9) and min(parts) >= -1e-9
@@ -246,6 +245,6 @@ def test_steps_are_profiled_once_on_all_ranks_and_written_by_rank_0(
         assert {one for one in seen if one.startswith("ProfilerStep")} == {
             f"ProfilerStep#{number}" for number in range(last - steps + 1, last + 1)
         }
-        assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: EMA"} <= seen
+        assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: inspection"} <= seen
     (said,) = (line for line in told["logged"] if line.startswith(f"kernels of steps {last - steps + 1}-{last}: "))
     assert said.endswith("groups.txt")

@@ -221,7 +221,7 @@ def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Te
         for name, parameter in engine.module.named_parameters():
             gradient = safe_get_full_grad(parameter) if partitioned else parameter.grad
             assert gradient is not None, name
-            seen[name] = gradient.detach().float() / engine._step_loss_scale
+            seen[name] = gradient.detach().float() / engine.gradients.scale
         sent.collective_bytes = before
         step(instruction)
 
@@ -295,7 +295,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
-                "loss_scale": engine._step_loss_scale,
+                "loss_scale": engine.next_loss_scale(),
                 "graphs": [warm, counters["stats"]["unique_graphs"]],
             }
         )
@@ -318,7 +318,7 @@ def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
     torch.set_num_threads(1)
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) % max(get_accelerator().device_count(), 1))
     with process_group():
         deepspeed.utils.groups._clone_world_group()
         pipeline_module.build_layer = build_awake_layer

@@ -106,11 +106,10 @@ def engine_cost(spec: RunSpec, case: Case) -> HostCost:
     engine.objective = Uncounted(spec, device())
     if case.stages > 1:
         engine.follow(typical_programs("planned", case.micro_batches, case.stages, case.micro_batches))
-    ema = Ema(engine, spec.ema)
+    engine.averages = Ema(engine, spec.ema)
 
     def step(number: int) -> None:
         engine.train_batch(micro_batches(engine, global_batch(spec, number)))
-        ema.update()
 
     cost = counted(step)
     engine.destroy()

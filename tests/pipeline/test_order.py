@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -151,6 +151,7 @@ class RecordedEngine:
         self.module, self._device_waits, self._by_host = self, device_waits, by_host
         self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
+        self.graph = Mock()
         self.unpacked = lambda phase, received, kept: (*received, *kept)
 
     def is_first_stage(self) -> bool:

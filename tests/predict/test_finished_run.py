@@ -121,7 +121,7 @@ def test_pauses_are_those_between_steps_and_neither_before_nor_after(tmp_path: P
     clock = PauseClock(tmp_path, lambda: now)
     with clock.span("inspection"):
         now += 100  # the samples of the initial weights
-    for step, pause in ((1, "EMA"), (2, "checkpoint"), (3, "inspection"), (4, "checkpoint")):
+    for step, pause in ((1, "another"), (2, "checkpoint"), (3, "inspection"), (4, "checkpoint")):
         clock.begin_step(step)
         now += 10
         with contextlib.suppress(RuntimeError), clock.span(pause):

@@ -94,9 +94,8 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     others = living_bytes()
     objective = Denoising(spec, torch.device("cpu"))
     engine = build_engine(layers, bounds, ds, objective, seed=0)
-    ema, batches = Ema(engine, spec.ema), micro_batches(spec, ds.layout.micro_batch_images)
+    engine.averages, batches = Ema(engine, spec.ema), micro_batches(spec, ds.layout.micro_batch_images)
     engine.train_batch(batches)
-    ema.update()
     held = living_bytes() - others
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine.train_batch(batches)

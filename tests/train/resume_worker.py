@@ -104,12 +104,12 @@ def train(
         start_images=engine.next_index,
     )
     used: list[float] = []
-    hook = engine.basic_optimizer.register_step_pre_hook(lambda own, *_: used.append(own.param_groups[0]["lr"]))
+    hook = engine.basic_optimizer.register_step_pre_hook(lambda own, *_: used.append(float(own.param_groups[0]["lr"])))
+    engine.averages = ema
     for _ in range(STEPS):
         used.clear()
         expected = [shadow.double() for shadow in ema.shadows]
         loss = engine.train_batch(batches)
-        ema.update()
         report["losses"].append(loss_of_all(engine, loss))
         report["rates"].append((engine.step_rate, [*used]))
         expected = averaged(expected, engine)

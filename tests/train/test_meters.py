@@ -115,7 +115,7 @@ def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, f
     memory: dict[str, Any] = {"stage_peak_memory_bytes": [[5, 7], [6, 4]], "peak_reserved_bytes": reserved}
     interval = Interval(4, 400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4, **memory)
     numbers: dict[str, Any] = {"step_rate": 1e-4, "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
-    engine = SimpleNamespace(images_seen=4000, skipped_steps=3, **numbers)
+    engine = SimpleNamespace(images_seen=4000, count_skipped_steps=lambda: 3, **numbers)
     values = metrics(interval, cast(UnetPipelineEngine, engine), 10**9)
     assert values == {
         "train/loss": 0.5,

@@ -89,7 +89,7 @@ def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
 
 def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does so beyond --hang-seconds does not hang."""
-    engine = SimpleNamespace(images_seen=0, global_steps=0, consecutive_overflows_at_floor=0)
+    engine = SimpleNamespace(images_seen=0, global_steps=0)
     engine.train_batch_size, engine.fp16_enabled = lambda: 8, lambda: False
 
     def train_batch(batches: object) -> torch.Tensor:
@@ -118,7 +118,6 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
         "spec": spec,
         "macs": 0,
         "batches": lambda: None,
-        "ema": Mock(),
         "requests": Mock(**{"poll.return_value": SaveOrStop()}),
         "validation": Mock(**{"due.return_value": False}),
         "observer": Observers(),
@@ -135,7 +134,8 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
     """From 65536 it takes 1 step of hysteresis and 16 halvings to the floor, and 8 steps there count as bad."""
     run_dir = tmp_path / "overflow"
     steps = 1 + 16 + 8
-    changes = ("checkpoint.every_images=400", "ema.profiles=[0.05,0.1]", "ema.snapshot_images=80")
+    every_step = f"logging.log_every_images={BATCH}"  # overflows are read where the run logs
+    changes = ("checkpoint.every_images=400", "ema.profiles=[0.05,0.1]", "ema.snapshot_images=80", every_step)
     codes, said = train(run_dir, SAVED, SAVED + steps * BATCH - 1, *changes, config="zero2_fp16.json", count=1)
     assert codes == [0], said[-4000:]
     assert "at the lowest loss scale, 1," in said

@@ -1,0 +1,221 @@
+"""A rank's step as one CUDA graph, so that the host launches it once instead of operator by operator.
+
+A graph replays the operations of a step at the same addresses and with the same numbers of the host. So it needs a step
+that is a function of tensors: micro-batches are copied into the captured ones, and what else changes from one step to
+the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Messages and reductions are in the graph too::
+
+    step   1  2     3                    4       5       ...  a step that is watched   next
+           eager    trial, capture,      replay  replay       eager, without a graph   capture, replay
+                    replay
+
+In the trial an eager step and a replay on the same micro-batches give the same loss and gradients, and change nothing.
+What is not captured, since it is rare: steps that an observer watches, those whose messages go by the hosts, and
+drawing. All of them need the memory of the graph, which is given back before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.errors import DsConfigError
+from ddpm_ds.pipeline.exchange import all_gather_objects
+from ddpm_ds.pipeline.flat_gradients import FlatGradients
+
+if TYPE_CHECKING:
+    from ddpm_ds.pipeline.engine import UnetPipelineEngine
+
+STEPS_AHEAD = 2
+"""Maximum number of steps that the host queues beyond the one that a device computes."""
+SPREADS = 4
+"""A replay may differ from an eager step by as many times what two eager steps differ by, whose sums may have different
+orders, or by a rounding of the gradients' precision."""
+
+
+class Pace:
+    """Limit on how far the host runs ahead of the device, :data:`STEPS_AHEAD`, so that a stop that was asked for and a
+    rank that hangs are seen in time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ended: deque[torch.cuda.Event] = deque()
+
+    def wait(self) -> None:
+        """Wait until the device is near enough."""
+        while len(self._ended) >= STEPS_AHEAD:
+            self._ended.popleft().synchronize()
+
+    def mark(self) -> None:
+        """Mark the end of a step."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._ended.append(event)
+
+
+class StepGraph:
+    """Graph of an engine's step, captured when it is first wanted.
+
+    Args:
+        engine: engine whose gradients are set.
+        asked: "auto" takes a graph if one process trains alone; True takes one anyway, or raises an error.
+    """
+
+    def __init__(self, engine: UnetPipelineEngine, asked: Literal["auto"] | bool) -> None:
+        self._engine, self._asked = engine, asked
+        self.say: Callable[[str], None] = lambda line: None
+        """Function that shows a line to the user."""
+        self._off = bool(why_eager(engine, asked))
+        self._stream = None if self._off else torch.cuda.Stream(engine.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._proven = False
+        self._inputs: list[Any] = []
+        self._loss: Tensor | None = None
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Queue all steps on one stream, graph or not: autograd stays on that of a parameter's first gradient."""
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self._engine.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
+
+    def step(self) -> Tensor | None:
+        """Replay the step on the next micro-batches and return its loss; None if the step has to be eager.
+
+        Raises:
+            DsConfigError: a graph was demanded, and can't be captured; on all ranks alike.
+        """
+        engine = self._engine
+        if self._off or not engine.is_unobserved():
+            self.drop()
+            return None
+        self._load()
+        if self._graph is None and not self._begin():
+            return None
+        assert self._graph is not None
+        self._graph.replay()
+        return self._loss
+
+    def drop(self) -> None:
+        """Give the memory of the graph back; the next step that may be replayed captures it again."""
+        if self._graph is not None:
+            self._graph.reset()
+        if self._inputs or self._graph is not None:
+            self._gradients().keep_memory(False)
+        self._graph, self._loss, self._inputs = None, None, []
+
+    def forget(self) -> None:
+        """Drop the graph, and prove the next one anew."""
+        self.drop()
+        self._proven = False
+
+    def _gradients(self) -> FlatGradients:
+        gradients = self._engine.gradients
+        assert isinstance(gradients, FlatGradients)
+        return gradients
+
+    def _load(self) -> None:
+        """Copy the next micro-batches into those of the graph."""
+        engine = self._engine
+        batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.reads_data else []
+        if not self._inputs:
+            self._inputs = [type(batch)(*(tensor.clone() for tensor in batch)) for batch in batches]
+        for kept, batch in zip(self._inputs, batches, strict=True):
+            torch._foreach_copy_(list(kept), list(batch))
+
+    def _begin(self) -> bool:
+        """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
+        gradients = self._gradients()
+        gradients.keep_memory(True)
+        why_not = ""
+        if self._proven:
+            why_not = self._agreed(self._capture())
+        else:
+            eager = [self._tried(self._eagerly) for _ in range(2)]
+            why_not = self._agreed(self._capture())
+            if not why_not:
+                assert self._graph is not None
+                why_not = self._agreed(differences(eager, self._tried(self._graph.replay), gradients.precision))
+        if not why_not:
+            if not self._proven:
+                self.say("each step is one CUDA graph")
+            self._proven = True
+            return True
+        self._engine.set_dataiterator(iter(self._inputs))  # the eager step has the micro-batches that were loaded
+        self.drop()
+        self._off = True
+        if self._asked is True:
+            raise DsConfigError(f"graphs = true, but {why_not}; set graphs to false")
+        self.say(f"steps are launched operator by operator: {why_not}")
+        return False
+
+    def _agreed(self, why_not: str) -> str:
+        """Return the first rank's reason against a graph, or nothing; collective."""
+        return next(filter(None, all_gather_objects(why_not, str)), "")
+
+    def _eagerly(self) -> None:
+        self._engine.set_dataiterator(iter(self._inputs))
+        self._loss = self._engine.execute_program(by_host=False)
+
+    def _capture(self) -> str:
+        """Capture the step; return why that failed, or nothing."""
+        graph, groups = torch.cuda.CUDAGraph(), self._engine.basic_optimizer.param_groups
+        for group in groups:
+            group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
+        try:
+            # Threads of the loader and of NCCL ask after their events in the meantime.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._eagerly()
+        except Exception as error:  # of any operator that can't be captured
+            return f"capturing a step as a CUDA graph failed ({str(error).splitlines()[0]})"
+        finally:
+            for group in groups:
+                group["capturable"] = False
+        self._graph = graph
+        return ""
+
+    def _tried(self, step: Callable[[], None]) -> list[Tensor]:
+        """Return the loss and gradients of a step on the loaded micro-batches that changes nothing."""
+        with self._engine.step_withheld():
+            step()
+            assert self._loss is not None
+            return [self._loss.clone(), self._gradients().own_sum.clone()]
+
+
+def why_eager(engine: UnetPipelineEngine, asked: Literal["auto"] | bool) -> str:
+    """Return why the steps of an engine are never captured, or nothing."""
+    if asked is False:
+        return "graphs is false"
+    if engine.device.type != "cuda":
+        return "there is no GPU"
+    if not isinstance(engine.gradients, FlatGradients):
+        return "only flat gradients can be captured, which ZeRO-1, ZeRO-2 and bf16 have"
+    if not engine.gradients.decides_itself:
+        return "only PyTorch's fused Adam can be captured (optimizer.params.torch_adam and fused)"
+    if engine.wall_clock_breakdown():
+        return "wall_clock_breakdown times each instruction"
+    if asked == "auto" and torch.distributed.get_world_size() > 1:
+        return "graphs of several processes are taken only if graphs is true"
+    return ""
+
+
+def differences(eager: list[list[Tensor]], replayed: list[Tensor], precision: torch.dtype) -> str:
+    """Return how a replay's loss and gradients differ from those of two eager steps beyond rounding, or nothing."""
+    for what, first, second, other in zip(("loss", "gradients"), *eager, replayed, strict=True):
+        spread, off = (float((one.double() - first.double()).norm()) for one in (second, other))
+        size = float(first.double().norm())
+        allowed = max(SPREADS * spread, torch.finfo(precision).eps * size)
+        if not off <= allowed:  # NaN differs too
+            return f"its {what} differ from an eager step's by {off:.2g} in {size:.2g}, where rounding is {allowed:.2g}"
+    return ""

@@ -1,0 +1,197 @@
+"""An optimizer's step for which the host neither waits nor has a new number: a function of tensors on the device.
+
+Learning rate, loss scale and whether a step is skipped are tensors: a CUDA graph would replay the numbers that the host
+had when it was captured. The host reads them where people see them, at log points and in checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from ddpm_ds.pipeline import deepspeed_insides as insides
+
+
+class LossScale:
+    """Loss scale of fp16, which moves as DeepSpeed's does: it falls after ``hysteresis`` overflows and grows after a
+    window of steps without one.
+    """
+
+    def __init__(self, settings: insides.ScaleSettings, device: torch.device) -> None:
+        self.settings = settings
+        self.value = torch.full((), settings.first, device=device)
+        self.overflows_at_floor = torch.zeros((), device=device)
+        """Number of consecutive steps, up to the last, that overflowed although the scale could fall no further."""
+        self._stable = torch.full((), -1.0, device=device)  # steps since the scale moved, without the first of them
+        self._hysteresis = torch.full((), float(settings.hysteresis), device=device)
+        self._updates = 0
+
+    @torch.no_grad()
+    def update(self, invalid: Tensor, found: Tensor) -> None:
+        """Move the scale after a step; ``invalid`` is whether it overflowed, ``found`` the same as 0.0 or 1.0."""
+        own = self.settings
+        self.overflows_at_floor.add_(1).mul_(found).mul_(self.value <= own.floor)
+        if not own.moves:
+            return
+        falls = found * (self._hysteresis <= 1)
+        self._stable.add_(1).masked_fill_(invalid, -1.0)
+        grows = self._stable == own.window
+        self._stable.masked_fill_(grows, 0.0)
+        self.value.addcmul_(self.value, grows, value=own.factor - 1)
+        self.value.addcmul_(self.value, falls, value=1 / own.factor - 1).clamp_(min=own.floor)
+        if own.hysteresis > 1:
+            restored = ~invalid if own.restores_at_once else grows
+            self._hysteresis.sub_(found).clamp_(min=1).masked_fill_(restored, float(own.hysteresis))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that :meth:`update` changes."""
+        return [self.value, self.overflows_at_floor, self._stable, self._hysteresis]
+
+    def count(self) -> None:
+        """Count a step on the host, which checkpoints do too."""
+        self._updates += 1
+
+    def state(self) -> dict[str, float]:
+        """Return the state under DeepSpeed's names; empty if the scale is fixed. Waits for the device."""
+        if not self.settings.moves:
+            return {}
+        stable, hysteresis = int(self._stable), int(self._hysteresis)
+        values = (float(self.value), self._updates, self._updates - 2 - stable, hysteresis)
+        return dict(zip(insides.SCALER_FIELDS, values, strict=True))
+
+    def load(self, state: dict[str, float]) -> None:
+        """Restore the state of :meth:`state`, as far as it is there, and forget overflows."""
+        self.overflows_at_floor.zero_()
+        if not self.settings.moves or "cur_scale" not in state:
+            return
+        self._updates = int(state["cur_iter"])
+        stable = self._updates - 2 - state["last_overflow_iter"]
+        self.value.fill_(state["cur_scale"])
+        self._stable.fill_(stable % self.settings.window if stable > 0 else stable)
+        self._hysteresis.fill_(min(state.get("cur_hysteresis", 1), self.settings.hysteresis))
+
+
+class OwnStep:
+    """Step of DeepSpeed's optimizer, clipped, or skipped if its gradients are not finite.
+
+    With PyTorch's fused Adam the device decides whether a step is skipped. Other optimizers can't skip by themselves:
+    then the host waits for the norm.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine, self._optimizer = engine, engine.basic_optimizer
+        self.decides_itself = bool(self._optimizer.param_groups[0].get("fused"))
+        """Whether the optimizer takes the learning rate and whether to skip a step from the device."""
+        self._scale = LossScale(insides.scale_settings(engine), engine.device) if engine.fp16_enabled() else None
+        self._checks = insides.checks_gradients(engine)
+        self._rate = torch.zeros((), device=engine.device)
+        self._norm = torch.full((), float("nan"), device=engine.device)
+        self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
+        self._skipped = torch.zeros((), device=engine.device)
+        self._withheld = torch.zeros((), device=engine.device)  # 1 skips a step whatever its gradients are
+
+    @property
+    def scale(self) -> Tensor | float:
+        """Factor on the loss before the backward."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def begin_step(self) -> None:
+        """Set the numbers of a step that the host knows: the learning rate of the optimizer's groups."""
+        (rate,) = {group["lr"] for group in self._optimizer.param_groups}
+        self._rate.fill_(rate)
+
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Skip the steps inside this context and forget them, so that the state is that of before."""
+        kept = [self._skipped, *([] if self._scale is None else self._scale.tensors())]
+        before = [tensor.clone() for tensor in kept]
+        self._withheld.fill_(1.0)
+        try:
+            yield
+        finally:
+            self._withheld.zero_()
+            for tensor, value in zip(kept, before, strict=True):
+                tensor.copy_(value)
+
+    @contextlib.contextmanager
+    def _unless_invalid(self, norm: Tensor) -> Iterator[bool]:
+        """Surround a step with gradients of this scaled norm over all stages; yields whether the host takes it.
+
+        Where DeepSpeed is told not to check, an invalid norm becomes -1 and clips nothing.
+        """
+        invalid = (norm - norm) != self._withheld  # inf - inf is NaN
+        takes = True
+        if not self._checks:
+            norm.masked_fill_(invalid, -1.0)
+            invalid = torch.zeros_like(invalid)
+        elif not self.decides_itself:
+            takes = not bool(invalid)
+        found = invalid.float()
+        self._invalid, self._norm = invalid, norm if self._scale is None else norm / self._scale.value
+        self._skipped.add_(found)
+        if self.decides_itself:
+            self._optimizer.found_inf = found
+        try:
+            yield takes
+        finally:
+            vars(self._optimizer).pop("found_inf", None)
+        if self._scale is not None:
+            self._scale.update(invalid, found)
+
+    def _factor(self, norm: Tensor) -> Tensor | None:
+        """Return the factor that unscales gradients of this scaled norm and clips them; None if it is 1."""
+        most = self._engine.gradient_clipping()
+        if not most:
+            return None if self._scale is None else self._scale.value.reciprocal()
+        return (norm.add(self.scale, alpha=1e-6) / most).clamp_(min=self.scale).reciprocal_()
+
+    def _take(self) -> None:
+        """Step the optimizer, with the learning rate on the device if it can take that."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group in groups if self.decides_itself else ():
+                group["lr"] = self._rate
+            self._optimizer.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    # ---------------------------------------------------------------- what the host counts and reads
+
+    def end_step(self) -> None:
+        """Count the step, and let the scheduler set the learning rate of the next."""
+        insides.count_step(self._engine)
+        if self._scale is not None:
+            self._scale.count()
+
+    def was_applied(self) -> bool:
+        """Return whether the last step was taken; waits for the device."""
+        return not bool(self._invalid)
+
+    def norm(self) -> float:
+        """Return the norm of the last step's gradients before clipping, not finite if it was skipped; waits."""
+        return float(self._norm)
+
+    def skipped_steps(self) -> int:
+        """Return the number of skipped steps since the last call; waits for the device."""
+        skipped = int(self._skipped)
+        self._skipped.zero_()
+        return skipped
+
+    def overflows_at_floor(self) -> int:
+        """Return :attr:`LossScale.overflows_at_floor`; waits for the device."""
+        return 0 if self._scale is None else int(self._scale.overflows_at_floor)
+
+    def scaler_state(self) -> dict[str, float]:
+        """Return the loss scaler's state for a checkpoint; waits for the device."""
+        return {} if self._scale is None else self._scale.state()
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        """Restore the state of :meth:`scaler_state`."""
+        if self._scale is not None:
+            self._scale.load(state)

@@ -1,0 +1,333 @@
+"""A step is a function of tensors at fixed addresses, so that a CUDA graph of it trains as eager steps do.
+
+Without a GPU a graph is played by :class:`Recording`, which like one replays the operations of a step at the same
+addresses and with the numbers that the host had: whatever a step takes from the host, or keeps at another address,
+makes a replay differ from an eager step. As a script, with a file of cases and a folder, this trains both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import unittest.mock
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from rivals.measure import SILENT
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline import graph as graphs
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.flat_gradients import FlatGradients
+from ddpm_ds.pipeline.graph import StepGraph
+from ddpm_ds.pipeline.own_step import OwnStep
+from ddpm_ds.train.agreement import SHARED_GPU
+from ddpm_ds.train.ema import Ema
+from tests.launching import run_ranks
+from tests.pipeline.batches import device, global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, Precision, report_cases, spec_of
+from tests.pipeline.random_programs import random_programs
+from tests.pipeline.test_ladder import LATER, LOSS_TOLERANCE
+from tests.pipeline.test_synchronisation import Poisoned
+
+EAGER_STEP, BAD_STEP, STEPS = 4, 5, 7
+"""Step that an observer watches, step whose loss is infinite, number of steps."""
+
+
+class Recording(TorchDispatchMode):
+    """Operations of a step on a CPU, kept like those of a CUDA graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays = 0
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._calls.append((func, args, kwargs or {}, outputs))
+        return outputs
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the operations again, on the tensors that they had and with the host's numbers of then."""
+        self.replays += 1
+        under_way: dict[int, dist.Work] = {}  # by the address of what is received
+        sends = []
+        for func, args, kwargs, outputs in self._calls:
+            for tensor in tensors((args, kwargs)):
+                if (work := under_way.pop(tensor.untyped_storage().data_ptr(), None)) is not None:
+                    work.wait()
+            fresh = func(*args, **kwargs)
+            if func.namespace == "c10d":
+                (work,) = (dist.Work.unbox(one) for one in tree_leaves(fresh) if isinstance(one, torch.ScriptObject))
+                name = func.overloadpacket.__name__
+                if name == "send":
+                    sends.append(work)
+                elif name in SILENT:
+                    under_way |= {tensor.untyped_storage().data_ptr(): work for tensor in tensors(args)}
+                else:
+                    work.wait()
+                continue
+            for kept, new in zip(tensors(outputs), tensors(fresh), strict=True):
+                if kept is not new:
+                    kept.copy_(new)
+        for work in [*under_way.values(), *sends]:
+            work.wait()
+
+    def reset(self) -> None:
+        self._calls.clear()
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class RecordedGraph(StepGraph):
+    """The graph of an engine on a CPU."""
+
+    def __init__(self, engine: UnetPipelineEngine) -> None:
+        with unittest.mock.patch.object(graphs, "why_eager", lambda engine, asked: ""), no_streams():
+            super().__init__(engine, "auto")
+        self._stream = None
+        self.recordings: list[Recording] = []
+
+    def _capture(self) -> str:
+        recording = Recording()
+        with self._engine.step_withheld(), recording:  # a recording runs what it records
+            self._eagerly()
+        self.recordings.append(recording)
+        self._graph = recording  # type: ignore[assignment]
+        return ""
+
+
+def no_streams() -> contextlib.AbstractContextManager[object]:
+    return unittest.mock.patch.object(torch.cuda, "Stream")
+
+
+@contextlib.contextmanager
+def rate_of_the_host() -> Iterator[None]:
+    """Take the optimizer's learning rate from the host."""
+
+    def take(step: OwnStep) -> None:
+        step._optimizer.step()
+
+    with unittest.mock.patch.object(OwnStep, "_take", take):
+        yield
+
+
+@contextlib.contextmanager
+def scale_of_the_host() -> Iterator[None]:
+    """Take the loss scale from the host."""
+    with unittest.mock.patch.object(OwnStep, "scale", property(lambda step: float(step._scale.value))):
+        yield
+
+
+@contextlib.contextmanager
+def images_of_the_host() -> Iterator[None]:
+    """Count images on the host."""
+    flight = UnetPipelineEngine._flight
+
+    def counted(engine: UnetPipelineEngine, instruction: Any) -> Any:
+        engine._first_image = torch.full((), engine.next_index)
+        return flight(engine, instruction)
+
+    with unittest.mock.patch.object(UnetPipelineEngine, "_flight", counted):
+        yield
+
+
+@contextlib.contextmanager
+def a_sum_that_is_cleared_by_the_host() -> Iterator[None]:
+    """Clear the gradients beyond the sight of a graph."""
+    clear = FlatGradients.clear
+
+    def cleared(gradients: FlatGradients) -> None:
+        with _disable_current_modes():
+            clear(gradients)
+
+    with unittest.mock.patch.object(FlatGradients, "clear", cleared):
+        yield
+
+
+@contextlib.contextmanager
+def a_master_that_is_replaced() -> Iterator[None]:
+    """Give the optimizer another master when a graph is captured."""
+    begin = StepGraph._begin
+
+    def began(graph: StepGraph) -> bool:
+        taken = begin(graph)
+        (flat,) = insides.masters(graph._engine)
+        flat.data = flat.data.clone()
+        return taken
+
+    with unittest.mock.patch.object(StepGraph, "_begin", began):
+        yield
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    fault.__name__: fault
+    for fault in (
+        rate_of_the_host,
+        scale_of_the_host,
+        images_of_the_host,
+        a_sum_that_is_cleared_by_the_host,
+        a_master_that_is_replaced,
+    )
+}
+
+
+def course(case: Case, recorded: bool) -> dict[str, Any]:
+    """What some steps gave, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph."""
+    spec = spec_of(compiled=False)
+    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+        engine = case.engine(spec)
+    if case.random_programs is not None:
+        engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
+    assert isinstance(engine.gradients, FlatGradients)
+    # gloo makes a reduce-scatter of other operations, some of them only where its result is waited for
+    engine.gradients._flat = replace(engine.gradients._flat, scatters=False)
+    ema = engine.averages = Ema(engine, spec.ema)
+    engine.rate = lambda before, batch: 1e-3 / (1 + before)
+    said: list[str] = []
+    on_cuda = device().type == "cuda"
+    engine.graph = StepGraph(engine, recorded) if on_cuda or not recorded else RecordedGraph(engine)
+    engine.graph.say = said.append
+    objective, given = engine.objective, []
+    for step in range(STEPS):
+        # What an objective does is recorded, so a step that does something else is sent by the hosts, and is eager.
+        engine.objective, engine._cautious_steps = objective, engine._cautious_steps if step < BAD_STEP else 0
+        if step == BAD_STEP:
+            engine.objective, engine._cautious_steps = Poisoned(objective), 1
+        with engine.watched() if step == EAGER_STEP else contextlib.nullcontext():
+            loss = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
+        given.append([float(loss), engine.gradient_norm(), engine.count_skipped_steps(), engine.next_loss_scale()])
+    kept = [tensor.detach().double() for tensor in (*insides.masters(engine), *ema.shadows)]
+    result = {
+        "steps": given,
+        "weights": [[float(tensor.sum()), float(tensor.norm())] for tensor in kept],
+        "replays": [one.replays for one in engine.graph.recordings] if isinstance(engine.graph, RecordedGraph) else [],
+        "said": said,
+    }
+    engine.destroy()
+    return result
+
+
+def run(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """The course of a case, eagerly and by a graph, the latter perhaps with a fault."""
+    own = Case(**case["case"])
+    eager = course(own, recorded=False)
+    with FAULTS[case["fault"]]() if case["fault"] else contextlib.nullcontext():
+        return [eager, course(own, recorded=True)]
+
+
+def one(zero: int, precision: Precision, micro_batches: int = 2, checkpoint: int = 0, **others: Any) -> Case:
+    return Case(1, 1, zero, precision, checkpoint, micro_batches=micro_batches, fused=True, **others)
+
+
+CASES = [
+    *(one(zero, precision) for zero in (1, 2) for precision in ("fp32", "bf16", "fp16")),
+    one(0, "bf16", micro_batches=1, checkpoint=2),
+    one(2, "fp16", checkpoint=1, growing_scale=True),
+    one(1, "bf16", fp32_accumulation=True),
+    Case(2, 1, 2, "fp16", 0, fused=True),
+    Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
+    Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
+    Case(1, 2, 2, "bf16", 0, fused=True),
+    Case(1, 2, 1, "fp16", 0, fused=True),
+]
+
+
+def name_of(case: Case) -> str:
+    more = "-wide" if case.fp32_accumulation else "-growing" if case.growing_scale else ""
+    kept = f"-{case.checkpoint}" if case.checkpoint else ""
+    return f"{case.stages}x{case.replicas}-zero{case.zero}-{case.precision}-{case.schedule}{kept}{more}"
+
+
+def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> list[list[list[dict[str, Any]]]]:
+    """The two courses of each case on each rank: ``[case][rank][eager or replayed]``."""
+    file = folder / "cases.json"
+    file.write_text(json.dumps([{"case": asdict(case), "fault": fault} for case, fault in cases]))
+    processes = cases[0][0].stages * cases[0][0].replicas
+    done = run_ranks(processes, Path(__file__), str(file), str(folder), **environment)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return [list(found) for found in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = [case for case in CASES if case.stages * case.replicas == request.param]
+    both = courses(tmp_path_factory.mktemp("graphs"), [(case, "") for case in cases])
+    return {name_of(case): ranks for case, ranks in zip(cases, both, strict=True)}
+
+
+@pytest.mark.launch
+def test_replayed_steps_give_the_bits_of_eager_ones_in_every_layout(found: dict[str, Any]) -> None:
+    """Also around a step that is watched and one that is skipped, after both of which the step is recorded again."""
+    for name, ranks in found.items():
+        for eager, replayed in ranks:
+            assert replayed["steps"] == eager["steps"], name
+            assert replayed["weights"] == eager["weights"], name
+            assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * (STEPS - BAD_STEP), name
+
+
+@pytest.mark.launch
+def test_each_step_that_nothing_asks_for_eagerly_is_a_replay(found: dict[str, Any]) -> None:
+    for name, ranks in found.items():
+        for _, replayed in ranks:
+            assert replayed["replays"] == [3, 1], name  # the first of them is the trial
+            assert replayed["said"] == ["each step is one CUDA graph"], name
+
+
+@pytest.mark.launch
+def test_what_a_step_takes_from_the_host_is_found_here(tmp_path: Path) -> None:
+    """Each fault makes a replayed course another one, or the trial refuse the graph."""
+    case = replace(one(2, "fp16"), growing_scale=True)
+    for fault, ((eager, replayed),) in zip(FAULTS, courses(tmp_path, [(case, name) for name in FAULTS]), strict=True):
+        assert replayed["steps"] != eager["steps"] or "operator by operator" in replayed["said"][0], fault
+
+
+def check_on_gpus(folder: Path, cases: list[Case], **environment: str) -> None:
+    """Losses and norms of replayed steps are those of eager ones, within what two eager courses may differ by."""
+    for case, ranks in zip(cases, courses(folder, [(case, "") for case in cases], **environment), strict=True):
+        slack = LATER[case.precision] * LOSS_TOLERANCE[case.precision]
+        for eager, replayed in ranks:
+            assert replayed["said"] == ["each step is one CUDA graph"], name_of(case)
+            for one, other in zip(eager["steps"], replayed["steps"], strict=True):
+                assert other == pytest.approx(one, rel=slack, nan_ok=True), name_of(case)
+
+
+@pytest.mark.launch
+@pytest.mark.gpu
+def test_on_a_gpu_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
+    alone = [case for case in CASES if case.stages * case.replicas == 1]
+    check_on_gpus(tmp_path, alone, DS_ACCELERATOR="cuda")
+
+
+@pytest.mark.launch
+@pytest.mark.gpu(2)
+def test_on_gpus_replayed_steps_of_two_ranks_train_as_eager_ones(tmp_path: Path) -> None:
+    pairs = [case for case in CASES if case.stages * case.replicas == 2]
+    check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda")
+
+
+@pytest.mark.launch
+@pytest.mark.gpu
+def test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
+    if torch.cuda.nccl.version() < (2, 30):
+        pytest.skip(f"NCCL {torch.cuda.nccl.version()} does not let ranks share a GPU")
+    pairs = [case for case in CASES if case.stages * case.replicas == 2]
+    check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda", **{SHARED_GPU: "1"})
+
+
+if __name__ == "__main__":
+    report_cases(run)
