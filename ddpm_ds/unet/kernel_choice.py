@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddpm_ds.device import wait_for_device
+from ddpm_ds.device import runs_triton, wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
-from ddpm_ds.unet.fused_norm import available, whole
+from ddpm_ds.unet.fused_norm import whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
 from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
@@ -60,7 +60,7 @@ def check_kernels(asked: AskedKernels, device: torch.device) -> None:
     Raises:
         DsConfigError: fused kernels were requested without CUDA or without Triton.
     """
-    if asked in ("fused", "masks") and not available(device):
+    if asked in ("fused", "masks") and not runs_triton(device):
         missing = "CUDA, and this run is on the CPU" if device.type != "cuda" else "Triton, which is not installed"
         raise DsConfigError(f'kernels = "{asked}" needs {missing}; use "auto" or "reference"')
 
@@ -133,7 +133,7 @@ def try_kernels(
     Waits for the device, so no message may be under way. After a CUDA error such as an illegal address, everything on
     the device fails for this process; after a refusal by Triton or at launch, it does not.
     """
-    if not available(device):
+    if not runs_triton(device):
         return KernelTimes(failure="Triton is not installed")
     norms = norm_shapes(layers)
     probe = torch.ones(1, device=device)  # made first, so that a lack of memory is not taken for a lost device

@@ -37,7 +37,7 @@ from ddpm_ds.unet.kernel_choice import (
 )
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.operations import GroupNorm, KeyedDropout, use_kernels
-from tests.unet.alone import REPOSITORY, run_alone
+from tests.alone import REPOSITORY, run_alone
 
 EPSILON = 1e-3
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -353,7 +353,7 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
         if broken:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(kernel_choice, "available", lambda device: True)
+    monkeypatch.setattr(kernel_choice, "runs_triton", lambda device: True)
     monkeypatch.setattr(kernel_choice, "norm_seconds", seconds)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     expected = trial or KernelTimes(failure=" ".join(str(error).split()), device_lost=broken)

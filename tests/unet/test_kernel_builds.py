@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unet.alone import run_alone
+from tests.alone import run_alone
 
 TENSORS = {"x", "y", "dy", "dx", "weight", "bias", "dweight", "dbias"}
 OPTIONAL = {"add", "scale", "shift", "dadd", "dscale", "dshift"}
@@ -67,7 +67,24 @@ def build_mask() -> None:
         assert built.asm["cubin"]
 
 
+def build_draws() -> None:
+    """Build the kernel of the draws for a small seed and a large one."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ddpm_ds.keyed_draws import BLOCKS, write_draws
+
+    *names, constant = write_draws.arg_names
+    pointers = {"images": "*i64", "codes": "*i64", "words": "*i64", "normals": "*fp32", constant: "constexpr"}
+    for wide in ("i32", "i64"):
+        signature = dict.fromkeys(names, "i32") | {"seed": wide} | pointers
+        source = ASTSource(write_draws, signature, {(len(names),): BLOCKS})
+        built = compile(source, target=GPUTarget("cuda", 90, 32))
+        assert built.asm["cubin"] and "sqrt.rn.f32" in built.asm["ptx"], "another root rounds otherwise than PyTorch's"
+
+
 @pytest.mark.long
 def test_every_kernel_is_built_for_an_h100(tmp_path: Path) -> None:
-    calls = "build_norms(True), module.build_norms(False), module.build_mask()"
-    run_alone("test_kernel_builds", calls, TRITON_CACHE_DIR=str(tmp_path))
+    calls = "build_norms(True), module.build_norms(False), module.build_mask(), module.build_draws()"
+    run_alone("unet.test_kernel_builds", calls, TRITON_CACHE_DIR=str(tmp_path))

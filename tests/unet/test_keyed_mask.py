@@ -13,7 +13,7 @@ import torch
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.operations import KeyedDropout, use_kernels
-from tests.unet.alone import run_alone
+from tests.alone import run_alone
 
 BLOCK = 2048
 """Number of elements per program of the kernel."""
@@ -75,7 +75,7 @@ def interpret(out: str) -> None:
 
 @pytest.mark.long
 def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> None:
-    run_alone("test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
+    run_alone("unet.test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
     report = json.loads((tmp_path / "report").read_text())
     assert report == {"differing": [], "drawn": {"bits": True, "channels-last": True, "compiled": True}}
 
