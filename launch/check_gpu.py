@@ -359,11 +359,13 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
     words = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in found["prepared"].items())
     yield Finding("draws and images of a micro-batch", words, "measured")
+    words = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in found["masks"].items())
+    yield Finding("dropout masks of all layers", words, "measured")
 
 
 def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     """Return the choice and times of both kinds by precision, the share of the copy bandwidth by shape, and the seconds
-    that a micro-batch takes to prepare, with its draws in one kernel and by PyTorch's operations.
+    that a micro-batch takes to prepare and its masks to be drawn, by our kernels and by PyTorch's operations.
     """
     import torch
 
@@ -391,7 +393,11 @@ def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
         with mock.patch.object(keyed, "_fused", return_value=write):
             work_of_way = functools.partial(objective.prepare, MicroBatch(pixels, index, index))
             prepared[way] = kernel_choice.seconds(work_of_way, device)
-    return {"choices": choices, "shares": shares, "prepared": prepared}
+    masks = {
+        way: kernel_choice.mask_seconds(kernel_choice.mask_sizes(layers), device, images, way)
+        for way in ("fused", "reference")
+    }
+    return {"choices": choices, "shares": shares, "prepared": prepared, "masks": masks}
 
 
 def compiled(machine: Machine) -> Iterator[Finding]:

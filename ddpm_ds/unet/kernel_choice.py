@@ -16,7 +16,15 @@ from ddpm_ds.device import runs_triton, wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.unet.fused_norm import whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
-from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
+from ddpm_ds.unet.operations import (
+    GroupNorm,
+    Kernels,
+    KeyedDropout,
+    draw_masks,
+    norm_silu,
+    set_image_index,
+    use_kernels,
+)
 
 AskedKernels = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
@@ -179,10 +187,11 @@ def one_norm_seconds(
 
 
 def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
-    """Return the seconds of all the dropout masks of a U-Net, each measured alone."""
-    dropout = KeyedDropout(0.5, 0, 0)
-    dropout.kernels, dropout.images = kernels, torch.arange(images, device=device)
-    return sum(seconds(partial(dropout.draw, (size, 1, 1)), device) * count for size, count in sizes.items())
+    """Return the seconds of all the dropout masks of a U-Net, drawn together."""
+    dropouts = [KeyedDropout(0.5, 0, layer, (size, 1, 1)) for layer, size in enumerate(sizes.elements())]
+    use_kernels(dropouts, kernels)
+    set_image_index(dropouts, torch.arange(images, device=device))
+    return seconds(partial(draw_masks, dropouts), device) if dropouts else 0.0
 
 
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:

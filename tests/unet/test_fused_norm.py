@@ -306,7 +306,7 @@ def test_the_speed_on_all_ranks_decides() -> None:
     for trial, expected in ((KernelTimes(1.0, 2.0), "masks"), (KernelTimes(failure="no compiler"), "reference")):
         choice, why = chosen("auto", mine=trial, layers=LAYERS_WITH_DROPOUT)
         assert choice == expected and why.startswith(f"kernels: {expected}")
-    modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0)]
+    modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0, (4, 1, 1))]
     use_kernels(modules, "masks")
     assert [module.kernels for module in modules] == ["masks", "masks"]
 
