@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import importlib.util
 import os
 import re
 import warnings
@@ -109,6 +111,12 @@ def usable_device(device: torch.device | str) -> torch.device:
         if (found.index or 0) >= devices:
             raise LayoutError(f"device = {device}, but this process has {devices} CUDA devices; use another, or cpu")
     return found
+
+
+@functools.cache
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels can run on a device: CUDA, with Triton installed."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def memory_bytes(device: torch.device, sharing: int | None = None) -> int:

@@ -13,11 +13,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
+
+from ddpm_ds.device import runs_triton
 
 
 class Stream(IntEnum):
@@ -78,8 +82,6 @@ def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tenso
 
     ``blocks`` has the number of blocks by stream; see :func:`bits`.
     """
-    for stream in blocks:
-        check_key(seed, stream)
     key_0, index = seed, images.to(torch.int64)[:, None]  # (N, 1)
     x0, key_1 = _columns(tuple(blocks.items()), images.device)
     x1 = index & _WORD
@@ -108,28 +110,66 @@ def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     ]
 
 
+@functools.lru_cache(maxsize=16)
+def _codes(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Return the counter of each block plus 2^32 times its stream, (blocks,) int64."""
+    return torch.cat([torch.arange(count, device=device) + (stream << 32) for stream, count in blocks])
+
+
+@functools.cache
+def _fused(device: torch.device) -> Callable[..., None] | None:
+    """Return :func:`ddpm_ds.keyed_draws.write` if it runs on a device, else None."""
+    if not runs_triton(device):
+        return None
+    try:
+        from ddpm_ds.keyed_draws import write  # needs Triton, which not every machine has
+
+        tried = torch.zeros(4, dtype=torch.int64, device=device)
+        write(tried[:1], tried[:1], 0, 0, tried[None], tried[None, :0].float())
+    except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
+        warnings.warn(f"noise is drawn by PyTorch's operations, since Triton's kernel fails: {error}", stacklevel=2)
+        return None
+    return write
+
+
 class Draws:
     """Draws of several streams for the same images, by one Philox, since the operators of each take the host's time.
 
-    The bits are those of each stream alone.
+    The bits are those of each stream alone. Where Triton runs it is one kernel, normal draws included.
 
     Args:
         seed: integer in [0, 2^32).
         images: (N,) int64 image indices.
-        words: number of 32-bit words of each stream; a uniform draw or an integer takes one, two normal draws take two.
+        words: number of 32-bit words of each stream of bits; a uniform draw or an integer takes one.
+        normals: number of normal draws of each other stream.
 
     Raises:
         ValueError: a seed or stream is out of range.
     """
 
-    def __init__(self, seed: int, images: Tensor, words: Mapping[int, int]) -> None:
-        blocks = {stream: -(-count // 4) for stream, count in words.items()}
-        self._words, self._bits = words, torch.stack(_philox(seed, blocks, images), dim=-1).flatten(1)
+    def __init__(
+        self, seed: int, images: Tensor, words: Mapping[int, int], normals: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
+        self._counts = {int(stream): count for stream, count in (*words.items(), *normals.items())}
+        for stream in self._counts:
+            check_key(seed, stream)
+        # A block is four words, and two words make two normal draws.
+        blocks = {stream: -(-count // 4) for stream, count in self._counts.items()}
         self._first = dict(zip(blocks, itertools.accumulate(blocks.values(), initial=0), strict=False))
+        self._normals: Tensor | None = None
+        write = _fused(images.device)
+        if write is None:
+            self._bits = torch.stack(_philox(seed, blocks, images), dim=-1).flatten(1)
+            return
+        lowest, of_words = min(blocks), 4 * sum(blocks[stream] for stream in words)
+        codes = _codes(tuple((stream - lowest, count) for stream, count in blocks.items()), images.device)
+        self._bits = images.new_empty((len(images), of_words), dtype=torch.int64)
+        self._normals = images.new_empty((len(images), 4 * len(codes) - of_words), dtype=torch.float32)
+        write(images.to(torch.int64).contiguous(), codes, seed, lowest, self._bits, self._normals)
 
     def bits(self, stream: int) -> Tensor:
         """Return a stream's words, (N, words) int64 in [0, 2^32)."""
-        return self._bits.narrow(1, 4 * self._first[stream], self._words[stream])
+        return self._bits.narrow(1, 4 * self._first[stream], self._counts[stream])
 
     def uniform(self, stream: int) -> Tensor:
         """Return uniform draws, (N, words) float32 in [0, 1), multiples of 2^-24."""
@@ -137,16 +177,19 @@ class Draws:
         return (self.bits(stream) >> 8).to(torch.float32).mul_(2.0**-24)
 
     def normal(self, stream: int) -> Tensor:
-        """Return standard normal draws, (N, words) float32, by Box and Muller 1958; the number of words is even.
+        """Return standard normal draws, (N, normals) float32, by Box and Muller 1958.
 
         Two words make two neighbouring draws. Magnitudes are at most 6.8, which 1 of 10^11 exact draws would exceed.
         """
-        pairs = self.bits(stream).unflatten(1, (-1, 2))
+        first, count = 4 * self._first[stream], self._counts[stream]
+        if self._normals is not None:
+            return self._normals.narrow(1, first - self._bits.shape[1], count)
+        pairs = self._bits.narrow(1, first, 2 * -(-count // 2)).unflatten(1, (-1, 2))
         radius_word, angle_word = pairs.to(torch.float32).unbind(-1)  # (N, pairs) each
         # Adding a half keeps the logarithm's argument above 0. The argument may round up to 1, where the radius is 0.
         radius = radius_word.add(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = angle_word * (2.0**-32 * 2.0 * math.pi)
-        return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)  # (N, words)
+        return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)[:, :count]
 
     def integers(self, stream: int, high: int) -> Tensor:
         """Return one draw per image, (N,) int64, uniform in [0, high) up to a bias below high / 2^32.
@@ -157,6 +200,10 @@ class Draws:
         if not 0 < high <= 2**31:
             raise ValueError(f"high = {high} must be in 1 .. 2^31")
         return self.bits(stream)[:, 0] * high >> 32  # (N,)
+
+    def coins(self, stream: int) -> Tensor:
+        """Return one draw per image, (N,) bool: those of :meth:`integers` in [0, 2), in one operation."""
+        return self.bits(stream)[:, 0] >= 2**31
 
 
 def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
@@ -185,7 +232,7 @@ def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
 
 def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
     """Return (N, count) draws as :meth:`Draws.normal`; arguments as for :func:`bits`."""
-    return Draws(seed, images, {stream: 2 * -(-count // 2)}).normal(stream)[:, :count]
+    return Draws(seed, images, {}, {stream: count}).normal(stream)
 
 
 def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -418,13 +419,23 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         yield judged(f"kernels auto, {precision}", good, f"{chosen}: {words}", "the faster, within 10%")
     for shape, share in found["shares"].items():
         yield Finding(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
+    words = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in found["prepared"].items())
+    yield Finding("draws and images of a micro-batch", words, "measured")
+    words = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in found["masks"].items())
+    yield Finding("dropout masks of all layers", words, "measured")
 
 
 def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
-    """Return the choice and times of both kinds by precision, and the share of the copy bandwidth by shape."""
+    """Return the choice and times of both kinds by precision, the share of the copy bandwidth by shape, and the seconds
+    that a micro-batch takes to prepare and its masks to be drawn, by our kernels and by PyTorch's operations.
+    """
     import torch
 
+    from ddpm_ds import keyed
     from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.data.loader import MicroBatch
+    from ddpm_ds.train.objective import Denoising
+    from ddpm_ds.unet import kernel_choice
     from ddpm_ds.unet.kernel_choice import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
     from ddpm_ds.unet.layers import unet_layers
 
@@ -437,7 +448,18 @@ def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     for shape in norm_shapes(layers):
         name = f"{shape.channels} channels at {shape.resolution} px, embedding {shape.embedding}"
         shares[name] = copy_bandwidth_share(shape, device, torch.bfloat16, images)
-    return {"choices": choices, "shares": shares}
+    index, size = torch.arange(images, device=device), spec.data.image_size
+    pixels = torch.zeros(images, spec.data.channels, size, size, dtype=torch.uint8, device=device)
+    objective, prepared = Denoising(spec, device), {}
+    for way, write in {"one kernel": keyed._fused(device), "PyTorch's operations": None}.items():
+        with mock.patch.object(keyed, "_fused", return_value=write):
+            work_of_way = functools.partial(objective.prepare, MicroBatch(pixels, index, index))
+            prepared[way] = kernel_choice.seconds(work_of_way, device)
+    masks = {
+        way: kernel_choice.mask_seconds(kernel_choice.mask_sizes(layers), device, images, way)
+        for way in ("fused", "reference")
+    }
+    return {"choices": choices, "shares": shares, "prepared": prepared, "masks": masks}
 
 
 def compiled(machine: Machine) -> Iterator[Finding]:

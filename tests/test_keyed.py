@@ -106,13 +106,15 @@ def test_a_draw_does_not_depend_on_the_batch_or_the_count(draw: Callable[[Tensor
 
 
 def test_draws_of_several_streams_are_those_of_each() -> None:
-    images, words = torch.tensor([0, 7, 2**40]), {1: 10, 0: 2, 5: 1, 2**32 - 1: 6}
-    together = keyed.Draws(3, images, words)
+    images, words, normals = torch.tensor([0, 7, 2**40]), {4: 10, 0: 2, 5: 1, 2**32 - 1: 6}, {1: 7, 3: 2}
+    together = keyed.Draws(3, images, words, normals)
     for stream, count in words.items():
         assert torch.equal(together.bits(stream), keyed.bits(3, stream, images, count))
         assert torch.equal(together.uniform(stream), keyed.uniform(3, stream, images, count))
         assert torch.equal(together.integers(stream, 1000), keyed.integers(3, stream, images, 1000))
-    assert torch.equal(together.normal(1), keyed.normal(3, 1, images, 10))
+        assert torch.equal(together.coins(stream), keyed.integers(3, stream, images, 2).bool())
+    for stream, count in normals.items():
+        assert torch.equal(together.normal(stream), keyed.normal(3, stream, images, count))
     with pytest.raises(ValueError, match="stream = -1"):
         keyed.Draws(3, images, {0: 1, -1: 1})
 
@@ -162,7 +164,7 @@ def test_normal_neighbours_images_streams_and_seeds_are_uncorrelated(power: int)
 @pytest.mark.parametrize("word", [0, 1, MASK - 1, MASK])
 def test_extreme_words_stay_below_1_and_finite(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.arange(3)
-    monkeypatch.setattr(keyed.Draws, "bits", lambda self, stream: torch.full((3, self._words[stream]), word))
+    monkeypatch.setattr(keyed, "_philox", lambda *_: [torch.full((3, 1), word)] * 4)
     drawn = keyed.uniform(0, 0, images, 2)
     assert drawn.min() >= 0.0 and drawn.max() < 1.0
     assert keyed.normal(0, 0, images, 4).isfinite().all()

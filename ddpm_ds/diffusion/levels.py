@@ -82,8 +82,8 @@ class Timesteps:
 
     dtype = torch.int64
     """Type of t."""
-    words = 1
-    """Random words of a t."""
+    normal = False
+    """Whether a t is made of a normal draw, or of a random word."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
         self._spec = spec
@@ -93,7 +93,7 @@ class Timesteps:
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
     def draw(self, draws: Draws) -> Tensor:
-        """Return the t at which each image is trained, (N,), from draws with `words` of Stream.TIMESTEP.
+        """Return the t at which each image is trained, (N,), from draws of Stream.TIMESTEP.
 
         Source: DDPM, algorithm 1. Our t is the paper's t - 1.
         """
@@ -124,7 +124,7 @@ class Continuous:
     """Noise levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`; same methods as :class:`Timesteps`."""
 
     dtype = torch.float32
-    words = 2
+    normal = True
 
     def __init__(self, spec: DiffusionSpec) -> None:
         schedule = NOISE[spec.schedule]

@@ -35,10 +35,10 @@ class Diffusion:
 
     def draws(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> Draws:
         """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W)."""
-        noise = 2 * -(-math.prod(shape[1:]) // 2)
-        once = (Stream.FLIP, Stream.CROP, Stream.LABEL_DROP)  # a block each, beside the many of the noise
-        words: dict[int, int] = {Stream.NOISE: noise, Stream.TIMESTEP: self.levels.words, **dict.fromkeys(once, 1)}
-        return Draws(self.seed, index, words)
+        words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
+        normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])}
+        (normals if self.levels.normal else words)[Stream.TIMESTEP] = 1
+        return Draws(self.seed, index, words, normals)
 
     def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: int | None = None) -> Tensor:
         """Convert uint8 images (N, C, H, W) to float32 in [-1, 1], mirroring half of them if `flips`; float16 latents
@@ -56,7 +56,7 @@ class Diffusion:
             images = crops[each, :, place // places, place % places]  # (N, C, size, size)
         if flips:
             assert draws is not None
-            mirrored = draws.integers(Stream.FLIP, 2).bool()  # (N,)
+            mirrored = draws.coins(Stream.FLIP)  # (N,)
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         pixels = images.to(torch.float32, memory_format=torch.channels_last)
         if images.is_floating_point():
@@ -66,7 +66,7 @@ class Diffusion:
 
     def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
-        eps = draws.normal(Stream.NOISE)[:, : math.prod(shape[1:])].reshape(shape)
+        eps = draws.normal(Stream.NOISE).reshape(shape)
         return self.levels.draw(draws), eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:

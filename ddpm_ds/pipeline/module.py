@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -87,13 +87,7 @@ class UnetPipelineModule(PipelineModule):
 
     def _walk(self, start: int, stop: int) -> Callable[..., Carry | Tensor]:
         layers = self.forward_funcs[start - self.first : stop - self.first]
-
-        def walk(*carry: Tensor) -> Carry | Tensor:
-            for layer in layers:
-                carry = layer(carry)
-            return carry
-
-        return walk
+        return lambda *carry: walk(layers, carry)
 
     def _recomputed(self, start: int, stop: int, carry: Carry) -> Carry | Tensor:
         """Run layers ``start`` to ``stop - 1`` under activation checkpointing.
@@ -109,10 +103,10 @@ class UnetPipelineModule(PipelineModule):
             depth += layer.pushes
         passing, used = carry[2 : len(carry) + lowest], carry[len(carry) + lowest :]
         pushed = newest_skip_is_h(self.unet_layers, stop)
-        walk = self._walk(start, stop)
+        run_layers = self._walk(start, stop)
 
         def run(*inner: Tensor) -> Carry | Tensor:
-            outputs = walk(*inner)
+            outputs = run_layers(*inner)
             return pack(outputs, pushed) if isinstance(outputs, tuple) else outputs
 
         outputs = self.activation_checkpoint_func(run, *carry[:2], *used)

@@ -33,7 +33,7 @@ ADAM_BYTES = 34
 EMA_BYTES = 12
 """Bytes per parameter that an average of the weights reads and writes."""
 
-DRAWS, UPDATE = 150, 30
+DRAWS, UPDATE = 10, 30
 """Launches that draw a micro-batch's noise, timesteps and flips, and those of the optimizer's step with averages."""
 
 SPLIT_COST = 0.1

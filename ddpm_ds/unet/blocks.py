@@ -7,7 +7,7 @@ and an emb. :func:`pack` and :func:`unpack` turn a carry into what crosses a bou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from ddpm_ds.unet.operations import (
     LabelEmbedding,
     Linear,
     arithmetic_dtype,
+    draw_masks,
     norm_silu,
 )
 
@@ -67,20 +68,22 @@ class CarryLayer(nn.Module):
         self.pops = layer.skip_channels > 0
         self.pushes = layer.pushes
 
-    def forward(self, carry: Carry) -> Carry:
+    def forward(self, carry: Carry, given: tuple[Any, ...] | None = None) -> Carry:
+        """Return the next carry; ``given`` is what :meth:`given` returns, if :func:`walk` has it already."""
         h, emb, *skips = carry
         stored = h.dtype
         if self.pops:
             h = torch.cat((h, skips.pop()), dim=1)
-        h = self.compute(h.to(arithmetic_dtype(h.device.type, stored)), emb, self.draw(h)).to(stored)
+        given = self.given(emb) if given is None else given
+        h = self.compute(h.to(arithmetic_dtype(h.device.type, stored)), *given).to(stored)
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
-    def draw(self, h: Tensor) -> Tensor | None:
-        """Draw the random input of :meth:`compute`, such as a dropout mask."""
-        return None
+    def given(self, emb: Tensor) -> tuple[Any, ...]:
+        """Return what :meth:`compute` takes beside h, from an emb in its stored dtype."""
+        return ()
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
-        """Compute the new h, in the dtype of h, from the arguments and parameters alone; emb has its stored dtype."""
+    def compute(self, h: Tensor, *given: Any) -> Tensor:
+        """Compute the new h, in the dtype of h, from the arguments and parameters alone."""
         raise NotImplementedError
 
 
@@ -146,7 +149,7 @@ class Input(CarryLayer):
         super().__init__(layer)
         self.conv = Convolution(layer.in_channels, layer.out_channels)
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+    def compute(self, h: Tensor) -> Tensor:
         return self.conv(h)
 
 
@@ -159,16 +162,15 @@ class ResidualBlock(CarryLayer):
         self.conv1 = Convolution(layer.width, layer.out_channels)
         self.time_projection = Linear(layer.embedding_channels, layer.time_channels)
         self.norm2 = GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
-        self.dropout = KeyedDropout(layer.dropout, seed, index)
+        self.dropout = KeyedDropout(layer.dropout, seed, index, layer.output_shape)
         self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
         self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
-        self.output_shape = layer.output_shape
 
-    def draw(self, h: Tensor) -> Tensor | None:
-        return self.dropout.draw(self.output_shape)
+    def given(self, emb: Tensor) -> tuple[Any, ...]:
+        return given_to([self], emb)[0]
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+    def compute(self, h: Tensor, emb: Tensor, keep: Tensor | None) -> Tensor:
         time = self.time_projection(F.silu(emb.to(h.dtype)))  # (N, C or 2C)
         branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
@@ -176,8 +178,29 @@ class ResidualBlock(CarryLayer):
             branch = norm_silu(self.norm2, branch, scale=scale, shift=shift)
         else:
             branch = norm_silu(self.norm2, branch, add=time)
-        branch = self.conv2(self.dropout(branch, drawn))  # (N, C, H, W)
+        branch = self.conv2(self.dropout(branch, keep))  # (N, C, H, W)
         return (h if self.shortcut is None else self.shortcut(h)) + branch
+
+
+def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """Return what each block computes with beside h: emb, and the mask of its dropout."""
+    return [(emb, keep) for keep in draw_masks([block.dropout for block in blocks])]
+
+
+def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
+    """Run layers in order, from a carry or the first layer's inputs to a carry or the prediction.
+
+    What the residual blocks are given is made for all of them at once, which takes the host fewer launches.
+    """
+    blocks = [layer for layer in layers if isinstance(layer, ResidualBlock)]
+    given: list[tuple[Tensor, Tensor | None]] = []
+    for layer in layers:
+        if not isinstance(layer, ResidualBlock):
+            carry = layer(carry)
+            continue
+        given = given or given_to(blocks, carry[1])[::-1]
+        carry = layer(carry, given.pop())
+    return carry
 
 
 class Attention(CarryLayer):
@@ -191,7 +214,7 @@ class Attention(CarryLayer):
         self.qkv = Linear(width, 3 * width, parts=3)
         self.projection = Linear(width, width, starts_at_zero=True)
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+    def compute(self, h: Tensor) -> Tensor:
         pixels = rearrange(self.norm(h), "n c h w -> n (h w) c")
         qkv = self.qkv(pixels).chunk(3, dim=2)  # three of (N, pixels, C)
         heads = (rearrange(part, "n p (heads c) -> n heads p c", heads=self.heads) for part in qkv)
@@ -209,7 +232,7 @@ class Downsample(CarryLayer):
         padding = 0 if layer.asymmetric else 1
         self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=padding)
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+    def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
@@ -220,7 +243,7 @@ class Upsample(CarryLayer):
         super().__init__(layer)
         self.conv = Convolution(layer.in_channels, layer.out_channels)
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+    def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
 
 
@@ -235,7 +258,7 @@ class Output(CarryLayer):
     def forward(self, carry: Carry) -> Tensor:  # type: ignore[override]
         return super().forward(carry)[0]
 
-    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+    def compute(self, h: Tensor) -> Tensor:
         return self.conv(norm_silu(self.norm, h))
 
 

@@ -7,7 +7,6 @@ summation, depends on its shape alone. Triton is imported at the first call, sin
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -93,11 +92,6 @@ def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeI
         if elements <= WHOLE_ELEMENTS:
             return WholeImages(rows, together, width, -(-groups // together), max(elements // ELEMENTS_A_WARP, 1))
     return None
-
-
-def available(device: torch.device) -> bool:
-    """Return whether the kernels can run on a device: CUDA, with Triton installed."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def fused_norm_silu(

@@ -12,11 +12,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddpm_ds.device import wait_for_device
+from ddpm_ds.device import runs_triton, wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
-from ddpm_ds.unet.fused_norm import available, whole
+from ddpm_ds.unet.fused_norm import whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
-from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
+from ddpm_ds.unet.operations import (
+    GroupNorm,
+    Kernels,
+    KeyedDropout,
+    draw_masks,
+    norm_silu,
+    set_image_index,
+    use_kernels,
+)
 
 AskedKernels = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
@@ -60,7 +68,7 @@ def check_kernels(asked: AskedKernels, device: torch.device) -> None:
     Raises:
         DsConfigError: fused kernels were requested without CUDA or without Triton.
     """
-    if asked in ("fused", "masks") and not available(device):
+    if asked in ("fused", "masks") and not runs_triton(device):
         missing = "CUDA, and this run is on the CPU" if device.type != "cuda" else "Triton, which is not installed"
         raise DsConfigError(f'kernels = "{asked}" needs {missing}; use "auto" or "reference"')
 
@@ -133,7 +141,7 @@ def try_kernels(
     Waits for the device, so no message may be under way. After a CUDA error such as an illegal address, everything on
     the device fails for this process; after a refusal by Triton or at launch, it does not.
     """
-    if not available(device):
+    if not runs_triton(device):
         return KernelTimes(failure="Triton is not installed")
     norms = norm_shapes(layers)
     probe = torch.ones(1, device=device)  # made first, so that a lack of memory is not taken for a lost device
@@ -179,10 +187,11 @@ def one_norm_seconds(
 
 
 def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
-    """Return the seconds of all the dropout masks of a U-Net, each measured alone."""
-    dropout = KeyedDropout(0.5, 0, 0)
-    dropout.kernels, dropout.images = kernels, torch.arange(images, device=device)
-    return sum(seconds(partial(dropout.draw, (size, 1, 1)), device) * count for size, count in sizes.items())
+    """Return the seconds of all the dropout masks of a U-Net, drawn together."""
+    dropouts = [KeyedDropout(0.5, 0, layer, (size, 1, 1)) for layer, size in enumerate(sizes.elements())]
+    use_kernels(dropouts, kernels)
+    set_image_index(dropouts, torch.arange(images, device=device))
+    return seconds(partial(draw_masks, dropouts), device) if dropouts else 0.0
 
 
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:

@@ -1,9 +1,15 @@
-"""Dropout masks in one Triton kernel instead of the dozen passes over memory of :func:`ddpm_ds.keyed.keep_mask`.
+"""Dropout masks of several layers in one Triton kernel, instead of the dozen passes over memory of
+:func:`ddpm_ds.keyed.keep_mask` for each.
 
 The bits are the same. The module is imported only where Triton is installed: PyTorch for CPUs comes without it.
 """
 
 from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,65 +20,121 @@ from ddpm_ds.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
 
 WORDS = 1024
 """Number of hashes per program; each hash decides two neighbouring elements."""
+ALIGNED = 16
+"""Elements that a thread stores at once if the numbers of elements of all masks are multiples of it."""
+
+Wanted = tuple[int, int, tuple[int, int, int], float]
+"""Seed, stream, shape of an image (C, H, W) and share of dropped elements of a mask."""
 
 
-def fused_keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Return the mask of elements that dropout keeps, (N, count) bool, equal to :func:`ddpm_ds.keyed.keep_mask`.
+class Mask(NamedTuple):
+    """Mask that the kernel draws."""
 
-    `images` must be on the current CUDA device.
+    seed: int
+    stream: int
+    elements: int
+    """Number of elements per image."""
+    threshold: int
+
+
+def fused_keep_masks(images: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
+    """Return masks of the elements that dropout keeps, (N, C, H, W) bool each and channels-last, in one launch.
+
+    An image's elements are those of :func:`ddpm_ds.keyed.keep_mask` in the order of memory. `images` (N,) must be on
+    the current CUDA device. The masks share their memory.
 
     Raises:
-        ValueError: seed or stream is out of range, or drop is not in [0, 1).
+        ValueError: a seed or stream is out of range, or drop is not in [0, 1).
     """
-    check_key(seed, stream)
-    return _keep_mask(images, seed, int(stream), count, drop_threshold(drop))
+    masks = []
+    for seed, stream, (channels, height, width), drop in wanted:
+        check_key(seed, stream)
+        masks.append(Mask(seed, int(stream), channels * height * width, drop_threshold(drop)))
+    if torch.compiler.is_compiling():
+        keep = _keep_masks(images, [number for mask in masks for number in mask])
+    else:
+        keep = _drawn(images, tuple(masks))
+    starts = itertools.accumulate((len(images) * mask.elements for mask in masks), initial=0)
+    return [
+        keep.as_strided((len(images), channels, height, width), (mask.elements, 1, width * channels, channels), start)
+        for (_, _, (channels, height, width), _), mask, start in zip(wanted, masks, starts, strict=False)
+    ]
 
 
-@torch.library.custom_op("ddpm_ds::keep_mask", mutates_args=())
-def _keep_mask(images: Tensor, seed: int, stream: int, count: int, threshold: int) -> Tensor:
-    keep = images.new_empty((len(images), count), dtype=torch.bool)
-    blocks = triton.cdiv(count, 2 * WORDS)
-    write_keep_mask[(len(images) * blocks,)](
+@torch.library.custom_op("ddpm_ds::keep_masks", mutates_args=())
+def _keep_masks(images: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Return the masks of :func:`_drawn` as an operator, whose call takes eight times as long as the kernel's."""
+    return _drawn(images, tuple(Mask(*numbers[place : place + 4]) for place in range(0, len(numbers), 4)))
+
+
+@_keep_masks.register_fake
+def _(images: Tensor, numbers: Sequence[int]) -> Tensor:
+    return images.new_empty(len(images) * sum(numbers[2::4]), dtype=torch.bool)
+
+
+def _drawn(images: Tensor, masks: tuple[Mask, ...]) -> Tensor:
+    """Return one mask after the other, (N, elements) each, in one tensor."""
+    rows, mask_of_block = _table(masks, images.device)
+    keep = images.new_empty(len(images) * sum(mask.elements for mask in masks), dtype=torch.bool)
+    write_keep_masks[(len(images) * len(mask_of_block),)](
         images.to(torch.int64).contiguous(),
+        rows,
+        mask_of_block,
         keep,
-        seed | stream << 32,
-        threshold,
-        count,
-        blocks,
+        len(images),
+        len(mask_of_block),
         *HASH_MULTIPLIERS,
         WORDS,
+        ALIGNED if all(mask.elements % ALIGNED == 0 for mask in masks) else 1,
     )
     return keep
 
 
-@_keep_mask.register_fake
-def _(images: Tensor, seed: int, stream: int, count: int, threshold: int) -> Tensor:
-    return images.new_empty((len(images), count), dtype=torch.bool)
+@functools.cache
+def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a row for each mask, (masks, 5) int64, and the mask of each block of an image, (blocks,) int32.
+
+    A row has the key, the threshold, the elements of an image, those of all masks before, and the first block. Making
+    the table waits for the device; a layout has one for each group of layers that run together.
+    """
+    blocks = [triton.cdiv(mask.elements, 2 * WORDS) for mask in masks]
+    rows, before, first = [], 0, 0
+    for mask, of_mask in zip(masks, blocks, strict=True):
+        key = mask.seed | mask.stream << 32
+        rows.append((key - (key >> 63 << 64), mask.threshold, mask.elements, before, first))  # as a signed integer
+        before, first = before + mask.elements, first + of_mask
+    mask_of_block = torch.arange(len(masks), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
+    return torch.tensor(rows).to(device), mask_of_block.to(device)
 
 
-# Arguments that differ between layers and micro-batches of one shape must not make Triton recompile the kernel.
-@triton.jit(do_not_specialize=["key", "threshold"], do_not_specialize_on_alignment=["images"])
-def write_keep_mask(
+# Numbers that differ between stages, groups of layers and micro-batches must not make Triton compile the kernel again.
+@triton.jit(do_not_specialize=["count_of_images", "blocks"], do_not_specialize_on_alignment=["images"])
+def write_keep_masks(
     images: tl.tensor,
+    rows: tl.tensor,
+    mask_of_block: tl.tensor,
     keep: tl.tensor,
-    key: tl.tensor,
-    threshold: tl.tensor,
-    count: tl.tensor,
+    count_of_images: tl.tensor,
     blocks: tl.tensor,
     COUNTER_STEP: tl.constexpr,
     MIX_1: tl.constexpr,
     MIX_2: tl.constexpr,
     WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
-    """Write a block of an image's mask.
+    """Write a block of a mask of an image.
 
-    Hashes are uint32, which wraps and whose shifts fill with zeros; addresses are int64, so that a mask may have more
-    than 2^31 elements.
+    Hashes are uint32, which wraps and whose shifts fill with zeros; addresses are int64, so that the masks may have
+    more than 2^31 elements.
     """
     image = tl.cast(tl.program_id(0) // blocks, tl.int64)
-    block = tl.cast(tl.program_id(0) % blocks, tl.int64)
+    row = rows + 5 * tl.load(mask_of_block + tl.program_id(0) % blocks)
+    threshold = tl.load(row + 1)
+    count = tl.multiple_of(tl.load(row + 2), ALIGNED)
+    start = tl.multiple_of(tl.load(row + 3) * count_of_images + image * count, ALIGNED)
+    block = tl.program_id(0) % blocks - tl.load(row + 4)
     index = tl.load(images + image)
-    key_0, key_1, _, _ = tl.philox(key, 0, index.to(tl.uint32), (index >> 32).to(tl.uint32), 0)
+    key_0, key_1, _, _ = tl.philox(tl.load(row), 0, index.to(tl.uint32), (index >> 32).to(tl.uint32), 0)
     x = key_0 + (block * WORDS + tl.arange(0, WORDS)).to(tl.uint32) * COUNTER_STEP
     x ^= x >> 16
     x = key_1 + x * MIX_1
@@ -81,5 +143,5 @@ def write_keep_mask(
     x ^= x >> 16
     halves = tl.interleave(x & 0xFFFF, x >> 16)  # (2 WORDS,)
     element = block * (2 * WORDS) + tl.arange(0, 2 * WORDS)
-    kept = (halves ^ 0x8000) >= tl.cast(threshold, tl.uint32)  # the flipped bit makes signed order unsigned
-    tl.store(keep + image * count + element, kept, mask=element < count)
+    kept = (halves ^ 0x8000) >= threshold.to(tl.uint32)  # the flipped bit makes signed order unsigned
+    tl.store(keep + start + element, kept, mask=element < count)

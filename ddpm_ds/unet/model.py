@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import Carry, module_of
+from ddpm_ds.unet.blocks import Carry, module_of, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import draw_weights, set_image_index
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
@@ -70,11 +70,9 @@ class UNet(nn.Module):
         """
         if images is not None:
             set_image_index(self.layers, images)
-        *layers, last = self.layers
-        carry: Carry = (x_t, t, *(part for part in (labels, condition) if part is not None))
-        for layer in layers:
-            carry = layer(carry)
-        return last(carry)
+        inputs: Carry = (x_t, t, *(part for part in (labels, condition) if part is not None))
+        prediction: Tensor = walk(self.layers, inputs)
+        return prediction
 
 
 def check_compiler(device: torch.device) -> None:

@@ -6,7 +6,7 @@ initialise them: :func:`draw_weights` does, from its own generator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -250,32 +250,51 @@ class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of seed, layer and image, independent of the image's batch.
 
     :func:`set_image_index` sets `images` (N,) int64, the image indices, before each forward, including a checkpoint's
-    recomputation. The mask is drawn separately from its use, so that compiled code is the same in every layer.
+    recomputation. Masks are drawn by :func:`draw_masks`, separately from their use, so that those of several layers are
+    drawn together and compiled code is the same in every layer. `shape` is that of an image, (C, H, W).
     """
 
-    def __init__(self, rate: float, seed: int, layer: int) -> None:
+    def __init__(self, rate: float, seed: int, layer: int, shape: tuple[int, int, int]) -> None:
         super().__init__()
         self.rate = rate
         self.seed = seed
         self.stream = Stream.DROPOUT + layer
+        self.shape = shape
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
 
-    def draw(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """Draw the mask of kept elements: (N, *shape) for a (C, H, W) `shape`, channels-last. None keeps all."""
-        if self.rate == 0.0 or not self.training:
-            return None
-        if self.images is None:
-            raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
-        channels, height, width = shape
-        draw = keep_mask
-        if self.kernels != "reference":
-            from ddpm_ds.unet.keyed_mask import fused_keep_mask as draw  # needs Triton, which not every machine has
-        keep = draw(self.seed, self.stream, self.images, channels * height * width, self.rate)
-        return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
-
     def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
         return x if keep is None else x * keep * (1 / (1 - self.rate))
+
+
+def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
+    """Return the mask of kept elements of each dropout, (N, C, H, W) bool and channels-last; None keeps all.
+
+    The dropouts have the same images and kernels. Our kernel draws all masks in one launch, in one piece of memory.
+
+    Raises:
+        RuntimeError: the images are not known.
+    """
+    drawing = [one for one in dropouts if one.rate and one.training]
+    if not drawing:
+        return [None] * len(dropouts)
+    images = drawing[0].images
+    if images is None:
+        raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
+    if drawing[0].kernels == "reference":
+        masks = [_keep_mask(one, images) for one in drawing]
+    else:
+        from ddpm_ds.unet.keyed_mask import fused_keep_masks  # needs Triton, which not every machine has
+
+        masks = fused_keep_masks(images, [(one.seed, one.stream, one.shape, one.rate) for one in drawing])
+    drawn = iter(masks)
+    return [next(drawn) if one.rate and one.training else None for one in dropouts]
+
+
+def _keep_mask(dropout: KeyedDropout, images: Tensor) -> Tensor:
+    channels, height, width = dropout.shape
+    keep = keep_mask(dropout.seed, dropout.stream, images, channels * height * width, dropout.rate)
+    return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:

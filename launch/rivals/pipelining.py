@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.train.objective import Noised
-from ddpm_ds.unet.blocks import newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import newest_skip_is_h, pack, unpack, walk
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
@@ -42,9 +42,7 @@ class StageModule(nn.Module):
         for tensor in received:
             if tensor.requires_grad:  # its gradient is sent as it is, and a split backward leaves it channels-last
                 tensor.register_hook(Tensor.contiguous)
-        carry = unpack(received, self._skip_is_h_in)
-        for layer in self.layers:
-            carry = layer(carry)
+        carry = walk(self.layers, unpack(received, self._skip_is_h_in))
         if isinstance(carry, Tensor):  # the prediction
             return carry
         return tuple(tensor.contiguous() for tensor in pack(carry, self._skip_is_h_out))

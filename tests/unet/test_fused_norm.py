@@ -37,7 +37,7 @@ from ddpm_ds.unet.kernel_choice import (
 )
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.operations import GroupNorm, KeyedDropout, use_kernels
-from tests.unet.alone import REPOSITORY, run_alone
+from tests.alone import REPOSITORY, run_alone
 
 EPSILON = 1e-3
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -306,7 +306,7 @@ def test_the_speed_on_all_ranks_decides() -> None:
     for trial, expected in ((KernelTimes(1.0, 2.0), "masks"), (KernelTimes(failure="no compiler"), "reference")):
         choice, why = chosen("auto", mine=trial, layers=LAYERS_WITH_DROPOUT)
         assert choice == expected and why.startswith(f"kernels: {expected}")
-    modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0)]
+    modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0, (4, 1, 1))]
     use_kernels(modules, "masks")
     assert [module.kernels for module in modules] == ["masks", "masks"]
 
@@ -353,7 +353,7 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
         if broken:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(kernel_choice, "available", lambda device: True)
+    monkeypatch.setattr(kernel_choice, "runs_triton", lambda device: True)
     monkeypatch.setattr(kernel_choice, "norm_seconds", seconds)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     expected = trial or KernelTimes(failure=" ".join(str(error).split()), device_lost=broken)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unet.alone import run_alone
+from tests.alone import run_alone
 
 TENSORS = {"x", "y", "dy", "dx", "weight", "bias", "dweight", "dbias"}
 OPTIONAL = {"add", "scale", "shift", "dadd", "dscale", "dshift"}
@@ -49,25 +49,44 @@ def build_norms(given: bool) -> None:
         assert built.asm["cubin"]
 
 
-def build_mask() -> None:
-    """Build the kernel of the masks, with every argument of a type that a launch gives it."""
+def build_masks() -> None:
+    """Build the kernel of the masks, for masks of a multiple of 16 elements and for others."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ddpm_ds.unet.keyed_mask import HASH_MULTIPLIERS, WORDS, write_keep_mask
+    from ddpm_ds.unet.keyed_mask import ALIGNED, HASH_MULTIPLIERS, WORDS, write_keep_masks
 
-    for wide in ("i64", "u64"):
-        types = {"images": "*i64", "keep": "*i1", "key": wide, "threshold": "i32", "count": "i32", "blocks": "i32"}
-        names = write_keep_mask.arg_names
-        values = dict(zip(names[len(types) :], (*HASH_MULTIPLIERS, WORDS), strict=True))
+    names = write_keep_masks.arg_names
+    types = {"images": "*i64", "rows": "*i64", "mask_of_block": "*i32", "keep": "*i1"}
+    for aligned in (ALIGNED, 1):
+        values = dict(zip(names[6:], (*HASH_MULTIPLIERS, WORDS, aligned), strict=True))
+        signature = types | dict.fromkeys(names[4:6], "i32") | dict.fromkeys(values, "constexpr")
         places = {(names.index(name),): value for name, value in values.items()}
-        signature = types | dict.fromkeys(values, "constexpr")
-        built = compile(ASTSource(write_keep_mask, signature, places), target=GPUTarget("cuda", 90, 32))
+        hints = {(names.index(name),): [["tt.divisibility", 16]] for name in ("rows", "mask_of_block", "keep")}
+        built = compile(ASTSource(write_keep_masks, signature, places, hints), target=GPUTarget("cuda", 90, 32))
         assert built.asm["cubin"]
+        assert ("st.global.v4.b32" in built.asm["ptx"]) == (aligned == 16), "a store of 16 bytes a thread"
+
+
+def build_draws() -> None:
+    """Build the kernel of the draws for a small seed and a large one."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ddpm_ds.keyed_draws import BLOCKS, write_draws
+
+    *names, constant = write_draws.arg_names
+    pointers = {"images": "*i64", "codes": "*i64", "words": "*i64", "normals": "*fp32", constant: "constexpr"}
+    for wide in ("i32", "i64"):
+        signature = dict.fromkeys(names, "i32") | {"seed": wide} | pointers
+        source = ASTSource(write_draws, signature, {(len(names),): BLOCKS})
+        built = compile(source, target=GPUTarget("cuda", 90, 32))
+        assert built.asm["cubin"] and "sqrt.rn.f32" in built.asm["ptx"], "another root rounds otherwise than PyTorch's"
 
 
 @pytest.mark.long
 def test_every_kernel_is_built_for_an_h100(tmp_path: Path) -> None:
-    calls = "build_norms(True), module.build_norms(False), module.build_mask()"
-    run_alone("test_kernel_builds", calls, TRITON_CACHE_DIR=str(tmp_path))
+    calls = "build_norms(True), module.build_norms(False), module.build_masks(), module.build_draws()"
+    run_alone("unet.test_kernel_builds", calls, TRITON_CACHE_DIR=str(tmp_path))

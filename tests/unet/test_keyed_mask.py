@@ -4,16 +4,23 @@ and as built on a GPU."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.keyed import Stream, keep_mask
-from ddpm_ds.unet.operations import KeyedDropout, use_kernels
-from tests.unet.alone import run_alone
+from ddpm_ds.pipeline.module import UnetPipelineModule
+from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.operations import KeyedDropout, draw_masks, set_image_index, use_kernels
+from tests.alone import run_alone
+from tests.unet.variants import batch, layers_of, random_unet
 
 BLOCK = 2048
 """Number of elements per program of the kernel."""
@@ -39,55 +46,98 @@ CASES = {
 
 
 def differing(device: str) -> list[str]:
-    """Cases in which the kernel's mask is not the reference's."""
-    from ddpm_ds.unet.keyed_mask import WORDS, fused_keep_mask
+    """Cases in which the kernel's mask is not the reference's, drawn alone and together with another mask."""
+    from ddpm_ds.unet.keyed_mask import WORDS, fused_keep_masks
 
     assert BLOCK == 2 * WORDS
     found = []
     for name, case in CASES.items():
         images = torch.tensor(case.images, device=device)
-        arguments = (case.seed, case.stream, images, case.count, case.drop)
-        if not torch.equal(fused_keep_mask(*arguments), keep_mask(*arguments)):
-            found.append(name)
+        wanted = (case.seed, case.stream, (case.count, 1, 1), case.drop)
+        other = (case.seed, 7, (3, 5, 7), 0.25)
+        masks = [*fused_keep_masks(images, [wanted]), *fused_keep_masks(images, [other, wanted, other])]
+        expected = keep_mask(case.seed, case.stream, images, case.count, case.drop)
+        beside = keep_mask(case.seed, 7, images, 105, 0.25)
+        for mask, of_mask in zip(masks, (expected, beside, expected, beside), strict=True):
+            if not torch.equal(mask.permute(0, 2, 3, 1).flatten(1), of_mask) and name not in found:
+                found.append(name)
     return found
 
 
 def drawn_alike(device: str) -> dict[str, bool]:
-    """Compare the masks that a dropout draws with both kernels: bits, memory format, eager and compiled."""
-    shape, dropouts = (6, 5, 3), [KeyedDropout(0.4, 7, 2) for _ in range(2)]
-    use_kernels(dropouts[1:], "fused")
-    for dropout in dropouts:
-        dropout.images = torch.arange(2**33, 2**33 + 8, device=device)[::2]
-    reference, fused = (dropout.draw(shape) for dropout in dropouts)
-    compiled = torch.compile(dropouts[1].draw, fullgraph=True, backend="aot_eager")(shape)
-    assert reference is not None and fused is not None and compiled is not None
+    """Compare the masks that dropouts draw with both kernels: bits, memory format, eager and compiled."""
+    shapes = ((6, 5, 3), (16, 4, 4), (8, 2, 2))
+    ways = [[KeyedDropout(0.4, 7, layer, shape) for layer, shape in enumerate(shapes)] for _ in range(2)]
+    use_kernels(ways[1], "fused")
+    for dropouts in ways:
+        dropouts[1].rate = 0.0
+        set_image_index(dropouts, torch.arange(2**33, 2**33 + 8, device=device)[::2])
+    reference, fused = map(draw_masks, ways)
+    compiled = torch.compile(draw_masks, fullgraph=True, backend="aot_eager")(ways[1])
+    assert reference[1] is fused[1] is compiled[1] is None
+    own = [[mask for mask in masks if mask is not None] for masks in (reference, fused, compiled)]
     return {
-        "bits": torch.equal(reference, fused),
-        "channels-last": fused.is_contiguous(memory_format=torch.channels_last),
-        "compiled": torch.equal(reference, compiled),
+        "bits": all(map(torch.equal, own[0], own[1])),
+        "channels-last": all(mask.is_contiguous(memory_format=torch.channels_last) for mask in own[1]),
+        "compiled": all(map(torch.equal, own[0], own[2])),
     }
+
+
+def launches(interval: int) -> list[int]:
+    """Masks of each launch in a forward and backward of a stage that recomputes groups of layers, or no layer."""
+    from ddpm_ds.unet import keyed_mask
+
+    found, drawn = [], keyed_mask._drawn
+
+    def counted(images: torch.Tensor, masks: tuple[keyed_mask.Mask, ...]) -> torch.Tensor:
+        found.append(len(masks))
+        return drawn(images, masks)
+
+    layers = layers_of("dropout")
+    unet = random_unet(layers)
+    expected = gradients(unet)
+    use_kernels(unet.layers, "masks")
+    stage: Any = SimpleNamespace(
+        unet_layers=layers, forward_funcs=list(unet.layers), first=0, stop=len(layers),
+        activation_checkpoint_interval=interval,
+        activation_checkpoint_func=partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+    )  # fmt: skip
+    for name in ("_walk", "_recomputed"):
+        setattr(stage, name, getattr(UnetPipelineModule, name).__get__(stage))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keyed_mask, "_drawn", counted)
+        own = gradients(unet, lambda *inputs: UnetPipelineModule.forward(stage, inputs))
+    assert all(map(torch.equal, own, expected))
+    return found
+
+
+def gradients(unet: UNet, forward: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    loss = (forward or unet)(*batch("dropout")).square().mean()
+    return list(torch.autograd.grad(loss, list(unet.parameters())))
 
 
 def interpret(out: str) -> None:
     """Write to a file what the interpreter made of the cases."""
-    Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
+    found = {"differing": differing("cpu"), "drawn": drawn_alike("cpu"), "launches": [*map(launches, (0, 4))]}
+    Path(out).write_text(json.dumps(found))
 
 
 @pytest.mark.long
 def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> None:
-    run_alone("test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
+    run_alone("unet.test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
     report = json.loads((tmp_path / "report").read_text())
-    assert report == {"differing": [], "drawn": {"bits": True, "channels-last": True, "compiled": True}}
+    assert report["differing"] == [] and all(report["drawn"].values())
+    assert report["launches"] == [[8], [2, 3, 3, 3, 3, 2]], "by group of layers, again when recomputed"
 
 
 @pytest.mark.parametrize("values", [{"seed": 2**32}, {"stream": -1}, {"drop": 1.0}, {"drop": -0.1}])
 def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
     pytest.importorskip("triton")
-    from ddpm_ds.unet.keyed_mask import fused_keep_mask
+    from ddpm_ds.unet.keyed_mask import fused_keep_masks
 
-    arguments: dict[str, Any] = {"seed": 0, "stream": 0, "images": torch.arange(1), "count": 1, "drop": 0.1}
+    wanted: dict[str, Any] = {"seed": 0, "stream": 0, "shape": (1, 1, 1), "drop": 0.1}
     with pytest.raises(ValueError, match="must be"):
-        fused_keep_mask(**arguments | values)
+        fused_keep_masks(torch.arange(1), [tuple((wanted | values).values())])
 
 
 @pytest.mark.gpu
@@ -98,9 +148,9 @@ def test_on_a_gpu_every_mask_is_the_reference_bit_for_bit() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_mask_beyond_31_bits_of_elements_is_right_to_its_end() -> None:
-    from ddpm_ds.unet.keyed_mask import fused_keep_mask
+    from ddpm_ds.unet.keyed_mask import fused_keep_masks
 
     images, count = torch.tensor([4, 9], device="cuda"), 2**30 + 2**20 + 1
-    mask = fused_keep_mask(0, Stream.DROPOUT, images, count, 0.1)
-    for image, row in zip(images, mask, strict=True):
+    (mask,) = fused_keep_masks(images, [(0, Stream.DROPOUT, (count, 1, 1), 0.1)])
+    for image, row in zip(images, mask.flatten(1), strict=True):
         assert torch.equal(row, keep_mask(0, Stream.DROPOUT, image[None], count, 0.1)[0])

@@ -14,6 +14,7 @@ from ddpm_ds.unet.operations import (
     _Convolution3x3,
     arithmetic_dtype,
     convolution,
+    draw_masks,
     set_image_index,
     widening,
 )
@@ -88,12 +89,12 @@ def test_other_convolutions_are_left_to_pytorch(
 
 
 def test_dropout_mask_is_keyed_by_image_layer_and_seed_and_off_in_eval() -> None:
-    x = torch.ones(2, 4, 16, 16)
+    x, shape = torch.ones(2, 4, 16, 16), (4, 16, 16)
 
     def dropped(images: list[int], layer: int = 3, seed: int = 0) -> torch.Tensor:
-        dropout = KeyedDropout(0.25, seed, layer)
-        set_image_index([dropout], torch.tensor(images))
-        return dropout(x, dropout.draw((4, 16, 16)))
+        dropouts = [KeyedDropout(0.25, seed, layer, shape), KeyedDropout(0.5, seed, layer + 7, shape)]
+        set_image_index(dropouts, torch.tensor(images))
+        return dropouts[0](x, draw_masks(dropouts)[0])
 
     before = torch.get_rng_state()
     first = dropped([5, 6])
@@ -105,8 +106,12 @@ def test_dropout_mask_is_keyed_by_image_layer_and_seed_and_off_in_eval() -> None
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert first.mean().item() == pytest.approx(1.0, abs=5 * (0.25 / 0.75 / x.numel()) ** 0.5)
     assert torch.equal(torch.get_rng_state(), before)
-    dropout = KeyedDropout(0.25, 0, 0)
+    dropout = KeyedDropout(0.25, 0, 0, shape)
     with pytest.raises(RuntimeError, match="set_image_index"):
-        dropout.draw((1, 2, 2))
-    assert dropout.eval().draw((4, 16, 16)) is None
+        draw_masks([dropout])
+    dropouts = [KeyedDropout(0.0, 0, 0, shape), dropout, KeyedDropout(0.25, 0, 0, (1, 2, 3)).eval()]
+    set_image_index(dropouts, torch.arange(2))
+    none, mask, other = draw_masks(dropouts)
+    assert none is None and mask is not None and other is None
+    assert mask.shape == x.shape and mask.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(dropout(x, None), x)

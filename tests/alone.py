@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 
 
 def run_alone(module: str, call: str, **environment: str) -> None:
-    """Call a function of ``tests.unet.<module>`` in a process of its own, where Triton is installed."""
+    """Call a function of ``tests.<module>`` in a process of its own, where Triton is installed."""
     pytest.importorskip("triton")
     command = [
         sys.executable,
         "-c",
-        f"import torch, tests.unet.{module} as module; torch.set_num_threads(1); module.{call}",
+        f"import torch, tests.{module} as module; torch.set_num_threads(1); module.{call}",
     ]
     done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
