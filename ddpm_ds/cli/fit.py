@@ -37,8 +37,7 @@ from ddpm_ds.command_line import (
 from ddpm_ds.config.ds_config import divisors
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, spec_overrides
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.search import KNEE
-from ddpm_ds.fit.trial import Found, Task, search, try_size
+from ddpm_ds.fit import KNEE, Found, Task, search, try_size
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 USABLE = 0.9

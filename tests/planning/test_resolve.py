@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpm_ds.cli.description import describe_plan
-from ddpm_ds.fit.trial import predicted
+from ddpm_ds.fit import predicted
 from ddpm_ds.planning import decide
 from ddpm_ds.planning.decide import decided
 from ddpm_ds.planning.resolve import plan_run

@@ -1,7 +1,5 @@
-"""Trials: rehearsals of the training command with one layout and micro-batch, in processes that may run out of memory.
-
-Imports no torch before a search begins.
-"""
+"""Trials for the largest micro-batch that fits: rehearsals of the training command with one layout and micro-batch, in
+processes that may run out of memory, and the search over them. Imports no torch before a search begins."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import signal
 import statistics
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,12 +21,54 @@ from ddpm_ds.config.ds_config import divisors, read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
-from ddpm_ds.fit.search import knee, largest, look_below
 from ddpm_ds.planning.resolve import plan_run
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.processes.launcher import Processes, rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
+
+KNEE = 0.05
+"""Maximum share of the best speed that training with a smaller micro-batch may give up."""
+
+
+def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
+    """Return the largest of the ascending ``sizes`` that fits; None if the first does not.
+
+    The search begins with ``guess``, one of the sizes, which is probably right to a few percent: it moves away from it
+    by a tenth of it, then by twice as much each time, until one size fits and a larger one does not. Then it bisects.
+    No size is tried twice, and none that is larger than one that did not fit.
+    """
+    fitting, failed = -1, len(sizes)  # places in sizes
+    place, step = bisect_left(sizes, guess), max(guess // 10, 1)
+    while failed - fitting > 1:
+        if fits(sizes[place]):
+            fitting = place
+        else:
+            failed = place
+        if fitting < 0:
+            place = max(bisect_right(sizes, sizes[failed] - step) - 1, 0)
+        elif failed == len(sizes):
+            place = min(bisect_left(sizes, sizes[fitting] + step), failed - 1)
+        else:
+            place = (fitting + failed) // 2
+        step *= 2
+    return sizes[fitting] if fitting >= 0 else None
+
+
+def knee(speeds: dict[int, float]) -> int:
+    """Return the smallest size whose speed is within :data:`KNEE` of the best; ``speeds`` are by size."""
+    enough = (1 - KNEE) * max(speeds.values())
+    return min(size for size, speed in speeds.items() if speed >= enough)
+
+
+def look_below(sizes: Sequence[int], speed: Callable[[int], float], size: int) -> None:
+    """Try the speed of ``size`` and of smaller ``sizes``, each at most half of the one before, until one is slow."""
+    speeds: dict[int, float] = {}
+    place = bisect_left(sizes, size)
+    while place >= 0 and (not speeds or knee(speeds) == min(speeds)):
+        speeds[sizes[place]] = speed(sizes[place])
+        place = bisect_right(sizes, sizes[place] // 2) - 1
+
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
