@@ -1,4 +1,5 @@
-"""Plan of a run: what was asked, laid out on its processes; it predicts nothing and knows no device."""
+"""Plan of a run, from files and options: what was asked, laid out on its processes, with all that can be checked before
+anything is started. It predicts nothing and knows no device."""
 
 from __future__ import annotations
 
@@ -8,11 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.config.ds_config import AcrossHosts, ResolvedDsConfig
-from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.pipeline.cuts import Stage, describe
+from ddpm_ds.config.ds_config import (
+    AcrossHosts,
+    ResolvedDsConfig,
+    check_ds_config,
+    leaves_stages_open,
+    read_ds_config,
+    resolve,
+)
+from ddpm_ds.config.spec import ALL_SIGMAS, RunSpec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
+from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.layers import Layer, unet_layers
 
 if TYPE_CHECKING:
     from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
@@ -85,3 +94,45 @@ class RunPlan:
     def on_hosts(self, names: Sequence[str]) -> RunPlan:
         """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
         return replace(self, hosts=tuple(names)) if len(set(names)) >= len(set(self.hosts)) else self
+
+
+def plan_run(
+    spec_path: Path,
+    overrides: Sequence[str],
+    ds_path: Path,
+    *,
+    world_size: int,
+    stages: int | None,
+    device: str = "auto",
+    hosts: Sequence[str] | None = None,
+) -> RunPlan:
+    """Read and check everything that can be checked before anything is started.
+
+    Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
+    number of stages, the planner chooses it for ``device`` (as in ``--device``), and only then imports PyTorch and
+    DeepSpeed. ``hosts`` gives each rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
+    one.
+
+    Raises:
+        SpecError, DsConfigError, LayoutError: one line each, before anything is started.
+    """
+    spec = load_spec(spec_path, spec_overrides(overrides))
+    if spec.sampler.guidance_between != ALL_SIGMAS:
+        from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
+
+        check_guidance(spec.sampler, spec.diffusion)
+    config, chosen = read_ds_config(ds_path, overrides), None
+    names = ("0",) * world_size if hosts is None else tuple(hosts)
+    if stages is None:
+        check_ds_config(config, ds_path, spec)
+        if leaves_stages_open(config, world_size):
+            from ddpm_ds.device import choose_device
+
+            choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
+            from ddpm_ds.planning.decide import stages_here
+
+            stages, chosen = stages_here(spec, config, ds_path, world_size=world_size, hosts=names)
+    ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)

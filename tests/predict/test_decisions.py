@@ -10,7 +10,7 @@ import pytest
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning.resolve import plan_run
+from ddpm_ds.planning.run_plan import plan_run
 from ddpm_ds.predict.decisions import choose_stages, fitted
 from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import machine_like

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
-from ddpm_ds.planning.resolve import plan_run
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.rendezvous import Rendezvous, refuse_alone
