@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.cli.plan import report, why
 from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
@@ -15,7 +16,6 @@ from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.layouts import Workload, ds_config, layouts
 from ddpm_ds.predict.machine import USABLE_MEMORY
 from ddpm_ds.predict.predictor import Predictor
-from ddpm_ds.predict.report import report, why
 from ddpm_ds.predict.search import candidates, search, sort_out
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
