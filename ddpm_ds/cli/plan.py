@@ -37,9 +37,9 @@ from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
+    from ddpm_ds.predict.decisions import Plan
     from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.predictor import Prediction
-    from ddpm_ds.predict.search import Plan
     from ddpm_ds.predict.simulate import Simulation
     from ddpm_ds.unet.layers import Layer
 

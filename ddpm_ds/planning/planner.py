@@ -18,8 +18,8 @@ from ddpm_ds.predict.machine import KINDS, Machine, kind_of, machine
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
+    from ddpm_ds.predict.decisions import Plan
     from ddpm_ds.predict.layouts import Workload
-    from ddpm_ds.predict.search import Plan
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
@@ -66,9 +66,9 @@ def plan(
     given: dict[str, Any] = {"memory_bytes": device_memory, **rates}
     devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
     with _without_accelerator():
+        from ddpm_ds.predict.decisions import candidates, search, sort_out
         from ddpm_ds.predict.layouts import Workload
         from ddpm_ds.predict.predictor import Predictor
-        from ddpm_ds.predict.search import candidates, search, sort_out
 
     job = Workload(spec, config, devices.is_cpu)
     predictor = Predictor(job, devices)

@@ -10,8 +10,8 @@ import pytest
 
 from ddpm_ds.config.ds_config import Layout, offloads, resolve
 from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.predict.decisions import candidates
 from ddpm_ds.predict.layouts import ds_config, layouts
-from ddpm_ds.predict.search import candidates
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
 
