@@ -19,8 +19,7 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.processes.launcher import Place, gpus
 from ddpm_ds.processes.supervisor import supervise
-from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.mirrors import check_trackers
+from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
 
 TRAIN_DESCRIPTION = """\

@@ -51,8 +51,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     set_environment,
 )
-from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.mirrors import check_trackers
+from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
     OUTPUT_ROOT,

@@ -47,11 +47,10 @@ from ddpm_ds.tracking.events import (
     trackers_of,
     unsent,
 )
-from ddpm_ds.tracking.mirrors import KINDS
-from ddpm_ds.tracking.mlflow_run import MlflowRun
 from ddpm_ds.tracking.run_folder import lock
 from ddpm_ds.tracking.system_metrics import collect
 from ddpm_ds.tracking.tracker import print_to_stderr
+from ddpm_ds.tracking.trackers import KINDS, MlflowRun
 
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30

@@ -133,7 +133,7 @@ class Tracker:
         tracker; ``run_dir`` is where the file of events is. ``params`` may be nested, ``tags`` are set at
         every start, ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest``
         of their content and their ``source``. ``trackers`` names those besides MLflow, which have the same names of
-        metrics (:mod:`ddpm_ds.tracking.mirrors`). ``parent`` is the identity of the run that this one is a child of.
+        metrics (:mod:`ddpm_ds.tracking.trackers`). ``parent`` is the identity of the run that this one is a child of.
         ``system_metrics`` has those of this host read until the end, and sent with those of others.
         ``log`` shows one line to the user, and is called from another thread.
         """
