@@ -61,7 +61,7 @@ verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
 
 SEND_DESCRIPTION = """\
 Send what MLflow, TensorBoard or Weights & Biases have not got of a run, and of its evaluations, exports and samples,
-since they were down or refused it. Sending again changes nothing.
+since they were down. Sending again changes nothing.
 """
 
 SEND_EXAMPLES = """\

@@ -1,7 +1,8 @@
 """What a run's events become in each tracker: MLflow, TensorBoard, Weights & Biases, with the same names of metrics.
 
-Each takes a start, which opens the run, and then its records up to its end. MLflow is safe to send to again: it then has
-what it had."""
+Each takes a start, which opens the run, and then its records up to its end. MLflow is safe to send to again: it then
+has what it had.
+"""
 
 from __future__ import annotations
 
