@@ -101,7 +101,7 @@ def _metrics(text: str) -> tuple[str, ...]:
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.checkpoint.power_ema import Reconstruction
-    from ddpm_ds.evaluate.mlflow_child import check_recordable
+    from ddpm_ds.evaluate.outputs import check_recordable
     from ddpm_ds.evaluate.scores import Scorer, open_reference, table
     from ddpm_ds.tracking.run_folder import snapshots_of
 
@@ -133,8 +133,7 @@ def _evaluate_one(
     scorer: Scorer,
 ) -> tuple[Request, list[Score]]:
     """Draw, score and record images of the given weights and sampler."""
-    from ddpm_ds.evaluate.mlflow_child import record_child
-    from ddpm_ds.evaluate.outputs import DrawnImages, Request, titled_grid, writing
+    from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
     from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.evaluate.scores import about, labels_like, short, write_report
 

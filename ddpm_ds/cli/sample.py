@@ -326,8 +326,16 @@ def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path
 def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
-    from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
-    from ddpm_ds.evaluate.outputs import DrawnImages, Request, check_new_folder, titled_grid, write_npz, write_pngs
+    from ddpm_ds.evaluate.outputs import (
+        DrawnImages,
+        Request,
+        check_new_folder,
+        check_recordable,
+        record_child,
+        titled_grid,
+        write_npz,
+        write_pngs,
+    )
     from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
 
