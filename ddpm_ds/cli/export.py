@@ -109,8 +109,13 @@ def _export(options: argparse.Namespace) -> None:
 
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
-    from ddpm_ds.evaluate.diffusers.export import check_in_diffusers, rounded, without_labels, write_pipeline
-    from ddpm_ds.evaluate.diffusers.model_card import model_card
+    from ddpm_ds.evaluate.diffusers.export import (
+        check_in_diffusers,
+        model_card,
+        rounded,
+        without_labels,
+        write_pipeline,
+    )
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
