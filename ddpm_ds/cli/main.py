@@ -46,9 +46,8 @@ WITHDRAWN = {
 
 def make_parser() -> OneLineParser:
     """Return the parser of all verbs."""
-    from ddpm_ds.cli.checkpoint import add_checkpoint
+    from ddpm_ds.cli.checkpoint import add_checkpoint, add_ema
     from ddpm_ds.cli.doctor import add_doctor
-    from ddpm_ds.cli.ema import add_ema
     from ddpm_ds.cli.evaluate import add_evaluate
     from ddpm_ds.cli.export import add_export, add_import
     from ddpm_ds.cli.fit import add_fit
