@@ -9,8 +9,12 @@ import zipfile
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     BROKEN,
     MOST_CLASSES,
@@ -23,11 +27,6 @@ from ddpm_ds.data.sources.base import (
     read_path,
 )
 from ddpm_ds.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from ddpm_ds.config.spec import DataSpec
 
 ARRAY_NAMES = (("images", "arr_0"), ("labels", "arr_1"))
 """Names of the images and of the labels in a .npz."""
@@ -54,8 +53,6 @@ class ArraySource:
 
 def open_digits(spec: DataSpec, progress: bool) -> ArraySource:
     """Open the 1,797 handwritten digits that come with scikit-learn, grey images of 8x8 pixels."""
-    import numpy as np
-
     package = find_spec("sklearn")  # importing it would take seconds
     assert package is not None and package.origin is not None, "this package requires scikit-learn"
     table = np.loadtxt(Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz", delimiter=",")
@@ -70,8 +67,6 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     Images are ``images`` or ``arr_0``, uint8 (N, H, W), (N, H, W, C) or (N, C, H, W) with one or three channels; labels
     are ``labels`` or ``arr_1``, whole numbers from 0. The names ``arr_0`` and ``arr_1`` are guided-diffusion's.
     """
-    import numpy as np
-
     path = read_path(spec, "a .npy or .npz file")
     try:
         images, labels = _stored_arrays(path, spec.store_root)

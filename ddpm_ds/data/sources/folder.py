@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     LABELS,
     Labels,
@@ -21,9 +21,6 @@ from ddpm_ds.data.sources.base import (
     read_path,
 )
 from ddpm_ds.errors import DataError
-
-if TYPE_CHECKING:
-    from ddpm_ds.config.spec import DataSpec
 
 
 @dataclass

@@ -9,8 +9,11 @@ import io
 import os
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.arrays import ArraySource
 from ddpm_ds.data.sources.base import (
     NETWORK_TIMEOUT_SECONDS,
@@ -23,9 +26,6 @@ from ddpm_ds.data.sources.base import (
 )
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
-
-if TYPE_CHECKING:
-    from ddpm_ds.config.spec import DataSpec
 
 
 def open_cifar10(spec: DataSpec, progress: bool) -> Source:
@@ -86,8 +86,6 @@ def _source(opened: Any, key: str) -> Source:
 
     Pixels or files, and labels, come from attributes of torchvision's classes, so that no image is decoded for a label.
     """
-    import numpy as np
-
     found = vars(opened)
     pairs: Any = next((found[name] for name in ("samples", "_samples", "imgs") if name in found), [])
     images: Any = next((found[name] for name in ("data", "_image_files", "_images") if name in found), None)

@@ -13,8 +13,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+import numpy as np
+import numpy.typing as npt
+
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     LABELS,
     Labels,
@@ -33,12 +37,6 @@ from ddpm_ds.data.sources.base import (
 from ddpm_ds.data.sources.folder import class_of
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from ddpm_ds.config.spec import DataSpec
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
@@ -76,8 +74,6 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
 
     Labels come from its ``dataset.json``, ``{"labels": [[path, number], ...]}``, or else from folders.
     """
-    import numpy as np
-
     path = read_path(spec, "a zip archive of images")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -112,8 +108,6 @@ def _path(member: zipfile.ZipInfo) -> str:
 
 def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
     """Return a member's row of :attr:`ZipSource.places`; raises OverflowError if a forged number exceeds 64 bits."""
-    import numpy as np
-
     sizes = (member.compress_size, member.file_size)
     return np.array([member.header_offset, *sizes, member.CRC, member.compress_type, member.flag_bits], np.int64)
 
