@@ -24,7 +24,7 @@ from ddpm_ds.data.sources.base import (
     network_limit,
     one_line,
 )
-from ddpm_ds.data.sources.folder import FolderSource
+from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.errors import DataError
 
 
