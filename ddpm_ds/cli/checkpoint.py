@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.groups import checkpoint_at
 from ddpm_ds.checkpoint.manifest import MANIFEST, files_here, read_manifest, verify
-from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.command_line import (
     LONGEST_EMA,
     SHORTEST_EMA,

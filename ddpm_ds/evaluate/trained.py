@@ -16,10 +16,10 @@ import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
+from ddpm_ds.checkpoint.groups import checkpoint_at
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import (
     DiffusionSpec,
     FilePath,

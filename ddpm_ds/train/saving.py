@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Groups, newest
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.config.spec import CheckpointSpec
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
