@@ -39,7 +39,7 @@ NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
-"""Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.store`."""
+"""Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.rendezvous`."""
 STARTED, TRAINING = "started", "training"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables set by DeepSpeed's and PyTorch's launchers. Without them the parent of a process may be a shell, which may
