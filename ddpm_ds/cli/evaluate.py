@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_ds.cli.sample import add_drawing_options, different, load
 from ddpm_ds.command_line import ema_length, file_path, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
 from ddpm_ds.processes.ranks import set_environment
-
-if TYPE_CHECKING:
-    from ddpm_ds.config.spec import SamplerSpec
-    from ddpm_ds.data.cache import DatasetCache
-    from ddpm_ds.evaluate.outputs import Request
-    from ddpm_ds.evaluate.scores import Score, Scorer
-    from ddpm_ds.evaluate.trained import Trained
-
-GRID_IMAGES = 64
+from ddpm_ds.tracking.run_folder import snapshots_of
 
 DESCRIPTION = """\
 Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
@@ -102,8 +93,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.checkpoint.power_ema import Reconstruction
     from ddpm_ds.evaluate.outputs import check_recordable
-    from ddpm_ds.evaluate.scores import Scorer, open_reference, table
-    from ddpm_ds.tracking.run_folder import snapshots_of
+    from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference, table
 
     lengths = options.ema_length
     if lengths != (None,):
@@ -113,59 +103,12 @@ def _evaluate(options: argparse.Namespace) -> None:
             Reconstruction(snapshots_of(options.path), length)
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
+    numbers = {name: getattr(options, name) for name in ("seed", "count", "batch_images")}
     scorer, found = None, []
     for length in lengths:
         trained, samplers, guide = load(options, changes, ema_length=length)
         check_recordable(trained)
         if scorer is None:
-            reference = open_reference(trained, options.dataset)
-            scorer = Scorer(options.metrics, reference, options.inception_weights)
-        found += [_evaluate_one(options, trained, sampler, guide, reference, scorer) for sampler in samplers]
+            scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
+        found += [evaluate(trained, sampler, guide, scorer, options.out, **numbers) for sampler in samplers]
     print(f"\n{table(found)}")
-
-
-def _evaluate_one(
-    options: argparse.Namespace,
-    trained: Trained,
-    sampler: SamplerSpec,
-    guide: Trained | None,
-    reference: DatasetCache,
-    scorer: Scorer,
-) -> tuple[Request, list[Score]]:
-    """Draw, score and record images of the given weights and sampler."""
-    from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-    from ddpm_ds.evaluate.sampling import draw_missing
-    from ddpm_ds.evaluate.scores import about, labels_like, short, write_report
-
-    labels = None if trained.unet_spec.classes is None else labels_like(reference, options.count)
-    numbers = {name: getattr(options, name) for name in ("seed", "count", "batch_images")}
-    request = Request.of(trained, sampler, labels, guide, **numbers)
-    origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
-    folder = options.out or (trained.run_dir or Path()) / "evaluations"
-    folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(request.count)}-{request.key}"
-    device = next(trained.unet.parameters()).device
-    guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
-    print(
-        f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
-        f"{guided}"
-        f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
-        f"reference  {reference.path}, {len(reference):,} images\n"
-        f"outputs    {folder}",
-        flush=True,
-    )
-    drawn = DrawnImages(folder / "drawn", request)
-    try:
-        draw_missing(trained, request, drawn, guide=guide)
-        images = drawn.images()
-        scores = scorer.scores(images, device)
-    except KeyboardInterrupt:
-        print("interrupted: what is drawn is kept, and the same command continues from there")
-        raise
-    facts = about(request, reference)
-    with writing(folder):
-        labelled = request.labels_of(request.index[:GRID_IMAGES])
-        samples = titled_grid(trained, sampler, images[:GRID_IMAGES], labelled)
-        files = write_report(folder, facts, scores, samples)
-    metrics = {name: value for score in scores for name, value in score.metrics.items()}
-    record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
-    return request, scores
