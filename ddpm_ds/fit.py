@@ -22,6 +22,7 @@ from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
 from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.predict.layouts import Workload, usable
 from ddpm_ds.processes.launcher import Processes, rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
@@ -261,7 +262,6 @@ def expected(task: Task) -> int:
 def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
     """Return the bytes that the planner predicts for the fullest rank of a run, laid out as training does it."""
     from ddpm_ds.predict.decisions import fitted
-    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.memory import peak_bytes
 
     job = Workload(plan.spec, plan.ds.as_json(), device == "cpu")
@@ -271,8 +271,6 @@ def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
 def _device_bytes() -> int:
     """Return the bytes that tensors may take of this host's first GPU, without opening it; 0 if it can't be asked."""
     import pynvml
-
-    from ddpm_ds.predict.machine import usable
 
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()

@@ -32,16 +32,15 @@ from ddpm_ds.command_line import (
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.planning.planner import plan
-from ddpm_ds.predict.machine import KINDS, Machine
+from ddpm_ds.predict.layouts import KINDS, Machine, Workload
 from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.unet.layers import Layer
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.predict.decisions import Plan
-    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.predictor import Prediction
     from ddpm_ds.predict.simulate import Simulation
-    from ddpm_ds.unet.layers import Layer
 
 
 DESCRIPTION = """\

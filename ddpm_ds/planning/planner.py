@@ -14,12 +14,11 @@ from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FL
 from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
 from ddpm_ds.config.spec import GivenPath, RunSpec
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.predict.machine import KINDS, Machine, kind_of, machine
+from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, machine
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.predict.decisions import Plan
-    from ddpm_ds.predict.layouts import Workload
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
@@ -43,7 +42,7 @@ def plan(
     """Return the ``top`` fastest layouts of a run on ``processes`` devices, with the memory and time of each.
 
     ``ds_config`` is the path of a DeepSpeed JSON; overrides of the form ``ds.block.key=value`` change it. Devices are
-    like this machine's, or of a kind in :data:`ddpm_ds.predict.machine.KINDS`. Given values replace the data sheet's:
+    like this machine's, or of a kind in :data:`ddpm_ds.predict.layouts.KINDS`. Given values replace the data sheet's:
     ``device_memory`` in bytes of one device, ``flops`` per second, and in bytes per second ``link_bandwidth`` between
     devices of a node and ``network_bandwidth`` between nodes. ``times`` times the layers of layouts that fit; without
     it times are computed. Nothing is trained, and no other process is needed.
@@ -67,7 +66,6 @@ def plan(
     devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
     with _without_accelerator():
         from ddpm_ds.predict.decisions import candidates, search, sort_out
-        from ddpm_ds.predict.layouts import Workload
         from ddpm_ds.predict.predictor import Predictor
 
     job = Workload(spec, config, devices.is_cpu)

@@ -24,8 +24,7 @@ from ddpm_ds.pipeline.placement import across_hosts
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import SPLIT_COST, link
 from ddpm_ds.predict.finished_run import mean_ranks
-from ddpm_ds.predict.layouts import Workload, ds_config, layouts
-from ddpm_ds.predict.machine import usable
+from ddpm_ds.predict.layouts import Workload, ds_config, layouts, usable
 from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.scheduler import order_of

@@ -17,8 +17,7 @@ from ddpm_ds.planning.run_plan import plan_run
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.decisions import candidates, choose_stages, fitted, search, sort_out
-from ddpm_ds.predict.layouts import Workload, ds_config, layouts
-from ddpm_ds.predict.machine import USABLE_MEMORY, machine_like
+from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine_like
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
 from tests.launching import REPOSITORY, tiny_spec
