@@ -30,7 +30,6 @@ import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -236,7 +235,7 @@ class KernelProfile(Observer):
         if not self._recorded and (step in self._steps or step + 1 == self._steps.start):
             self._start(step)
 
-    def span(self, name: str) -> AbstractContextManager[Any]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return record_function(SPAN + name) if self._profiler is not None else contextlib.nullcontext()
 
     def finish(self) -> None:

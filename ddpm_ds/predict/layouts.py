@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.command_line import GIB
@@ -43,8 +42,6 @@ REACHED_LINK = 0.7
 """Share of a link's nominal bandwidth that long messages reach."""
 USABLE_MEMORY = 0.94
 """Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
-
-
 MOST_MICRO_BATCHES_PER_STAGE = 64
 """Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
 INTERVALS = (1, 2, 4)
@@ -206,13 +203,13 @@ class Workload:
     """Checked DeepSpeed JSON; a layout replaces some of its keys."""
     on_cpu: bool
 
-    @cached_property
+    @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
         data = self.spec.data
         return unet_layers(self.spec.unet, image_channels=data.channels, image_size=data.image_size)
 
-    @cached_property
+    @functools.cached_property
     def precision(self) -> Precision:
         """Precision of the weights."""
         return precision(self.config)
@@ -222,7 +219,7 @@ class Workload:
         """Bytes of a weight, of an element on the wire between stages and of a gradient."""
         return ELEMENT_BYTES[self.precision]
 
-    @cached_property
+    @functools.cached_property
     def arithmetic_bytes(self) -> int:
         """Bytes of an activation; a CPU may compute half precision in single."""
         from ddpm_ds.device import DTYPES
