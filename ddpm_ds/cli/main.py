@@ -149,8 +149,8 @@ def _prepare(options: argparse.Namespace) -> None:
     from ddpm_ds.processes.ranks import set_environment
 
     data = load_spec(options.spec, options.overrides).data
+    from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
-    from ddpm_ds.data.residence import Residence
 
     device = None
     if options.encode:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ddpm_ds.data.cache import Kind
-from ddpm_ds.data.residence import Residence
+from ddpm_ds.data.loader import Residence
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.planning.run_plan import plan_run
