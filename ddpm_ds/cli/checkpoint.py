@@ -24,9 +24,8 @@ from ddpm_ds.command_line import (
     file_path,
     images_seen,
 )
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.errors import CheckpointError, print_to_stderr
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
-from ddpm_ds.tracking.tracker import print_to_stderr
 
 EXAMPLES = """\
 examples

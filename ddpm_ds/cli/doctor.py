@@ -19,7 +19,7 @@ from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.command_line import add_spec_options, aligned, file_path, port, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
+from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, OF_DEEPSPEED, find_environment, read_hostfile, this_host
 from ddpm_ds.processes.launcher import DEFAULT_PORT
 from ddpm_ds.secret import is_secret
@@ -153,7 +153,7 @@ def saved_bytes(spec: RunSpec) -> int:
 
 
 def _log(line: str) -> None:
-    print(f"ddpm-ds doctor: {line}", file=sys.stderr, flush=True)
+    print_to_stderr(f"ddpm-ds doctor: {line}")
 
 
 def _network(seen: Survey) -> Network | None:

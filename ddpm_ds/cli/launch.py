@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.description import describe_plan
 from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes, without
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.processes.launcher import Place, gpus
 from ddpm_ds.processes.supervisor import supervise
@@ -199,4 +198,4 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
 
 def _log(verb: str, line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may have been closed
-        print(f"ddpm-ds {verb}: {line}", file=sys.stderr, flush=True)
+        print_to_stderr(f"ddpm-ds {verb}: {line}")

@@ -9,7 +9,6 @@ import argparse
 import os
 import re
 import signal
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.errors import PeerLostError, SpecError, UserError
+from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
 from ddpm_ds.files import MOST_DIGITS
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_environment()
         return _sample(parser.parse_args(arguments))
     except PeerLostError as error:  # nothing that waits for the others may follow
-        print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
+        print_to_stderr(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
     except UserError as error:
         print_once(textwrap.indent(str(error), "ddpm_ds: error: "))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,7 @@ from ddpm_ds.errors import (
     SpecError,
     UserError,
     is_out_of_memory,
+    print_to_stderr,
 )
 from ddpm_ds.files import REHEARSAL, STAGES, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(said, flush=True)
                 run_training(prepared, watchdog, asked, line, {STAGES: stage_table(prepared.plan)})
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
-        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
+        print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
     except DeviceLostError as error:  # nothing may wait for the device
         print_once(f"{ERROR}{error}")
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # an orderly exit of the interpreter would wait for other ranks
         if is_out_of_memory(error):
             fix = "ddpm-ds fit finds a micro-batch that fits"
-            print(f"{ERROR}rank {os.environ['RANK']} {RAN_OUT}; {fix}", file=sys.stderr, flush=True)
+            print_to_stderr(f"{ERROR}rank {os.environ['RANK']} {RAN_OUT}; {fix}")
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         traceback.print_exc()

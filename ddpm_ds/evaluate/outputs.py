@@ -22,12 +22,12 @@ from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.pictures import grid, grid_title, picture
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.device import DTYPES
-from ddpm_ds.errors import OutputError
+from ddpm_ds.errors import OutputError, print_to_stderr
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import sync, temporary_beside, write_file
 from ddpm_ds.tracking.address import check_tracking_uri
 from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
+from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.version import __version__
 
 

@@ -22,7 +22,7 @@ from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import DataError, EvaluationError, OutputError
+from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
     Inception,
@@ -38,7 +38,6 @@ from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_
 from ddpm_ds.evaluate.sampling import draw_missing
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
-from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.version import __version__
 
 GRID_IMAGES = 64

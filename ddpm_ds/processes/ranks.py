@@ -20,14 +20,13 @@ import select
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_ds.command_line import MOST_PROCESSES, whole
-from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
+from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import find_environment
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 
@@ -210,7 +209,7 @@ def print_once(line: str) -> None:
     """Print a line that every rank has found only once, since a launcher ends the other ranks when rank 0 exits."""
     if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
-    print(line, file=sys.stderr, flush=True)
+    print_to_stderr(line)
 
 
 def record_exit(code: int) -> int:

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from PIL import UnidentifiedImageError
 
-from ddpm_ds.errors import UserError
+from ddpm_ds.errors import UserError, print_to_stderr
 from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
 from ddpm_ds.tracking.address import check_tracking_uri, reason
 from ddpm_ds.tracking.events import (
@@ -47,7 +47,6 @@ from ddpm_ds.tracking.events import (
 )
 from ddpm_ds.tracking.run_folder import lock
 from ddpm_ds.tracking.system_metrics import collect
-from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.tracking.trackers import KINDS, MlflowRun
 
 POLL_SECONDS = 0.1

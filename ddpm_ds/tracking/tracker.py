@@ -28,6 +28,7 @@ from typing import IO, Literal
 
 import psutil
 
+from ddpm_ds.errors import print_to_stderr
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
 from ddpm_ds.tracking.events import EVENTS, EventFile, Record, discard, now_ms, send_command, unsent
@@ -84,11 +85,6 @@ def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
         with suppress(ValueError):
             numbers |= {name: float(value)} if "/" in name else {}
     return numbers
-
-
-def print_to_stderr(line: str) -> None:
-    """Show a line to the user."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def start_child(*arguments: object, output: int, **settings: str) -> subprocess.Popen[bytes]:
