@@ -48,14 +48,13 @@ def make_parser() -> OneLineParser:
     """Return the parser of all verbs."""
     from ddpm_ds.cli.checkpoint import add_checkpoint, add_ema
     from ddpm_ds.cli.doctor import add_doctor
-    from ddpm_ds.cli.evaluate import add_evaluate
-    from ddpm_ds.cli.export import add_export, add_import
     from ddpm_ds.cli.fit import add_fit
     from ddpm_ds.cli.launch import add_run, add_train
     from ddpm_ds.cli.plan import add_plan
     from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note, add_send
     from ddpm_ds.cli.sample import add_sample
     from ddpm_ds.cli.sweep import add_sweep
+    from ddpm_ds.cli.trained import add_evaluate, add_export, add_import
     from ddpm_ds.command_line import OneLineParser
 
     parser = OneLineParser(
