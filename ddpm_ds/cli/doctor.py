@@ -17,6 +17,7 @@ from ddpm_ds.cluster.network import Network, network_test
 from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.command_line import add_spec_options, aligned, file_path, port, positive
+from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError, print_to_stderr
@@ -24,6 +25,7 @@ from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, OF_DEEPSPEED, find_environ
 from ddpm_ds.processes.launcher import DEFAULT_PORT
 from ddpm_ds.secret import is_secret
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
+from ddpm_ds.unet.layers import unet_layers
 
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
@@ -94,8 +96,6 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ddpm_ds.config.ds_config import read_ds_config
-
     hosts: Mapping[str, int | None] = {"localhost": None}
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
@@ -119,8 +119,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
     """Return the run as DeepSpeed would start it on every host."""
-    from ddpm_ds.unet.layers import unet_layers
-
     spec = load_spec(options.spec, spec_overrides(options.overrides))
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     travels, file, folder = travelling(os.environ), find_environment(), str(Path.cwd())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
+from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
@@ -104,8 +105,6 @@ def metric_names(text: str) -> list[str]:
 
 def _compare(options: argparse.Namespace) -> None:
     check_outputs(options, "markdown")
-    from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
-
     runs = [run for text in options.recorded_runs for run in find_runs(text, root=options.runs)]
     baseline = None
     if options.baseline is not None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from tqdm import tqdm
+
 from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import parse
 from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes, valid_text
@@ -174,7 +176,6 @@ def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
 
 def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) -> int:
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
-    from tqdm import tqdm
 
     def log(line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may have been closed
