@@ -92,10 +92,8 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--processes", type=processes, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
-    parser.add_argument(
-        "--note", type=valid_text, default=None, metavar="TEXT", help="why this is tried; kept in MLflow"
-    )
-    parser.add_argument("--metrics", type=metric_names, default=None, metavar="A,B", help="metrics to compare")
+    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this is tried; kept in MLflow")
+    parser.add_argument("--metrics", type=metric_names, metavar="A,B", help="metrics to compare")
     add_runs_option(parser)
     parser.add_argument(
         "--grace-seconds",

@@ -101,7 +101,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "-p",
         "--pipeline-stages",
         type=processes,
-        default=None,
         metavar="STAGES",
         help="number of stages, instead of the JSON's pipeline.stages",
     )
@@ -134,7 +133,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
         type=file_path,
-        default=None,
         metavar="DIR",
         help="folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
         f"(default {OUTPUT_ROOT}/DATE-NAME)",
@@ -171,7 +169,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace-steps",
         type=step_range,
-        default=None,
         metavar="FIRST-LAST",
         help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
         f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
@@ -186,16 +183,13 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=positive,
-        default=None,
         metavar="N",
         help=f"only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, "
         f"without trackers and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
     )
-    parser.add_argument("--memory-budget", type=memory_size, default=None, help=argparse.SUPPRESS)  # for ddpm-ds fit
-    parser.add_argument(
-        "--note", type=valid_text, default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow"
-    )
-    parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
+    parser.add_argument("--memory-budget", type=memory_size, help=argparse.SUPPRESS)  # for ddpm-ds fit
+    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this run is made; kept with it in MLflow")
+    parser.add_argument("--parent-run", metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
     parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # train has printed the plan
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
 
