@@ -29,6 +29,12 @@ from ddpm_ds.processes.signals import heard_signals
 
 KNEE = 0.05
 """Maximum share of the best speed that training with a smaller micro-batch may give up."""
+RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 60.0
+"""Seconds in which the other ranks notice that one has failed, and end."""
+LIBRARY_BYTES = 750 * 2**20
+"""Approximate bytes of a process on a CPU that the planner does not count: interpreter and libraries."""
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
@@ -68,14 +74,6 @@ def look_below(sizes: Sequence[int], speed: Callable[[int], float], size: int) -
     while place >= 0 and (not speeds or knee(speeds) == min(speeds)):
         speeds[sizes[place]] = speed(sizes[place])
         place = bisect_right(sizes, sizes[place] // 2) - 1
-
-
-RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 60.0
-"""Seconds in which the other ranks notice that one has failed, and end."""
-LIBRARY_BYTES = 750 * 2**20
-"""Approximate bytes of a process on a CPU that the planner does not count: interpreter and libraries."""
 
 
 class TrialError(UserError):

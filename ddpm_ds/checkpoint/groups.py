@@ -71,7 +71,6 @@ from ddpm_ds.errors import CheckpointError, NoCheckpointError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-
 POLL_SECONDS = 0.05
 Gather = Callable[[Any], list[Any]]
 """Collective function from this rank's JSON value to the values of all ranks, by rank."""

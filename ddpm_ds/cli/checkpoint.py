@@ -37,6 +37,22 @@ examples
 
 WHICH = "folder of a checkpoint, or of a run for its newest good one"
 KINDS = {"ema": "ema", "raw": "master"}
+EMA_DESCRIPTION = f"""\
+Make the average of the weights that a run with ema.profiles would have kept for another length, from its snapshots. A
+length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: sigma_rel of EDM2, the standard deviation of the times of the
+averaged weights as a share of the training so far. The result is a checkpoint of these weights alone; ddpm-ds sample,
+evaluate and export take it. docs/evaluation.md says which length to choose.
+"""
+
+
+EMA_EXAMPLES = """\
+examples
+  ddpm-ds ema runs/digits --length 0.1
+  ddpm-ds ema runs/digits --length 0.15 --at 64000 --output digits-0.15
+  ddpm-ds sample runs/digits/averages/images-000128000-ema-0.1
+  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15
+      scores of several lengths, without writing their weights
+"""
 
 
 def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -157,23 +173,6 @@ def _of_run(run_dir: Path) -> list[Path]:
     if not (found := names(folder)):
         raise CheckpointError(f"there are no checkpoints in {folder}; name the folder of a run that has saved")
     return [folder / name for name in found]
-
-
-EMA_DESCRIPTION = f"""\
-Make the average of the weights that a run with ema.profiles would have kept for another length, from its snapshots. A
-length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: sigma_rel of EDM2, the standard deviation of the times of the
-averaged weights as a share of the training so far. The result is a checkpoint of these weights alone; ddpm-ds sample,
-evaluate and export take it. docs/evaluation.md says which length to choose.
-"""
-
-EMA_EXAMPLES = """\
-examples
-  ddpm-ds ema runs/digits --length 0.1
-  ddpm-ds ema runs/digits --length 0.15 --at 64000 --output digits-0.15
-  ddpm-ds sample runs/digits/averages/images-000128000-ema-0.1
-  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15
-      scores of several lengths, without writing their weights
-"""
 
 
 def add_ema(verbs: argparse._SubParsersAction[Any]) -> None:

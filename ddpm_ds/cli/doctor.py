@@ -56,6 +56,11 @@ exit codes
 
 docs/doctor.md says what is checked and what each finding means.
 """
+HOSTS_ABREAST = 8
+COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
+PLAIN = "\033[0m"
+MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
+"""A marked cell of a table, whose columns are two spaces apart, or a whole marked line."""
 
 
 def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -189,13 +194,6 @@ def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: st
     python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
     everything = taken | {"PYTHONPATH": python_path} | dict(file)
     return {name: value for name, value in everything.items() if not is_secret(name, value)}
-
-
-HOSTS_ABREAST = 8
-COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
-PLAIN = "\033[0m"
-MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
-"""A marked cell of a table, whose columns are two spaces apart, or a whole marked line."""
 
 
 def findings(rows: Rows) -> list[str]:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ddpm_ds.predict.predictor import Prediction
     from ddpm_ds.predict.simulate import Simulation
 
-
 DESCRIPTION = """\
 Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
 fit. A layout is stages x replicas, schedule, micro-batch, activation checkpointing, ZeRO stage and offload. Nothing is

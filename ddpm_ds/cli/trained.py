@@ -43,6 +43,39 @@ again.
 exit codes
   0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug
 """
+EXPORT_DESCRIPTION = """\
+Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
+samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
+folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+"""
+
+
+EXPORT_EXAMPLES = """\
+examples
+  ddpm-ds export runs/digits hub/digits
+  ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
+  ddpm-ds export runs/faces hub/faces --label none
+      a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
+
+docs/export.md says how to use the folder.
+"""
+
+IMPORT_DESCRIPTION = """\
+Take a UNet2DModel of diffusers as the start of a run: OUT/weights.safetensors, and OUT/spec.yaml, which is BASE with
+the model's U-Net and noise schedule, and train.initial_weights. What our U-Net can't express is refused by name.
+"""
+
+IMPORT_EXAMPLES = """\
+examples
+  ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
+
+  ddpm-ds import hub/digits --spec launch/specs/digits.yaml --set optimizer.learning_rate=1e-4 --out imported
+      an export of ours
+
+  ddpm-ds import training/unet_ema --spec launch/specs/cifar10.yaml --last-label class --out imported
+      averaged weights of diffusers' own training, whose every label is a class
+"""
 
 
 def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -120,40 +153,6 @@ def _evaluate(options: argparse.Namespace) -> None:
             scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
         found += [evaluate(trained, sampler, guide, scorer, options.out, **numbers) for sampler in samplers]
     print(f"\n{table(found)}")
-
-
-EXPORT_DESCRIPTION = """\
-Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
-samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
-folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
-"""
-
-EXPORT_EXAMPLES = """\
-examples
-  ddpm-ds export runs/digits hub/digits
-  ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
-  ddpm-ds export runs/faces hub/faces --label none
-      a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
-
-docs/export.md says how to use the folder.
-"""
-
-IMPORT_DESCRIPTION = """\
-Take a UNet2DModel of diffusers as the start of a run: OUT/weights.safetensors, and OUT/spec.yaml, which is BASE with
-the model's U-Net and noise schedule, and train.initial_weights. What our U-Net can't express is refused by name.
-"""
-
-IMPORT_EXAMPLES = """\
-examples
-  ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
-  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
-
-  ddpm-ds import hub/digits --spec launch/specs/digits.yaml --set optimizer.learning_rate=1e-4 --out imported
-      an export of ours
-
-  ddpm-ds import training/unet_ema --spec launch/specs/cifar10.yaml --last-label class --out imported
-      averaged weights of diffusers' own training, whose every label is a class
-"""
 
 
 def add_export(verbs: argparse._SubParsersAction[Any]) -> None:

@@ -41,6 +41,8 @@ from ddpm_ds.files import read_json, write_file
 from ddpm_ds.version import __version__
 
 GRID_IMAGES = 64
+HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
+TEXT_COLUMNS = {0, 5, 7, 9}
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -239,10 +241,6 @@ def cache_beside(dataset: Path) -> Path:
 def short(count: int) -> str:
     """Format a count for a metric's name, such as ``10k`` or ``500``."""
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
-
-
-HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
-TEXT_COLUMNS = {0, 5, 7, 9}
 
 
 def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:

@@ -95,6 +95,8 @@ _COPIES = re.compile(
     r"aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_foreach_copy_?|_copy_from\w*|flatten_dense_tensors)$"
     r"|Memcpy |void at::native::\w*(Cat|copy)"
 )
+Shares = dict[Group, dict[str, float]]
+"""Seconds of each name in each group; every group has an entry."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,6 @@ def group_of_each(operations: Sequence[ProfiledOperation]) -> list[Group | None]
             group = "attention"
         groups.append(None if out else group or ("copies" if copies else "other"))
     return groups
-
-
-Shares = dict[Group, dict[str, float]]
-"""Seconds of each name in each group; every group has an entry."""
 
 
 def shares(operations: Sequence[ProfiledOperation]) -> Shares:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
     from ddpm_ds.predict.decisions import Plan
 
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -147,10 +150,6 @@ def plan_run(
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
-
-
-Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
-Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
 
 
 def plan(

@@ -35,6 +35,15 @@ from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
 from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 60.0
+"""Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
+POLL_SECONDS = 0.01
+MOST_LOOKS = 5000
+"""Maximum number of times a second that all waiting ranks together look at the store."""
+TELL_SECONDS = 10.0
+"""Time for which a rank that can't take part tries to tell the others."""
+REFUSAL = "refusal"
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -138,17 +147,6 @@ class SealedStore(dist.Store):
 
     def _seal(self, key: str, value: bytes) -> str:
         return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest()
-
-
-BEAT_SECONDS = 2.0
-SILENCE_SECONDS = 60.0
-"""Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
-POLL_SECONDS = 0.01
-MOST_LOOKS = 5000
-"""Maximum number of times a second that all waiting ranks together look at the store."""
-TELL_SECONDS = 10.0
-"""Time for which a rank that can't take part tries to tell the others."""
-REFUSAL = "refusal"
 
 
 class Rendezvous:

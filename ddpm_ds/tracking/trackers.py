@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput, Run
 
-
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
+TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard reads
 
 
 class MlflowRun:
@@ -167,9 +167,6 @@ def _make_database(path: Path) -> None:
         new.unlink(missing_ok=True)
         mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
         new.replace(path)
-
-
-TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard reads
 
 
 class TensorBoard:

@@ -59,6 +59,91 @@ t = 1000 its rounding error is 1e-5.
 """
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
+WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
+ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
+"""Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
+KINDS_OF_WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
+
+CARD = """\
+---
+{{ front }}---
+
+# {{ title }}
+
+A diffusion U-Net for images of {{ shape }}, trained with ddpm_ds.
+{% if picture %}
+
+![samples]({{ picture }})
+{% endif %}
+
+| | |
+|---|---|
+{% for name, value in facts.items() %}
+| {{ name }} | {{ value }} |
+{% endfor %}
+
+## Use
+
+{% if classes %}
+The U-Net takes labels 0 to {{ classes - 1 }}, and {{ classes }} for no label. `{{ pipeline }}` gives it none, so the \
+loop is
+written out.
+{% elif autoencoder %}
+The U-Net draws latents, which the autoencoder in this folder decodes to images.
+{% elif continuous %}
+`DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
+{% endif %}
+In this folder, in Python:
+
+```python
+{% if classes or autoencoder or continuous %}
+import torch
+from diffusers import {{ pipeline }}
+
+pipeline = {{ pipeline }}.from_pretrained(".")
+unet, scheduler = pipeline.unet, pipeline.scheduler
+scheduler.set_timesteps({{ steps }})
+{% if classes %}
+labels = torch.arange({{ classes }})
+{% endif %}
+x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ channels }}, {{ size }}, {{ size }}, dtype=unet.dtype)
+for t in scheduler.timesteps:
+    with torch.no_grad():
+        prediction = unet(scheduler.scale_model_input(x, t), t{{ ", class_labels=labels" if classes }}).sample
+    x = scheduler.step(prediction, t, x).prev_sample
+{% if autoencoder %}
+with torch.no_grad():
+    x = pipeline.vqvae.decode(x / {{ autoencoder.scale }} + {{ autoencoder.shift }}).sample
+{% endif %}
+images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3, 1).numpy())
+{% else %}
+from diffusers import DDPMPipeline, DPMSolverMultistepScheduler
+
+pipeline = DDPMPipeline.from_pretrained(".")
+images = pipeline(batch_size=16, num_inference_steps={{ steps }}).images
+
+# With fewer evaluations of the U-Net:
+pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config{{ clipping }})
+images = pipeline(batch_size=16, num_inference_steps={{ [20, steps] | min }}).images
+{% endif %}
+```
+{% if classes %}
+
+`ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
+{% endif %}
+
+Without diffusers, with ddpm_ds, which wrote this folder:
+
+    ddpm-ds sample . --count 64 --out samples.png
+
+`ddpm-ds sample --sampler ddim` derives the noise again from the clipped image. In diffusers that is
+`DDIMScheduler.step(..., use_clipped_model_output=True)`; its default does not, and gives other images.
+
+ddpm_ds, the software that made this model, is licensed under Apache-2.0.
+"""
+
+EDM_STEPS = 50
+"""Number of Euler steps that the card proposes for EDM, whose scheduler stores no number of steps."""
 
 
 @torch.no_grad()
@@ -179,11 +264,6 @@ def _schedule_difference(
     return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
 
 
-WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
-ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
-"""Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
-
-
 def import_weights(
     path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
 ) -> list[str]:
@@ -241,88 +321,6 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise SpecError(f"{base} with the unet and diffusion of {folder.path}: {message}") from None
-
-
-KINDS_OF_WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
-CARD = """\
----
-{{ front }}---
-
-# {{ title }}
-
-A diffusion U-Net for images of {{ shape }}, trained with ddpm_ds.
-{% if picture %}
-
-![samples]({{ picture }})
-{% endif %}
-
-| | |
-|---|---|
-{% for name, value in facts.items() %}
-| {{ name }} | {{ value }} |
-{% endfor %}
-
-## Use
-
-{% if classes %}
-The U-Net takes labels 0 to {{ classes - 1 }}, and {{ classes }} for no label. `{{ pipeline }}` gives it none, so the \
-loop is
-written out.
-{% elif autoencoder %}
-The U-Net draws latents, which the autoencoder in this folder decodes to images.
-{% elif continuous %}
-`DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
-{% endif %}
-In this folder, in Python:
-
-```python
-{% if classes or autoencoder or continuous %}
-import torch
-from diffusers import {{ pipeline }}
-
-pipeline = {{ pipeline }}.from_pretrained(".")
-unet, scheduler = pipeline.unet, pipeline.scheduler
-scheduler.set_timesteps({{ steps }})
-{% if classes %}
-labels = torch.arange({{ classes }})
-{% endif %}
-x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ channels }}, {{ size }}, {{ size }}, dtype=unet.dtype)
-for t in scheduler.timesteps:
-    with torch.no_grad():
-        prediction = unet(scheduler.scale_model_input(x, t), t{{ ", class_labels=labels" if classes }}).sample
-    x = scheduler.step(prediction, t, x).prev_sample
-{% if autoencoder %}
-with torch.no_grad():
-    x = pipeline.vqvae.decode(x / {{ autoencoder.scale }} + {{ autoencoder.shift }}).sample
-{% endif %}
-images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3, 1).numpy())
-{% else %}
-from diffusers import DDPMPipeline, DPMSolverMultistepScheduler
-
-pipeline = DDPMPipeline.from_pretrained(".")
-images = pipeline(batch_size=16, num_inference_steps={{ steps }}).images
-
-# With fewer evaluations of the U-Net:
-pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config{{ clipping }})
-images = pipeline(batch_size=16, num_inference_steps={{ [20, steps] | min }}).images
-{% endif %}
-```
-{% if classes %}
-
-`ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
-{% endif %}
-
-Without diffusers, with ddpm_ds, which wrote this folder:
-
-    ddpm-ds sample . --count 64 --out samples.png
-
-`ddpm-ds sample --sampler ddim` derives the noise again from the clipped image. In diffusers that is
-`DDIMScheduler.step(..., use_clipped_model_output=True)`; its default does not, and gives other images.
-
-ddpm_ds, the software that made this model, is licensed under Apache-2.0.
-"""
-EDM_STEPS = 50
-"""Number of Euler steps that the card proposes for EDM, whose scheduler stores no number of steps."""
 
 
 def model_card(trained: Trained, *, precision: str, label: str | None, picture: str | None) -> str:
