@@ -10,11 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.sources.arrays import open_arrays, open_digits
+from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_torchvision
 from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder, open_zip
 from ddpm_ds.data.sources.huggingface import open_huggingface
-from ddpm_ds.data.sources.torchvision import open_cifar10, open_torchvision
 from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.errors import DataError
 
