@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,6 +16,7 @@ from ddpm_ds.checkpoint.manifest import MANIFEST, files_here, read_manifest, ver
 from ddpm_ds.command_line import (
     LONGEST_EMA,
     SHORTEST_EMA,
+    Verbs,
     add_overwrite,
     aligned,
     check_output,
@@ -55,7 +55,7 @@ examples
 """
 
 
-def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_checkpoint(verbs: Verbs) -> None:
     """Add the verb ``checkpoint`` and its own verbs."""
     parser = verbs.add_parser(
         "checkpoint",
@@ -175,7 +175,7 @@ def _of_run(run_dir: Path) -> list[Path]:
     return [folder / name for name in found]
 
 
-def add_ema(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_ema(verbs: Verbs) -> None:
     """Add the verb ``ema``."""
     what = "make averaged weights of another length after training"
     parser = verbs.add_parser("ema", help=what, description=EMA_DESCRIPTION, epilog=EMA_EXAMPLES)

@@ -10,13 +10,12 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, Rows, check, network_row, on_cuda
 from ddpm_ds.cluster.network import Network, network_test
 from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
-from ddpm_ds.command_line import add_spec_options, aligned, file_path, port, positive
+from ddpm_ds.command_line import Verbs, add_spec_options, aligned, file_path, port, positive
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
@@ -63,7 +62,7 @@ MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
 """A marked cell of a table, whose columns are two spaces apart, or a whole marked line."""
 
 
-def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_doctor(verbs: Verbs) -> None:
     """Add the verb ``doctor``."""
     parser = verbs.add_parser(
         "doctor",

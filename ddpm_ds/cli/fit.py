@@ -20,6 +20,7 @@ import psutil
 
 from ddpm_ds.command_line import (
     GIB,
+    Verbs,
     add_overwrite,
     add_spec_options,
     aligned,
@@ -92,7 +93,7 @@ def size_list(text: str) -> list[int]:
     return sorted({batch(part.strip()) for part in text.split(",")})
 
 
-def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_fit(verbs: Verbs) -> None:
     """Add the verb ``fit``."""
     about = "find the largest micro-batch that fits the devices, and the one to train with"
     parser = verbs.add_parser("fit", help=about, description=DESCRIPTION, epilog=EXAMPLES)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.description import describe_plan
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes, without
+from ddpm_ds.command_line import OneLineParser, Verbs, file_path, grace_seconds, natural, port, processes, without
 from ddpm_ds.errors import SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.processes.launcher import Place, gpus
@@ -60,7 +60,7 @@ exit codes (docs/exit_codes.md)
 """
 
 
-def add_train(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+def add_train(verbs: Verbs) -> None:
     """Add the verb ``train``."""
     parser = verbs.add_parser(
         "train", help="train a U-Net on this machine or on several", description=TRAIN_DESCRIPTION, epilog=TRAIN_EPILOG
@@ -148,7 +148,7 @@ def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
     return f"nothing was saved; start again with: {again}"
 
 
-def add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+def add_run(verbs: Verbs) -> None:
     """Add the verb ``run``."""
     parser = verbs.add_parser(
         "run",

@@ -9,12 +9,13 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from tqdm import tqdm
 
 from ddpm_ds.command_line import (
     GIB,
+    Verbs,
     add_overwrite,
     add_spec_options,
     aligned,
@@ -62,7 +63,7 @@ docs/planner.md says what is predicted from what.
 """
 
 
-def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_plan(verbs: Verbs) -> None:
     """Add the verb ``plan``."""
     about = "predict the fastest layout on given devices"
     parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)

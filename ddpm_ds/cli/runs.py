@@ -10,9 +10,8 @@ import shutil
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
+from ddpm_ds.command_line import Verbs, add_overwrite, check_outputs, file_path, writing
 from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import identity_of
@@ -73,7 +72,7 @@ The exit code is 1 if something still could not be sent. docs/mlflow.md says wha
 """
 
 
-def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_compare(verbs: Verbs) -> None:
     """Add the verb ``compare``."""
     parser = verbs.add_parser(
         "compare",
@@ -128,7 +127,7 @@ def _compare(options: argparse.Namespace) -> None:
             print(f"ddpm-ds: {FILE} could not be kept with run {compared.parent} ({kept})", file=sys.stderr)
 
 
-def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_note(verbs: Verbs) -> None:
     """Add the verb ``note``."""
     parser = verbs.add_parser(
         "note",
@@ -155,7 +154,7 @@ def _note(options: argparse.Namespace) -> None:
     print(f"{run.name}: noted")
 
 
-def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_diagnose(verbs: Verbs) -> None:
     """Add the verb ``diagnose``."""
     parser = verbs.add_parser(
         "diagnose",
@@ -188,7 +187,7 @@ def _diagnose(options: argparse.Namespace) -> None:
         print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
 
 
-def add_send(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_send(verbs: Verbs) -> None:
     """Add the verb ``send``."""
     parser = verbs.add_parser(
         "send", help="send what trackers have not got of a run", description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ddpm_ds.command_line import (
     OneLineParser,
+    Verbs,
     add_overwrite,
     batch,
     check_output,
@@ -61,7 +62,7 @@ FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "gu
 """Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
 
-def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_sample(verbs: Verbs) -> None:
     """Add the verb ``sample``."""
     what = "draw images from a checkpoint or an export"
     parser = verbs.add_parser("sample", help=what, description=DESCRIPTION, epilog=EXAMPLES)

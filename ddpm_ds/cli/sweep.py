@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes, valid_text
+from ddpm_ds.command_line import Verbs, add_spec_options, counted, file_path, grace_seconds, processes, valid_text
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED
@@ -69,7 +69,7 @@ exit codes
 """
 
 
-def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_sweep(verbs: Verbs) -> None:
     """Add the verb ``sweep``."""
     parser = verbs.add_parser(
         "sweep",

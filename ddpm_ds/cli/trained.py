@@ -8,10 +8,9 @@ import argparse
 import copy
 import shlex
 from dataclasses import replace
-from typing import Any
 
 from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
-from ddpm_ds.command_line import add_overrides, ema_length, file_path, whole
+from ddpm_ds.command_line import Verbs, add_overrides, ema_length, file_path, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
 from ddpm_ds.processes.ranks import set_environment
@@ -78,7 +77,7 @@ examples
 """
 
 
-def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_evaluate(verbs: Verbs) -> None:
     """Add the verb ``evaluate``."""
     what = "score a checkpoint or an export against the real images"
     parser = verbs.add_parser("evaluate", help=what, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES)
@@ -155,7 +154,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(f"\n{table(found)}")
 
 
-def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_export(verbs: Verbs) -> None:
     """Add the verb ``export``."""
     what = "write trained weights as a pipeline of diffusers"
     parser = verbs.add_parser("export", help=what, description=EXPORT_DESCRIPTION, epilog=EXPORT_EXAMPLES)
@@ -177,7 +176,7 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_export)
 
 
-def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_import(verbs: Verbs) -> None:
     """Add the verb ``import``."""
     what = "take a model of diffusers as the start of a run"
     parser = verbs.add_parser("import", help=what, description=IMPORT_DESCRIPTION, epilog=IMPORT_EXAMPLES)
