@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
@@ -28,6 +28,7 @@ from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import claim_folder, disk_errors_said
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
+from ddpm_ds.tracking.tracker import Status
 
 PARENT_SECONDS = 30.0
 """Maximum seconds that the first trial waits until its parent run is in MLflow."""
@@ -227,7 +228,7 @@ def _show_progress(bar: Any, done: int, sweep: Sweep, trial: Trial, total: int) 
     bar.set_postfix_str(f"{trial.label}, {images:,}/{total:,} images")
 
 
-def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Literal["FINISHED", "FAILED", "KILLED"]]:
+def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Status]:
     """Return the exit code, and the final status of the sweep's run in MLflow."""
     for ending in sweep.endings.values():
         if ending.stopped:

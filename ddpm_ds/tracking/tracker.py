@@ -34,6 +34,8 @@ from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
 from ddpm_ds.tracking.events import EVENTS, EventFile, Record, discard, now_ms, send_command, unsent
 from ddpm_ds.tracking.run_folder import KIND_TAG
 
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run has ended, in MLflow's words."""
 SENDER = "ddpm_ds.tracking.sender"
 COMPUTING_SECONDS = 1.0  # CPU time during a wait from which on the child counts as at work, and is waited for again
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for trackers that are down
@@ -199,7 +201,7 @@ class Tracker:
         """Make a folder of the run's artifacts a version of the registered model ``name``."""
         self._put({"register": name, "folder": folder})
 
-    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_seconds: float = 30.0) -> RunLink:
+    def finish(self, status: Status, timeout_seconds: float = 30.0) -> RunLink:
         """End the run. Waits until all is sent, or nothing has been sent for about ``timeout_seconds``, 3 s if the
         trackers are down; the rest can be sent later. A second call only returns the link."""
         if self._link is None:
