@@ -1,5 +1,6 @@
 """Trials for the largest micro-batch that fits: rehearsals of the training command with one layout and micro-batch, in
-processes that may run out of memory, and the search over them. Imports no torch before a search begins."""
+processes that may run out of memory, and the search over them. Imports no torch before a search begins.
+"""
 
 from __future__ import annotations
 

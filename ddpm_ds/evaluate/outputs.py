@@ -1,5 +1,6 @@
 """Requests for images, the folder in which they gather, and what becomes of them: a grid, an npz archive or a folder of
-PNG files, and a child run in MLflow. Every output is complete or does not exist."""
+PNG files, and a child run in MLflow. Every output is complete or does not exist.
+"""
 
 from __future__ import annotations
 
