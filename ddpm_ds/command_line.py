@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from ddpm_ds.errors import OutputError, SpecError
 from ddpm_ds.files import MOST_DIGITS, expanded, path_fault, write_file
@@ -55,6 +55,10 @@ class OneLineParser(argparse.ArgumentParser):
         if action.option_strings and "--" in arg_strings:  # of --option=--; argparse removes it and fails without
             raise argparse.ArgumentError(action, "-- is no value")
         return super()._get_values(action, arg_strings)
+
+
+Verbs: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+"""Verbs of a parser, to which one may be added."""
 
 
 def without(words: Sequence[str], add: Callable[[argparse.ArgumentParser], object]) -> list[str]:

@@ -6,6 +6,7 @@ and schedulers; ``docs/exit_codes.md`` says what to do with each.
 
 import contextlib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -140,6 +141,11 @@ def fault_said(what: str, log: Callable[[str], None]) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
         log(f"no {what}, through an error of the program: {one_line(repr(error))} in {where}; all else is kept")
+
+
+def print_to_stderr(line: str) -> None:
+    """Show a line to the user."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def explanation(output: str) -> tuple[str, ...]:

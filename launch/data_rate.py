@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from ddpm_ds.command_line import OneLineParser, add_spec_options, aligned, batch, limited_seconds, natural, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.data.loader import micro_batches
+from ddpm_ds.data.loader import Residence, micro_batches
 from ddpm_ds.data.prepare import by_processes, decoding_of, prepare
-from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import UserError
 
 WAITS = 100

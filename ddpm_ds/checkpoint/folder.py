@@ -25,13 +25,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpm_ds.checkpoint.groups import PROBE
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import sync, write_file
 
 LATEST = "latest"
-WRITING, REPLACED = ".writing-", ".replaced-"
+WRITING, REPLACED, PROBE = ".writing-", ".replaced-", ".probe-"
 _DELETING, _ABANDONED = ".deleting-", "abandoned-"
 _NAME = re.compile(r"images-(\d+)")
 

@@ -93,7 +93,7 @@ class Writer:
 
     ``groups`` tells which ranks see the same folder; several ranks need ``store``, their key-value store. Construct it
     on every rank before training communicates: leaders clean up after killed processes (for several folders,
-    :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls :meth:`begin` for every checkpoint, with no
+    :func:`ddpm_ds.checkpoint.groups.settle` has done so). Every rank calls :meth:`begin` for every checkpoint, with no
     fragments if it owns none. File errors are not raised into training: rank 0 reports the loss in one line through
     ``log`` (from a thread), and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are as in
     :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host memory, pinned if they

@@ -1,16 +1,31 @@
-"""``ddpm-ds checkpoint``: list, verify, describe and consolidate checkpoints, without a GPU."""
+"""``ddpm-ds checkpoint`` and ``ddpm-ds ema``: list, verify, describe and consolidate checkpoints, and make averaged
+weights of any length after training; all without a GPU.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
-from ddpm_ds.command_line import add_overwrite, aligned, check_output, file_path
-from ddpm_ds.errors import CheckpointError
-from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.tracking.tracker import print_to_stderr
+import yaml
+
+from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.groups import checkpoint_at
+from ddpm_ds.checkpoint.manifest import MANIFEST, files_here, read_manifest, verify
+from ddpm_ds.command_line import (
+    LONGEST_EMA,
+    SHORTEST_EMA,
+    Verbs,
+    add_overwrite,
+    aligned,
+    check_output,
+    ema_length,
+    file_path,
+    images_seen,
+)
+from ddpm_ds.errors import CheckpointError, print_to_stderr
+from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 
 EXAMPLES = """\
 examples
@@ -22,9 +37,25 @@ examples
 
 WHICH = "folder of a checkpoint, or of a run for its newest good one"
 KINDS = {"ema": "ema", "raw": "master"}
+EMA_DESCRIPTION = f"""\
+Make the average of the weights that a run with ema.profiles would have kept for another length, from its snapshots. A
+length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: sigma_rel of EDM2, the standard deviation of the times of the
+averaged weights as a share of the training so far. The result is a checkpoint of these weights alone; ddpm-ds sample,
+evaluate and export take it. docs/evaluation.md says which length to choose.
+"""
 
 
-def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
+EMA_EXAMPLES = """\
+examples
+  ddpm-ds ema runs/digits --length 0.1
+  ddpm-ds ema runs/digits --length 0.15 --at 64000 --output digits-0.15
+  ddpm-ds sample runs/digits/averages/images-000128000-ema-0.1
+  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15
+      scores of several lengths, without writing their weights
+"""
+
+
+def add_checkpoint(verbs: Verbs) -> None:
     """Add the verb ``checkpoint`` and its own verbs."""
     parser = verbs.add_parser(
         "checkpoint",
@@ -67,8 +98,6 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    from ddpm_ds.checkpoint.manifest import files_here, read_manifest
-
     header = ("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")
     rows = [header]
     for checkpoint in _of_run(options.run_dir):
@@ -86,8 +115,6 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest, verify
-
     alone = (options.path / MANIFEST).exists() or not checkpoints_of(options.path).exists()
     checkpoints = [options.path] if alone else _of_run(options.path)
     damaged: dict[Path, CheckpointError] = {}
@@ -102,17 +129,13 @@ def _verify(options: argparse.Namespace) -> None:
     if len(damaged) == 1:
         raise next(iter(damaged.values()))
     if damaged:
-        names = ", ".join(map(str, damaged))
+        which = ", ".join(map(str, damaged))
         raise CheckpointError(
-            f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {names}"
+            f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {which}"
         )
 
 
 def _describe(options: argparse.Namespace) -> None:
-    import yaml
-
-    from ddpm_ds.checkpoint.manifest import read_manifest
-    from ddpm_ds.checkpoint.union import checkpoint_at
 
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     manifest = read_manifest(checkpoint)
@@ -132,10 +155,8 @@ def _describe(options: argparse.Namespace) -> None:
 def _consolidate(options: argparse.Namespace) -> None:
     import torch
 
-    from ddpm_ds.checkpoint.manifest import read_manifest
     from ddpm_ds.checkpoint.power_ema import averaged_kind
     from ddpm_ds.checkpoint.reader import consolidate
-    from ddpm_ds.checkpoint.union import checkpoint_at
 
     check_output(options.out, overwrite=options.overwrite)
     torch.set_num_threads(1)  # the disk limits the speed; on a busy host, more threads only wait for each other
@@ -148,9 +169,41 @@ def _consolidate(options: argparse.Namespace) -> None:
 
 
 def _of_run(run_dir: Path) -> list[Path]:
-    from ddpm_ds.checkpoint.folder import names
-
     folder = checkpoints_of(run_dir)
     if not (found := names(folder)):
         raise CheckpointError(f"there are no checkpoints in {folder}; name the folder of a run that has saved")
     return [folder / name for name in found]
+
+
+def add_ema(verbs: Verbs) -> None:
+    """Add the verb ``ema``."""
+    what = "make averaged weights of another length after training"
+    parser = verbs.add_parser("ema", help=what, description=EMA_DESCRIPTION, epilog=EMA_EXAMPLES)
+    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run that keeps snapshots")
+    parser.add_argument("--length", type=ema_length, required=True, metavar="L", help="relative length, such as 0.1")
+    parser.add_argument(
+        "--at", type=images_seen, metavar="IMAGES", help="time of the snapshot that it ends at (default: the newest)"
+    )
+    parser.add_argument(
+        "--output",
+        type=file_path,
+        metavar="FOLDER",
+        help="folder to write; must not exist (default RUN_DIR/averages/images-IMAGES-ema-L)",
+    )
+    parser.set_defaults(run=_ema)
+
+
+def _ema(options: argparse.Namespace) -> None:
+    import torch
+
+    from ddpm_ds.checkpoint.power_ema import Reconstruction, average_name
+
+    torch.set_num_threads(1)  # the disk limits the speed
+    made = Reconstruction(snapshots_of(options.run_dir), options.length, options.at)
+    out = options.output or averages_of(options.run_dir) / average_name(made.images, options.length)
+    made.write(out)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(
+        f"{out}: average of relative length {options.length:g} after {made.images:,} images, {size / 1e6:,.1f} MB, "
+        f"from {made.snapshots} snapshots; its profile is {made.distance:.2%} off"
+    )

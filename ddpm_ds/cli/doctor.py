@@ -1,29 +1,30 @@
-"""``ddpm-ds doctor``: whether hosts can train together, before they do."""
+"""``ddpm-ds doctor``: whether hosts can train together, before they do, and the report of it."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from ddpm_ds.cluster.checks import BAD, check, network_row, on_cuda
+from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, Rows, check, network_row, on_cuda
 from ddpm_ds.cluster.network import Network, network_test
 from ddpm_ds.cluster.probe import travelling
-from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
-from ddpm_ds.command_line import add_spec_options, file_path, port, positive
+from ddpm_ds.command_line import Verbs, add_spec_options, aligned, file_path, port, positive
+from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
+from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, OF_DEEPSPEED, find_environment, read_hostfile, this_host
 from ddpm_ds.processes.launcher import DEFAULT_PORT
 from ddpm_ds.secret import is_secret
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
+from ddpm_ds.unet.layers import unet_layers
 
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
@@ -54,9 +55,14 @@ exit codes
 
 docs/doctor.md says what is checked and what each finding means.
 """
+HOSTS_ABREAST = 8
+COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
+PLAIN = "\033[0m"
+MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
+"""A marked cell of a table, whose columns are two spaces apart, or a whole marked line."""
 
 
-def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_doctor(verbs: Verbs) -> None:
     """Add the verb ``doctor``."""
     parser = verbs.add_parser(
         "doctor",
@@ -94,8 +100,6 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ddpm_ds.config.ds_config import read_ds_config
-
     hosts: Mapping[str, int | None] = {"localhost": None}
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
@@ -119,8 +123,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
     """Return the run as DeepSpeed would start it on every host."""
-    from ddpm_ds.unet.layers import unet_layers
-
     spec = load_spec(options.spec, spec_overrides(options.overrides))
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     travels, file, folder = travelling(os.environ), find_environment(), str(Path.cwd())
@@ -153,7 +155,7 @@ def saved_bytes(spec: RunSpec) -> int:
 
 
 def _log(line: str) -> None:
-    print(f"ddpm-ds doctor: {line}", file=sys.stderr, flush=True)
+    print_to_stderr(f"ddpm-ds doctor: {line}")
 
 
 def _network(seen: Survey) -> Network | None:
@@ -191,3 +193,45 @@ def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: st
     python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
     everything = taken | {"PYTHONPATH": python_path} | dict(file)
     return {name: value for name, value in everything.items() if not is_secret(name, value)}
+
+
+def findings(rows: Rows) -> list[str]:
+    """Return a line for each finding that is not good, beginning with its mark, bad ones first.
+
+    Hosts with the same finding share a line.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, cells in rows.items():
+        for host, cell in cells.items():
+            if cell.mark != GOOD:
+                found.setdefault((cell.mark, f"{name}: {cell.why}; {cell.fix}"), []).append(host)
+    lines = [f"{mark} {', '.join(who)}, {what}" for (mark, what), who in found.items()]
+    return sorted(lines, key=lambda line: not line.startswith(BAD))
+
+
+def report(hosts: Sequence[str], rows: Rows, found: Sequence[str], notes: Sequence[str], colour: bool) -> str:
+    """Return the printed text: tables, findings, notes, and the verdict in the last line."""
+    bad = sum(line.startswith(BAD) for line in found)
+    verdict = [f"{bad} to fix" if bad else "good"]
+    verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
+    parts = [
+        *_host_tables(hosts, rows),
+        "\n".join(found),
+        "\n".join(notes),
+        f"{len(hosts)} host{'s' if len(hosts) != 1 else ''}: {', '.join(verdict)}",
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    return MARKED.sub(lambda marked: f"{COLOURS[marked[0][0]]}{marked[0]}{PLAIN}", text) if colour else text
+
+
+def _host_tables(hosts: Sequence[str], rows: Rows) -> list[str]:
+    """Return tables with a row for each check and a column for each host, several tables for many hosts."""
+    tables = []
+    for first in range(0, len(hosts), HOSTS_ABREAST):
+        abreast = hosts[first : first + HOSTS_ABREAST]
+        lines = [["", *(f"  {host}" for host in abreast)]]
+        for name, cells in rows.items():
+            texts = {host: f"{cell.mark} {cell.text}" for host, cell in cells.items()}
+            lines.append([name, *(texts.get(host, "  -") for host in abreast)])
+        tables.append("\n".join(aligned(lines, left=range(len(abreast) + 1))))
+    return tables

@@ -20,6 +20,7 @@ import psutil
 
 from ddpm_ds.command_line import (
     GIB,
+    Verbs,
     add_overwrite,
     add_spec_options,
     aligned,
@@ -37,8 +38,7 @@ from ddpm_ds.command_line import (
 from ddpm_ds.config.ds_config import divisors
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, spec_overrides
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.search import KNEE
-from ddpm_ds.fit.trial import Found, Task, search, try_size
+from ddpm_ds.fit import KNEE, Found, Task, search, try_size
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 USABLE = 0.9
@@ -93,7 +93,7 @@ def size_list(text: str) -> list[int]:
     return sorted({batch(part.strip()) for part in text.split(",")})
 
 
-def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_fit(verbs: Verbs) -> None:
     """Add the verb ``fit``."""
     about = "find the largest micro-batch that fits the devices, and the one to train with"
     parser = verbs.add_parser("fit", help=about, description=DESCRIPTION, epilog=EXAMPLES)

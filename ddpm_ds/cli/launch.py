@@ -7,20 +7,18 @@ import contextlib
 import functools
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.description import describe_plan
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, port, processes, without
-from ddpm_ds.errors import SpecError
+from ddpm_ds.command_line import OneLineParser, Verbs, file_path, grace_seconds, natural, port, processes, without
+from ddpm_ds.errors import SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.processes.launcher import Place, gpus
 from ddpm_ds.processes.supervisor import supervise
-from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.mirrors import check_trackers
+from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
 
 TRAIN_DESCRIPTION = """\
@@ -62,7 +60,7 @@ exit codes (docs/exit_codes.md)
 """
 
 
-def add_train(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+def add_train(verbs: Verbs) -> None:
     """Add the verb ``train``."""
     parser = verbs.add_parser(
         "train", help="train a U-Net on this machine or on several", description=TRAIN_DESCRIPTION, epilog=TRAIN_EPILOG
@@ -150,7 +148,7 @@ def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
     return f"nothing was saved; start again with: {again}"
 
 
-def add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+def add_run(verbs: Verbs) -> None:
     """Add the verb ``run``."""
     parser = verbs.add_parser(
         "run",
@@ -200,4 +198,4 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
 
 def _log(verb: str, line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may have been closed
-        print(f"ddpm-ds {verb}: {line}", file=sys.stderr, flush=True)
+        print_to_stderr(f"ddpm-ds {verb}: {line}")

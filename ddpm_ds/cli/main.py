@@ -13,14 +13,11 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, UserError
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
 from ddpm_ds.version import __version__
-
-if TYPE_CHECKING:
-    from ddpm_ds.command_line import OneLineParser
 
 EPILOG = """\
 training
@@ -44,19 +41,17 @@ WITHDRAWN = {
 """Replacements of the verbs, and of the options of verbs, that version 0.2 had."""
 
 
-def make_parser() -> OneLineParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
-    from ddpm_ds.cli.checkpoint import add_checkpoint
+    from ddpm_ds.cli.checkpoint import add_checkpoint, add_ema
     from ddpm_ds.cli.doctor import add_doctor
-    from ddpm_ds.cli.ema import add_ema
-    from ddpm_ds.cli.evaluate import add_evaluate
-    from ddpm_ds.cli.export import add_export, add_import
     from ddpm_ds.cli.fit import add_fit
     from ddpm_ds.cli.launch import add_run, add_train
     from ddpm_ds.cli.plan import add_plan
     from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note, add_send
     from ddpm_ds.cli.sample import add_sample
     from ddpm_ds.cli.sweep import add_sweep
+    from ddpm_ds.cli.trained import add_evaluate, add_export, add_import
     from ddpm_ds.command_line import OneLineParser
 
     parser = OneLineParser(
@@ -129,7 +124,7 @@ def _refuse_withdrawn(arguments: Sequence[str]) -> None:
             raise SpecError(f"{' '.join((verb, *options))} was withdrawn in version 0.3; {instead}")
 
 
-def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+def _add_prepare(verbs: argparse._SubParsersAction[Any]) -> None:
     from ddpm_ds.command_line import add_spec_options
 
     parser = verbs.add_parser(
@@ -150,8 +145,8 @@ def _prepare(options: argparse.Namespace) -> None:
     from ddpm_ds.processes.ranks import set_environment
 
     data = load_spec(options.spec, options.overrides).data
+    from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
-    from ddpm_ds.data.residence import Residence
 
     device = None
     if options.encode:
@@ -169,7 +164,7 @@ def _prepare(options: argparse.Namespace) -> None:
         print(notice)
 
 
-def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+def _add_schema(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "schema",
         help="print what a run spec or a DeepSpeed JSON may hold",

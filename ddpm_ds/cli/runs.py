@@ -10,9 +10,9 @@ import shutil
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from ddpm_ds.command_line import add_overwrite, check_outputs, file_path, writing
+from ddpm_ds.command_line import Verbs, add_overwrite, check_outputs, file_path, writing
+from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
@@ -61,7 +61,7 @@ verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
 
 SEND_DESCRIPTION = """\
 Send what MLflow, TensorBoard or Weights & Biases have not got of a run, and of its evaluations, exports and samples,
-since they were down or refused it. Sending again changes nothing.
+since they were down. Sending again changes nothing.
 """
 
 SEND_EXAMPLES = """\
@@ -72,7 +72,7 @@ The exit code is 1 if something still could not be sent. docs/mlflow.md says wha
 """
 
 
-def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_compare(verbs: Verbs) -> None:
     """Add the verb ``compare``."""
     parser = verbs.add_parser(
         "compare",
@@ -104,8 +104,6 @@ def metric_names(text: str) -> list[str]:
 
 def _compare(options: argparse.Namespace) -> None:
     check_outputs(options, "markdown")
-    from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
-
     runs = [run for text in options.recorded_runs for run in find_runs(text, root=options.runs)]
     baseline = None
     if options.baseline is not None:
@@ -129,7 +127,7 @@ def _compare(options: argparse.Namespace) -> None:
             print(f"ddpm-ds: {FILE} could not be kept with run {compared.parent} ({kept})", file=sys.stderr)
 
 
-def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_note(verbs: Verbs) -> None:
     """Add the verb ``note``."""
     parser = verbs.add_parser(
         "note",
@@ -156,7 +154,7 @@ def _note(options: argparse.Namespace) -> None:
     print(f"{run.name}: noted")
 
 
-def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_diagnose(verbs: Verbs) -> None:
     """Add the verb ``diagnose``."""
     parser = verbs.add_parser(
         "diagnose",
@@ -189,7 +187,7 @@ def _diagnose(options: argparse.Namespace) -> None:
         print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
 
 
-def add_send(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_send(verbs: Verbs) -> None:
     """Add the verb ``send``."""
     parser = verbs.add_parser(
         "send", help="send what trackers have not got of a run", description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES

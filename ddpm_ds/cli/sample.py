@@ -9,7 +9,6 @@ import argparse
 import os
 import re
 import signal
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import ValidationError
 
 from ddpm_ds.command_line import (
     OneLineParser,
+    Verbs,
     add_overwrite,
     batch,
     check_output,
@@ -31,7 +31,7 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.errors import PeerLostError, SpecError, UserError
+from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
 from ddpm_ds.files import MOST_DIGITS
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
@@ -62,7 +62,7 @@ FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "gu
 """Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
 
-def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_sample(verbs: Verbs) -> None:
     """Add the verb ``sample``."""
     what = "draw images from a checkpoint or an export"
     parser = verbs.add_parser("sample", help=what, description=DESCRIPTION, epilog=EXAMPLES)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_environment()
         return _sample(parser.parse_args(arguments))
     except PeerLostError as error:  # nothing that waits for the others may follow
-        print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
+        print_to_stderr(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
     except UserError as error:
         print_once(textwrap.indent(str(error), "ddpm_ds: error: "))
@@ -326,8 +326,16 @@ def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path
 def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
-    from ddpm_ds.evaluate.mlflow_child import check_recordable, record_child
-    from ddpm_ds.evaluate.outputs import DrawnImages, Request, check_new_folder, titled_grid, write_npz, write_pngs
+    from ddpm_ds.evaluate.outputs import (
+        DrawnImages,
+        Request,
+        check_new_folder,
+        check_recordable,
+        record_child,
+        titled_grid,
+        write_npz,
+        write_pngs,
+    )
     from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
 

@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
+
+from tqdm import tqdm
 
 from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes, valid_text
+from ddpm_ds.command_line import Verbs, add_spec_options, counted, file_path, grace_seconds, processes, valid_text
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED
@@ -26,6 +28,7 @@ from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import claim_folder, disk_errors_said
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
+from ddpm_ds.tracking.tracker import Status
 
 PARENT_SECONDS = 30.0
 """Maximum seconds that the first trial waits until its parent run is in MLflow."""
@@ -67,7 +70,7 @@ exit codes
 """
 
 
-def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_sweep(verbs: Verbs) -> None:
     """Add the verb ``sweep``."""
     parser = verbs.add_parser(
         "sweep",
@@ -90,10 +93,8 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--processes", type=processes, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
-    parser.add_argument(
-        "--note", type=valid_text, default=None, metavar="TEXT", help="why this is tried; kept in MLflow"
-    )
-    parser.add_argument("--metrics", type=metric_names, default=None, metavar="A,B", help="metrics to compare")
+    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this is tried; kept in MLflow")
+    parser.add_argument("--metrics", type=metric_names, metavar="A,B", help="metrics to compare")
     add_runs_option(parser)
     parser.add_argument(
         "--grace-seconds",
@@ -174,7 +175,6 @@ def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
 
 def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) -> int:
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
-    from tqdm import tqdm
 
     def log(line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may have been closed
@@ -228,7 +228,7 @@ def _show_progress(bar: Any, done: int, sweep: Sweep, trial: Trial, total: int) 
     bar.set_postfix_str(f"{trial.label}, {images:,}/{total:,} images")
 
 
-def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Literal["FINISHED", "FAILED", "KILLED"]]:
+def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Status]:
     """Return the exit code, and the final status of the sweep's run in MLflow."""
     for ending in sweep.endings.values():
         if ending.stopped:

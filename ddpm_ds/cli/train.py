@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
@@ -39,11 +38,11 @@ from ddpm_ds.errors import (
     SpecError,
     UserError,
     is_out_of_memory,
+    print_to_stderr,
 )
 from ddpm_ds.files import REHEARSAL, STAGES, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning.resolve import plan_run
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
@@ -52,8 +51,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     set_environment,
 )
-from ddpm_ds.tracking.address import check_experiment
-from ddpm_ds.tracking.mirrors import check_trackers
+from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
     OUTPUT_ROOT,
@@ -103,7 +101,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "-p",
         "--pipeline-stages",
         type=processes,
-        default=None,
         metavar="STAGES",
         help="number of stages, instead of the JSON's pipeline.stages",
     )
@@ -136,7 +133,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
         type=file_path,
-        default=None,
         metavar="DIR",
         help="folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
         f"(default {OUTPUT_ROOT}/DATE-NAME)",
@@ -173,7 +169,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace-steps",
         type=step_range,
-        default=None,
         metavar="FIRST-LAST",
         help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
         f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} if the run is that long)",
@@ -188,16 +183,13 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=positive,
-        default=None,
         metavar="N",
         help=f"only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, "
         f"without trackers and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
     )
-    parser.add_argument("--memory-budget", type=memory_size, default=None, help=argparse.SUPPRESS)  # for ddpm-ds fit
-    parser.add_argument(
-        "--note", type=valid_text, default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow"
-    )
-    parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
+    parser.add_argument("--memory-budget", type=memory_size, help=argparse.SUPPRESS)  # for ddpm-ds fit
+    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this run is made; kept with it in MLflow")
+    parser.add_argument("--parent-run", metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
     parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # train has printed the plan
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
 
@@ -289,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(said, flush=True)
                 run_training(prepared, watchdog, asked, line, {STAGES: stage_table(prepared.plan)})
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
-        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
+        print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
     except DeviceLostError as error:  # nothing may wait for the device
         print_once(f"{ERROR}{error}")
@@ -300,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # an orderly exit of the interpreter would wait for other ranks
         if is_out_of_memory(error):
             fix = "ddpm-ds fit finds a micro-batch that fits"
-            print(f"{ERROR}rank {os.environ['RANK']} {RAN_OUT}; {fix}", file=sys.stderr, flush=True)
+            print_to_stderr(f"{ERROR}rank {os.environ['RANK']} {RAN_OUT}; {fix}")
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         traceback.print_exc()

@@ -17,7 +17,7 @@ from ddpm_ds.cluster.network import Network
 from ddpm_ds.cluster.probe import HostFacts
 from ddpm_ds.cluster.survey import Survey
 from ddpm_ds.command_line import GIB, counted, gib
-from ddpm_ds.processes.facts import PACKAGES
+from ddpm_ds.processes.hosts import PACKAGES
 
 GOOD, WARNING, BAD = " ", "?", "!"
 """Marks of a cell: nothing to do, may be intended, must be fixed."""

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.files import MOST_CONFIG_BYTES, read_json
-from ddpm_ds.processes.facts import sources, versions
-from ddpm_ds.processes.hosts import route_towards
+from ddpm_ds.processes.hosts import route_towards, sources, versions
 from ddpm_ds.secret import is_secret
 
 MARK = "ddpm-ds-doctor "
@@ -64,7 +63,7 @@ class HostFacts:
 
     python: str
     versions: dict[str, str]
-    """What :func:`~ddpm_ds.processes.facts.versions` returns."""
+    """What :func:`~ddpm_ds.processes.hosts.versions` returns."""
     sources: dict[str, str]
     """Checksum of each file of the package, by its path."""
     spec: Document

@@ -20,6 +20,8 @@ from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
 
+Precision = Literal["fp32", "fp16", "bf16"]
+
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
     "WarmupLR": _WARMUP,
@@ -80,7 +82,7 @@ def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | No
     return blocks
 
 
-def precision(config: Mapping[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
+def precision(config: Mapping[str, Any]) -> Precision:
     """Return the precision of a checked config."""
     return next((name for name in HALF if config.get(name, {}).get("enabled")), "fp32")
 
@@ -390,7 +392,7 @@ class ResolvedDsConfig:
     graphs: Literal["auto"] | bool = "auto"
 
     @property
-    def precision(self) -> Literal["fp32", "fp16", "bf16"]:
+    def precision(self) -> Precision:
         """Type of weights, activations and messages."""
         return precision(self.blocks)
 

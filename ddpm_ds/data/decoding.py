@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image
 
-from ddpm_ds.data.sources import Pixels, Source, UnreadableImage
-from ddpm_ds.data.sources.base import formats, one_line
+from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
 
 MOST_DECODING_BYTES = 300_000_000
 """Maximum memory for decoding one image at full size, its file included."""

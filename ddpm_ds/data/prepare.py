@@ -29,8 +29,8 @@ from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, Look, Origin, damaged
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
-from ddpm_ds.data.sources import Source, UnreadableImage, open_source
-from ddpm_ds.data.sources.base import printable
+from ddpm_ds.data.sources import open_source
+from ddpm_ds.data.sources.base import Source, UnreadableImage, printable
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 

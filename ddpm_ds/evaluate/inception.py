@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddpm_ds.data.cache import Indices, StoredImages
-from ddpm_ds.data.sources import network_limit
+from ddpm_ds.data.sources.base import network_limit
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.files import sha256_of
 

@@ -26,7 +26,7 @@ from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memo
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
-from ddpm_ds.processes.store import connect
+from ddpm_ds.processes.rendezvous import connect
 
 JOIN_LIMIT = timedelta(minutes=10)
 """Maximum time until all processes have loaded the weights."""

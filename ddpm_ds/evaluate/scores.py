@@ -16,13 +16,13 @@ from PIL import Image
 
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
-from ddpm_ds.config.spec import ALL_SIGMAS
+from ddpm_ds.config.spec import ALL_SIGMAS, SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import DataError, EvaluationError, OutputError
+from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
     Inception,
@@ -34,11 +34,15 @@ from ddpm_ds.evaluate.inception import (
     kid_subset_images,
     pixel_gaussian,
 )
-from ddpm_ds.evaluate.outputs import Request
+from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
+from ddpm_ds.evaluate.sampling import draw_missing
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
-from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.version import __version__
+
+GRID_IMAGES = 64
+HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
+TEXT_COLUMNS = {0, 5, 7, 9}
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -119,7 +123,8 @@ class Scorer:
             raise EvaluationError(
                 f"{reference.path} has {len(reference)} images, too few to compare with; use a larger data set"
             )
-        self._reference = reference
+        self.reference = reference
+        """Cache of the real images."""
         self._inception: tuple[Inception, Path] | None = None  # with the folder for features of the reference
         self._wanted = set(METRICS if asked is None else asked)
         if needing := [name for name in OF_INCEPTION if name in self._wanted]:
@@ -136,7 +141,7 @@ class Scorer:
         return [*found, self._pixel_score(images)] if "pixel" in self._wanted else found
 
     def _inception_scores(self, inception: Inception, cache: Path, images: Pixels, device: torch.device) -> list[Score]:
-        reference = self._reference
+        reference = self.reference
         values = inception_scores(
             inception,
             images,
@@ -161,7 +166,7 @@ class Scorer:
         ]
 
     def _pixel_score(self, images: Pixels) -> Score:
-        real = self._reference.images
+        real = self.reference.images
         reference = pixel_gaussian(real)
         dims = len(reference.mean)
         halves = [pixel_gaussian(real, np.sort(half)) for half in np.array_split(shuffled(len(real)), 2)]
@@ -175,6 +180,47 @@ class Scorer:
             real=frechet_distance(*halves),
             details={"dims": dims, "real_is": "between two halves of the reference"},
         )
+
+
+def evaluate(
+    trained: Trained, sampler: SamplerSpec, guide: Trained | None, scorer: Scorer, out: Path | None, **numbers: int
+) -> tuple[Request, list[Score]]:
+    """Draw, score and record images of the given weights and sampler, in a folder of their own.
+
+    It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
+    """
+    reference, count = scorer.reference, numbers["count"]
+    labels = None if trained.unet_spec.classes is None else labels_like(reference, count)
+    request = Request.of(trained, sampler, labels, guide, **numbers)
+    origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
+    folder = out or (trained.run_dir or Path()) / "evaluations"
+    folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(count)}-{request.key}"
+    device = next(trained.unet.parameters()).device
+    guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
+    print(
+        f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
+        f"{guided}"
+        f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
+        f"reference  {reference.path}, {len(reference):,} images\n"
+        f"outputs    {folder}",
+        flush=True,
+    )
+    drawn = DrawnImages(folder / "drawn", request)
+    try:
+        draw_missing(trained, request, drawn, guide=guide)
+        images = drawn.images()
+        scores = scorer.scores(images, device)
+    except KeyboardInterrupt:
+        print("interrupted: what is drawn is kept, and the same command continues from there")
+        raise
+    facts = about(request, reference)
+    with writing(folder):
+        labelled = request.labels_of(request.index[:GRID_IMAGES])
+        samples = titled_grid(trained, sampler, images[:GRID_IMAGES], labelled)
+        files = write_report(folder, facts, scores, samples)
+    metrics = {name: value for score in scores for name, value in score.metrics.items()}
+    record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
+    return request, scores
 
 
 def cache_beside(dataset: Path) -> Path:
@@ -195,10 +241,6 @@ def cache_beside(dataset: Path) -> Path:
 def short(count: int) -> str:
     """Format a count for a metric's name, such as ``10k`` or ``500``."""
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
-
-
-HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
-TEXT_COLUMNS = {0, 5, 7, 9}
 
 
 def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:

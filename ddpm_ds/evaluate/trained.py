@@ -16,10 +16,10 @@ import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
+from ddpm_ds.checkpoint.groups import checkpoint_at
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import (
     DiffusionSpec,
     FilePath,
@@ -31,11 +31,10 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.device import DTYPES, usable_device
-from ddpm_ds.errors import CheckpointError, SpecError
+from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
 from ddpm_ds.files import expanded, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
-from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 

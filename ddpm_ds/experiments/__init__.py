@@ -1,1 +1,1 @@
-"""Experiments: sweeps of runs, comparisons of runs, and measurements of the data rate."""
+"""Experiments: sweeps of runs, and comparisons of runs."""

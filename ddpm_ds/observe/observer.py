@@ -12,7 +12,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +42,7 @@ class Observer:
         Findings of earlier steps may be gathered from the ranks and reported here.
         """
 
-    def span(self, name: str) -> AbstractContextManager[Any]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Surround an activity between two steps: ``checkpoint`` or ``inspection``."""
         return contextlib.nullcontext()
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -128,7 +127,7 @@ class Timeline(Observer):
         replace_file(file, written(self._engine.programs).encode())
         return [file]
 
-    def span(self, name: str) -> AbstractContextManager[Any]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
 
     def finish(self) -> None:

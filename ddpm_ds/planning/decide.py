@@ -24,8 +24,7 @@ from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.predict.decisions import choose_stages, fitted, measured_cuts, planned_again, planned_order
-from ddpm_ds.predict.layouts import Workload
-from ddpm_ds.predict.machine import machine_like
+from ddpm_ds.predict.layouts import Workload, machine_like
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.processes.process_group import decided_by_rank_0
 

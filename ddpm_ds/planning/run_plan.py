@@ -1,21 +1,44 @@
-"""Plan of a run: what was asked, laid out on its processes; it predicts nothing and knows no device."""
+"""Plans from files and options: of a run, with all that can be checked before anything is started, and of the fastest
+layouts, which is the planner in one call. PyTorch and DeepSpeed are imported when they are needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ddpm_ds.config.ds_config import AcrossHosts, ResolvedDsConfig
-from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.pipeline.cuts import Stage, describe
+from pydantic import Field
+
+from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES
+from ddpm_ds.config.ds_config import (
+    AcrossHosts,
+    ResolvedDsConfig,
+    check_ds_config,
+    leaves_stages_open,
+    precision,
+    read_ds_config,
+    resolve,
+)
+from ddpm_ds.config.spec import ALL_SIGMAS, GivenPath, RunSpec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.unet.layers import Layer
+from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, machine
+from ddpm_ds.unet.layers import Layer, unet_layers
 
 if TYPE_CHECKING:
+    from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
+    from ddpm_ds.predict.decisions import Plan
+
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
 
 
 @dataclass(frozen=True)
@@ -85,3 +108,109 @@ class RunPlan:
     def on_hosts(self, names: Sequence[str]) -> RunPlan:
         """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
         return replace(self, hosts=tuple(names)) if len(set(names)) >= len(set(self.hosts)) else self
+
+
+def plan_run(
+    spec_path: Path,
+    overrides: Sequence[str],
+    ds_path: Path,
+    *,
+    world_size: int,
+    stages: int | None,
+    device: str = "auto",
+    hosts: Sequence[str] | None = None,
+) -> RunPlan:
+    """Read and check everything that can be checked before anything is started.
+
+    Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
+    number of stages, the planner chooses it for ``device`` (as in ``--device``), and only then imports PyTorch and
+    DeepSpeed. ``hosts`` gives each rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
+    one.
+
+    Raises:
+        SpecError, DsConfigError, LayoutError: one line each, before anything is started.
+    """
+    spec = load_spec(spec_path, spec_overrides(overrides))
+    if spec.sampler.guidance_between != ALL_SIGMAS:
+        from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
+
+        check_guidance(spec.sampler, spec.diffusion)
+    config, chosen = read_ds_config(ds_path, overrides), None
+    names = ("0",) * world_size if hosts is None else tuple(hosts)
+    if stages is None:
+        check_ds_config(config, ds_path, spec)
+        if leaves_stages_open(config, world_size):
+            from ddpm_ds.device import choose_device
+
+            choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
+            from ddpm_ds.planning.decide import stages_here
+
+            stages, chosen = stages_here(spec, config, ds_path, world_size=world_size, hosts=names)
+    ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
+
+
+def plan(
+    spec: RunSpec,
+    ds_config: GivenPath,
+    overrides: Sequence[str] = (),
+    *,
+    processes: Processes,
+    nodes: Processes = 1,
+    device_kind: str | None = None,
+    device_memory: Annotated[int, Field(ge=1, le=MOST_BYTES)] | None = None,
+    flops: Annotated[float, Field(ge=1.0, le=MOST_FLOPS)] | None = None,
+    link_bandwidth: Bandwidth | None = None,
+    network_bandwidth: Bandwidth | None = None,
+    times: Callable[[Workload, Machine], LayerTimes] | None = None,
+    top: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 10,
+) -> Plan:
+    """Return the ``top`` fastest layouts of a run on ``processes`` devices, with the memory and time of each.
+
+    ``ds_config`` is the path of a DeepSpeed JSON; overrides of the form ``ds.block.key=value`` change it. Devices are
+    like this machine's, or of a kind in :data:`ddpm_ds.predict.layouts.KINDS`. Given values replace the data sheet's:
+    ``device_memory`` in bytes of one device, ``flops`` per second, and in bytes per second ``link_bandwidth`` between
+    devices of a node and ``network_bandwidth`` between nodes. ``times`` times the layers of layouts that fit; without
+    it times are computed. Nothing is trained, and no other process is needed.
+
+    Raises:
+        DsConfigError: the JSON can't be read, or training would refuse it.
+        LayoutError: no layout divides devices, layers and batch, or none fits; or the devices are unknown.
+    """
+    config = read_ds_config(ds_config, overrides)
+    check_ds_config(config, ds_config, spec)
+    if device_kind is None:
+        from ddpm_ds.device import described
+
+        name, here = described(processes // nodes or 1)
+        device_kind, device_memory = kind_of(name), device_memory or here
+    if device_kind is None:
+        raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
+    devices = machine(device_kind, half=precision(config) != "fp32", devices=processes, nodes=nodes)
+    rates = {"flops": flops, "link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
+    given: dict[str, Any] = {"memory_bytes": device_memory, **rates}
+    devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
+    with _without_accelerator():
+        from ddpm_ds.predict.decisions import candidates, search, sort_out
+        from ddpm_ds.predict.predictor import Predictor
+
+    job = Workload(spec, config, devices.is_cpu)
+    predictor = Predictor(job, devices)
+    among = candidates(predictor, ds_config)
+    if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
+        among, predictor = fitting, Predictor(job, devices, times(job, devices))
+    return search(predictor, top, among)
+
+
+@contextlib.contextmanager
+def _without_accelerator() -> Iterator[None]:
+    """Keep DeepSpeed from looking for devices during its import; the caller's later work may use them."""
+    given = os.environ.get("DS_ACCELERATOR")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["DS_ACCELERATOR"]

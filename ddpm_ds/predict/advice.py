@@ -20,12 +20,11 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import link, shared, update_bytes
+from ddpm_ds.predict.decisions import candidates, search
 from ddpm_ds.predict.finished_run import FinishedRun
-from ddpm_ds.predict.layouts import ds_config, layouts
-from ddpm_ds.predict.machine import USABLE_MEMORY, Machine
+from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts
 from ddpm_ds.predict.memory import peak_bytes
 from ddpm_ds.predict.predictor import Predictor
-from ddpm_ds.predict.search import candidates, search
 from ddpm_ds.predict.simulate import simulate
 
 LEAST_GAIN = 0.01

@@ -14,8 +14,7 @@ from ddpm_ds.config.ds_config import AcrossHosts, Layout
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import Grid, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
-from ddpm_ds.predict.layouts import Workload, rank_stages
-from ddpm_ds.predict.machine import Machine
+from ddpm_ds.predict.layouts import Machine, Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import (
     PASSES_PER_STEP,

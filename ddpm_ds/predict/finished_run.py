@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpm_ds.config.ds_config import Layout, offloads, zero_stage
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.residence import Residence
+from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import EVALUATIONS, METRICS, SPEC, STAGES, read_json
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device

@@ -13,8 +13,7 @@ from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
 from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import analytic_times, crossing_seconds, link, planned_costs, step_traffic
-from ddpm_ds.predict.layouts import Workload
-from ddpm_ds.predict.machine import Machine
+from ddpm_ds.predict.layouts import Machine, Workload
 from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate

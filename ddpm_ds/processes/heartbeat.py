@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.pipeline.exchange import broadcast_object
-from ddpm_ds.processes.store import SealedStore, connect
+from ddpm_ds.processes.rendezvous import SealedStore, connect
 
 BEAT_SECONDS = 0.5
 STORE_TIMEOUT = timedelta(seconds=60)

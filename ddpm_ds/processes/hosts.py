@@ -1,4 +1,4 @@
-r"""Hosts of a run: DeepSpeed's hostfile, ssh to the hosts, and the environment that is sent to them.
+r"""Hosts of a run: DeepSpeed's hostfile, ssh to the hosts, their software, and the environment that is sent to them.
 
 DeepSpeed's own reader of ``.deepspeed_env`` stops at a blank line or a comment, and pastes the value into a line of the
 remote shell, inside double quotes if it has more than letters. So a value is read here as between a shell's double
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import hashlib
 import os
 import re
 import shlex
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -24,6 +26,7 @@ from ddpm_ds.command_line import MOST_PROCESSES
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import MOST_CONFIG_BYTES, read_text
 from ddpm_ds.secret import shown, write_private
+from ddpm_ds.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
 """Variables with ssh options for pdsh: those that replace its usual ones, and those that precede them."""
@@ -42,6 +45,10 @@ OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 accelerator."""
 PRINTED = "NCCL"
 """Part of the names of the variables that DeepSpeed's launcher prints on every host, with their values."""
+
+PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
+"""Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
+CHECKSUM_DIGITS = 12
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
@@ -253,3 +260,22 @@ def use_interface_towards(address: str) -> None:
     with contextlib.suppress(OSError):
         if GLOO_INTERFACE not in os.environ and (name := route_towards(address)[0]) is not None:
             os.environ[GLOO_INTERFACE] = name
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of ddpm_ds and of each of :data:`PACKAGES`; a missing one is left out."""
+    found = {"ddpm_ds": __version__}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def sources() -> dict[str, str]:
+    """Return the beginning of the checksum of each of this package's files, by its path."""
+    package = Path(__file__).parents[1]
+    return {
+        str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:CHECKSUM_DIGITS]
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc"
+    }

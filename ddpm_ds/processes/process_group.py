@@ -18,8 +18,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.exchange import broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
-from ddpm_ds.processes.rendezvous import port_taken
-from ddpm_ds.processes.store import connect
+from ddpm_ds.processes.rendezvous import connect, port_taken
 
 PAUSE_SECONDS = 1800.0
 """Time for which ranks wait for a rank that checkpoints, validates or compiles before their process groups abort."""

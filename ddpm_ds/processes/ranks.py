@@ -20,14 +20,13 @@ import select
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_ds.command_line import MOST_PROCESSES, whole
-from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
+from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import find_environment
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 
@@ -39,7 +38,7 @@ NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Variable that names the :class:`ExitFile` for every process of a run; without it nothing is recorded."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
-"""Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.store`."""
+"""Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.rendezvous`."""
 STARTED, TRAINING = "started", "training"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables set by DeepSpeed's and PyTorch's launchers. Without them the parent of a process may be a shell, which may
@@ -210,7 +209,7 @@ def print_once(line: str) -> None:
     """Print a line that every rank has found only once, since a launcher ends the other ranks when rank 0 exits."""
     if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
-    print(line, file=sys.stderr, flush=True)
+    print_to_stderr(line)
 
 
 def record_exit(code: int) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,14 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ddpm_ds.errors import EXIT_PEER_LOST, KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory
+from ddpm_ds.errors import (
+    EXIT_PEER_LOST,
+    KNOWN_TO_ALL_RANKS,
+    PeerLostError,
+    UserError,
+    is_out_of_memory,
+    print_to_stderr,
+)
 from ddpm_ds.processes.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Judgement
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 
@@ -36,10 +42,6 @@ TOGETHER_BEATS = 3
 def _culprit_seconds() -> float:
     """Return the silence after which a rank is to blame for a collective that has failed."""
     return max(WAIT_FOR_CULPRIT_SECONDS / 2, 4 * BEAT_SECONDS)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class Watchdog:
@@ -68,7 +70,7 @@ class Watchdog:
         dead_seconds: float = DEAD_SECONDS,
         hang_seconds: float = HANG_SECONDS,
         work: DeviceWork | None = None,
-        log: Callable[[str], None] = _print,
+        log: Callable[[str], None] = print_to_stderr,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._rank, self.names, self.store = rank, names, store

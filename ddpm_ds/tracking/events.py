@@ -36,7 +36,6 @@ Record = dict[str, Any]
 EVENTS = "events.jsonl"
 """File of a training run's events; that of another kind of run is ``events-KIND-IDENTITY.jsonl``."""
 SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
-UNSENT_FILE = "mlflow_unsent.jsonl"  # in which version 0.2 kept what MLflow had not taken
 MLFLOW = "mlflow"
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
 _POSITIONS = TypeAdapter(dict[str, dict[str, int]])
@@ -121,15 +120,6 @@ class Cursor:
         sent = self._sent.get(tracker, {}).get(self._name(file), 0)
         return sent if sent and sent <= file.stat().st_size else 0
 
-    def refuse(self, tracker: str, file: Path) -> None:
-        """Note that a tracker has refused the record at its place in a file, for :meth:`retry`."""
-        with self._lock:
-            self._sent.setdefault(f"{tracker} refused", {}).setdefault(self._name(file), self.sent(tracker, file))
-
-    def retry(self, tracker: str) -> None:
-        """Go back to the first record of each file that a tracker has refused."""
-        self._sent.setdefault(tracker, {}).update(self._sent.pop(f"{tracker} refused", {}))
-
     def move(self, tracker: str, file: Path, sent: int) -> None:
         """Note, until the next :meth:`save`, how much of a file a tracker has."""
         with self._lock:
@@ -145,8 +135,8 @@ class Cursor:
 
 
 def trackers_of(start: Record) -> list[str]:
-    """Return the names of the trackers that a start names, MLflow first. Others had all that version 0.2 kept."""
-    return [MLFLOW, *(start["start"]["trackers"] if "time" in start else ())]
+    """Return the names of the trackers that a start names, MLflow first."""
+    return [MLFLOW, *start["start"]["trackers"]]
 
 
 def place_of(tracker: str, start: Record) -> str:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from tqdm import tqdm
 
+from ddpm_ds.tracking.tracker import RunLink
+
 if TYPE_CHECKING:
     from ddpm_ds.observe.observer import Pauses
-    from ddpm_ds.tracking.tracker import RunLink
 
 SECONDS_BETWEEN_UPDATES = 0.2
 TICK_SECONDS = 0.5  # how often the clock of an activity moves on a terminal

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import ANIMATION, SAMPLES_KEY, RunFolder, labels
 from ddpm_ds.tracking.runs import DERIVED, RATE, VARIED_TAG, Run
-from ddpm_ds.tracking.tracker import RunLink, Tracker, flatten
+from ddpm_ds.tracking.tracker import RunLink, Status, Tracker, flatten
 from ddpm_ds.version import __version__
 
 PARAMETERS = (
@@ -138,7 +137,7 @@ class Recorder:
             self.tracker.text(what + "\n", f"rewinds/{times}.txt")
             self.tracker.numbers({"train/rewinds": float(times)}, step)
 
-    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> RunLink | None:
+    def finish(self, status: Status) -> RunLink | None:
         """End the line and the MLflow run; return where the run is, on rank 0."""
         if self.line is None or self.tracker is None:
             return None

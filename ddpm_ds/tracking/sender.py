@@ -28,13 +28,12 @@ from typing import TypeVar
 
 from PIL import UnidentifiedImageError
 
-from ddpm_ds.errors import UserError
+from ddpm_ds.errors import UserError, print_to_stderr
 from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
 from ddpm_ds.tracking.address import check_tracking_uri, reason
 from ddpm_ds.tracking.events import (
     EVENTS,
     SYSTEM_METRICS,
-    UNSENT_FILE,
     Cursor,
     EventFile,
     Record,
@@ -43,15 +42,12 @@ from ddpm_ds.tracking.events import (
     is_ended,
     place_of,
     read,
-    send_command,
     trackers_of,
     unsent,
 )
-from ddpm_ds.tracking.mirrors import KINDS
-from ddpm_ds.tracking.mlflow_run import MlflowRun
 from ddpm_ds.tracking.run_folder import lock
 from ddpm_ds.tracking.system_metrics import collect
-from ddpm_ds.tracking.tracker import print_to_stderr
+from ddpm_ds.tracking.trackers import KINDS, MlflowRun
 
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
@@ -96,7 +92,7 @@ class Feed:
             while left:
                 many = takewhile(lambda one: "metrics" in one[0], left if self.name not in KINDS else ())
                 batch = list(many) or left[:1]
-                self._deliver(file, [record for record, _ in batch])
+                self._deliver([record for record, _ in batch])
                 left, end = left[len(batch) :], batch[-1][1]
                 self._cursor.move(self.name, file, end)
                 self.sent, self.ended_at = self.sent + len(batch), end if "finish" in batch[0][0] else self.ended_at
@@ -105,7 +101,7 @@ class Feed:
                 self._cursor.save()
         return bool(found)
 
-    def _deliver(self, file: Path, batch: Sequence[Record]) -> None:
+    def _deliver(self, batch: Sequence[Record]) -> None:
         starts = "start" in batch[0]
         if not starts and not self._open:
             if (last := begun(self._events, self._cursor.sent(self.name, self._events))) is None:
@@ -117,9 +113,8 @@ class Feed:
             gone = isinstance(error, FileNotFoundError | UnidentifiedImageError)
             if starts or not (gone or getattr(error, "error_code", "") in REFUSALS):
                 raise
-            self.refused, again = True, f"to send it again: {send_command(self._events)}"
-            self._cursor.refuse(self.name, file)
-            self._log(f"{self.name} refused", f"{self.place} refused a record ({reason(error)}); {again}")
+            self.refused = True
+            self._log(f"{self.name} refused", f"{self.place} refused a record ({reason(error)}) and does not have it")
         self._open = "finish" not in batch[0]
 
     def follow(self, own: int, hurried: threading.Event) -> None:
@@ -147,8 +142,7 @@ class Feed:
                 time.sleep(POLL_SECONDS)
 
     def send_once(self) -> bool:
-        """Send what there is, and what was refused once more, and say so; return whether the tracker has it all."""
-        self._cursor.retry(self.name)
+        """Send what there is, and say so; return whether the tracker has taken it all."""
         try:
             while self.advance():
                 pass
@@ -239,7 +233,6 @@ def send_later(run_dir: Path) -> bool:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     files = sorted(run_dir.glob("events*.jsonl"), key=lambda file: file.name != EVENTS)  # children find their parent
-    files += run_dir.glob(UNSENT_FILE)
     if not files:
         raise UserError(f"{run_dir} holds no {EVENTS}; name the folder of a run of this version")
     return all([_send_file(file) for file in files])

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import psutil
+
 from ddpm_ds.command_line import limited_seconds, positive
 from ddpm_ds.processes.ranks import NODE_ID, host_name
 from ddpm_ds.tracking.events import SYSTEM_METRICS, EventFile
@@ -106,7 +108,6 @@ def _collect(folder: Path, host: str, rank: int, ending: threading.Event, log: L
 
 def _monitors(log: Log) -> list[BaseMetricsMonitor]:
     """Return what reads this host; ``log`` is told when training uses GPUs that can't be read."""
-    import psutil
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor

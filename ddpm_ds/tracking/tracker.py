@@ -28,11 +28,14 @@ from typing import IO, Literal
 
 import psutil
 
+from ddpm_ds.errors import print_to_stderr
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
 from ddpm_ds.tracking.events import EVENTS, EventFile, Record, discard, now_ms, send_command, unsent
 from ddpm_ds.tracking.run_folder import KIND_TAG
 
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run has ended, in MLflow's words."""
 SENDER = "ddpm_ds.tracking.sender"
 COMPUTING_SECONDS = 1.0  # CPU time during a wait from which on the child counts as at work, and is waited for again
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for trackers that are down
@@ -86,11 +89,6 @@ def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
     return numbers
 
 
-def print_to_stderr(line: str) -> None:
-    """Show a line to the user."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def start_child(*arguments: object, output: int, **settings: str) -> subprocess.Popen[bytes]:
     """Start the sender with these arguments and this process's id; ``settings`` are added to its environment."""
     variables = {
@@ -133,7 +131,7 @@ class Tracker:
         tracker; ``run_dir`` is where the file of events is. ``params`` may be nested, ``tags`` are set at
         every start, ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest``
         of their content and their ``source``. ``trackers`` names those besides MLflow, which have the same names of
-        metrics (:mod:`ddpm_ds.tracking.mirrors`). ``parent`` is the identity of the run that this one is a child of.
+        metrics (:mod:`ddpm_ds.tracking.trackers`). ``parent`` is the identity of the run that this one is a child of.
         ``system_metrics`` has those of this host read until the end, and sent with those of others.
         ``log`` shows one line to the user, and is called from another thread.
         """
@@ -203,7 +201,7 @@ class Tracker:
         """Make a folder of the run's artifacts a version of the registered model ``name``."""
         self._put({"register": name, "folder": folder})
 
-    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_seconds: float = 30.0) -> RunLink:
+    def finish(self, status: Status, timeout_seconds: float = 30.0) -> RunLink:
         """End the run. Waits until all is sent, or nothing has been sent for about ``timeout_seconds``, 3 s if the
         trackers are down; the rest can be sent later. A second call only returns the link."""
         if self._link is None:

@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import names
-from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Gather, Groups, find_groups, newest, settle, whole
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text

@@ -15,20 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Groups, newest
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.config.spec import CheckpointSpec
-from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
+from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects, broadcast_object
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
-from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.model import parameter_shapes

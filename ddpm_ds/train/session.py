@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ddpm_ds.data.loader import split
-from ddpm_ds.data.residence import Residence
+from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, fault_said
 from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT
 from ddpm_ds.observe.device_speed import measure_device

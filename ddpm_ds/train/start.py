@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
-from ddpm_ds.data.loader import split
+from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.residence import Residence
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError
 from ddpm_ds.pipeline.build import use_host_accelerator

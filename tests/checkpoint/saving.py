@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.groups import Groups, newest
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")

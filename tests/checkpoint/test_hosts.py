@@ -16,10 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint import groups
-from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, check_headers, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, scalars, total, values_of

@@ -10,8 +10,7 @@ import pytest
 
 from ddpm_ds.cli.description import describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.planning.resolve import plan_run
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"

@@ -1,13 +1,16 @@
-"""The variables that travel, and the room that a run needs."""
+"""Preflight check of hosts as a verb, on this machine alone, and its report."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, exported, saved_bytes
+from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, exported, findings, report, saved_bytes
 from ddpm_ds.cli.main import main
+from ddpm_ds.cluster.checks import BAD, WARNING, Cell, network_row
+from ddpm_ds.cluster.network import Network
 from ddpm_ds.cluster.probe import travelling
 from tests.launching import tiny_spec
 
@@ -67,3 +70,39 @@ def test_snapshots_are_counted_in_the_room_that_a_run_needs() -> None:
     ema = {"profiles": [0.05, 0.1], "snapshot_images": 100}
     averages, snapshots = 2 * 4, 7 * 2 * 2  # fp32 in each checkpoint; fp16 in each snapshot, the last at the end
     assert saved_bytes(tiny_spec(**kept, ema=ema)) == 3 * (CHECKPOINT_BYTES + averages) + snapshots
+
+
+HOSTS = ["a", "b", "c"]
+ROWS = {
+    "ssh": {"a": Cell("yes"), "b": Cell("yes"), "c": Cell("no", BAD, "refused", "start it")},
+    "devices": {"a": Cell("2 x H200"), "b": Cell("4 x A100 80 GiB", WARNING, "other", "use equal ones")},
+}
+
+
+def test_hosts_stand_side_by_side_and_marks_read_in_a_log() -> None:
+    text = report(HOSTS, ROWS, findings(ROWS), [], colour=False)
+    assert text.splitlines() == [
+        "           a           b                  c",
+        "ssh        yes         yes              ! no",
+        "devices    2 x H200  ? 4 x A100 80 GiB    -",
+        "",
+        "! c, ssh: refused; start it",
+        "? b, devices: other; use equal ones",
+        "",
+        "3 hosts: 1 to fix, 1 to check",
+    ]
+    coloured = report(HOSTS, ROWS, findings(ROWS), [], colour=True)
+    assert "\033[31m! no\033[0m" in coloured and "\033[33m? 4 x A100 80 GiB\033[0m    -" in coloured
+    assert re.sub("\033\\[[0-9]+m", "", coloured) == text, "nothing else is coloured"
+
+
+def test_many_hosts_are_shown_in_several_tables() -> None:
+    hosts = [f"h{index}" for index in range(20)]
+    text = report(hosts, {"ssh": {host: Cell("yes") for host in hosts}}, [], [], colour=False)
+    assert text.count("ssh") == 3 and max(map(len, text.splitlines())) < 80
+
+
+def test_a_test_that_fails_is_a_bad_cell_with_a_fix() -> None:
+    failed = Network(HOSTS, "gloo", errors={"b": "Connect timeout [remote=[10.0.0.1]:41234]"})
+    (finding,) = findings({"all-reduce": network_row(failed)})
+    assert finding.startswith("! b, all-reduce: gloo: Connect timeout") and "open all TCP ports" in finding

@@ -12,10 +12,10 @@ import pytest
 from ddpm_ds.cli.fit import _report, add_fit, numbers, table, winner
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import UserError
-from ddpm_ds.fit.trial import Found, TriedSize
-from ddpm_ds.planning.resolve import plan_run
-from tests.fit.test_trial import GIB, task
+from ddpm_ds.fit import Found, TriedSize
+from ddpm_ds.planning.run_plan import plan_run
 from tests.launching import REPOSITORY, write_json
+from tests.test_fit import GIB, task
 
 ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 
@@ -56,7 +56,7 @@ def fit(*options: str, config: Path = ZERO) -> int:
 def test_what_is_wrong_is_one_line_before_anything_is_started(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpm_ds.fit.trial.run_ranks", lambda *told: pytest.fail("was started"))
+    monkeypatch.setattr("ddpm_ds.fit.run_ranks", lambda *told: pytest.fail("was started"))
     with pytest.raises(UserError) as raised:
         fit(*options.split())
     assert message in str(raised.value) and "\n" not in str(raised.value)

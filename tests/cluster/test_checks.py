@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.cli.doctor import findings
 from ddpm_ds.cluster.checks import STEPS, check
 from ddpm_ds.cluster.probe import Disk, Document, HostFacts
-from ddpm_ds.cluster.report import findings
 from ddpm_ds.cluster.survey import Ended, Failure, HostReport, PlannedRun, Survey, _failure
-from ddpm_ds.processes.facts import PACKAGES
+from ddpm_ds.processes.hosts import PACKAGES
 
 GIB = 2**30
 OMP = {"OMP_NUM_THREADS": "4"}

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from ddpm_ds.data import decoding
 from ddpm_ds.data.decoding import decode, fit
-from ddpm_ds.data.sources import UnreadableImage
+from ddpm_ds.data.sources.base import UnreadableImage
 from tests.forking import REPOSITORY
 from tests.launching import PATIENCE_SECONDS
 

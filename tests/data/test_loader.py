@@ -25,9 +25,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import MicroBatch, Order, _Reads, micro_batches, split
+from ddpm_ds.data.loader import MicroBatch, Order, Residence, _Reads, micro_batches, split
+from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, SpecError
-from tests.launching import PATIENCE_SECONDS
+from tests.launching import PATIENCE_SECONDS, tiny_spec
 
 counts = st.integers(1, 50)
 seeds = st.integers(0, 2**31 - 1)
@@ -312,3 +313,24 @@ def test_a_file_of_images_that_is_cut_short_while_it_is_read_is_named(digits: Da
     os.truncate(copy / "images.npy", 1000)
     with pytest.raises(DataError, match=rf"images.npy was cut from [\d,]+ to 1,000 bytes .* delete {copy}"):
         list(islice(batches, 1000))
+
+
+def test_a_cache_is_in_memory_where_memory_holds_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = prepare(tiny_spec(data={"store_root": str(tmp_path)}).data)
+    file = (store.path / "images.npy").stat().st_size
+    for memory, fits in ((2 * file, True), (file, False)):
+        monkeypatch.setattr(loader, "host_memory", lambda memory=memory: memory)
+        found = Residence.of(store)
+        assert found == Residence("pixels", 1797, file, 1797 * 64, memory, len(os.sched_getaffinity(0)))
+        assert found.in_memory == fits
+
+
+def test_memory_holds_two_windows_and_more() -> None:
+    cache = Residence("pixels", 10**6, 12_288 * 10**6, 12_288 * 10**6, 2**32, 2)
+    assert not cache.in_memory
+    assert cache.notice(1024) is None
+    assert cache.notice(None) == (
+        "data.shuffle_images: the 11.44 GiB of images are more than memory holds, and a full shuffle reads each from "
+        "another place on the disk; use 32768"
+    )
+    assert cache.window == 32_768 and 2 * cache.window * 12_288 < 2**32 / 4 <= 4 * cache.window * 12_288

@@ -27,7 +27,7 @@ from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
-from ddpm_ds.data.sources.folder import FolderSource
+from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.errors import DataError
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
 
@@ -38,14 +38,14 @@ SpecOf = Callable[..., DataSpec]
 SLOW_PREPARE = """
 import os, sys, time, fcntl
 from ddpm_ds.data import prepare
-from ddpm_ds.data.sources import folder
+from ddpm_ds.data.sources import files
 from ddpm_ds.config.spec import DataSpec
 
 spec, reads, seconds, locks = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 prepare.CHUNK_IMAGES = 1
 prepare.SHARD_BYTES = int(sys.argv[5])
 
-class Slow(folder.FolderSource):
+class Slow(files.FolderSource):
     def read(self, i):
         with open(reads, "a") as file:
             file.write(f"{os.getpid()} {i}\\n")
@@ -55,7 +55,7 @@ class Slow(folder.FolderSource):
 def no_locks(*_):
     raise OSError("Function not implemented")
 
-folder.FolderSource = Slow
+files.FolderSource = Slow
 prepare._sampled = lambda source: ("", 100.0)  # reads none
 if locks == "no":
     fcntl.flock = fcntl.lockf = no_locks

@@ -31,9 +31,9 @@ from ddpm_ds.config.choices import SOURCES, SourceChoice
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.sources import OPENERS, Opener, UnreadableImage, open_source
+from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS
+from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, Opener, UnreadableImage
 from ddpm_ds.errors import DataError
 from tests.data.reading import at, encoded, line_of
 

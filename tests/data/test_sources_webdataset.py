@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.sources import UnreadableImage, open_source, webdataset
+from ddpm_ds.data.sources import open_source, webdataset
+from ddpm_ds.data.sources.base import UnreadableImage
 from ddpm_ds.errors import DataError
 from tests.data.reading import PICTURES, at, encoded, line_of
 

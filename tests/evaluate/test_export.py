@@ -28,8 +28,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export
-from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
-from ddpm_ds.evaluate.diffusers.model_card import last_losses, model_card
+from ddpm_ds.evaluate.diffusers.export import last_losses, model_card, rounded, write_pipeline
 from ddpm_ds.evaluate.diffusers.unet import AVERAGE, diffusers_config
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.evaluate.mlflow_child import record_child
+from ddpm_ds.evaluate.outputs import record_child
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.tracking.run_folder import START_TAG, RunFolder
 from ddpm_ds.tracking.tracker import Tracker

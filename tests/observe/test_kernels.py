@@ -17,8 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds.observe.kernel_groups import GROUPS, ProfiledOperation, group_of_each, operations_of, shares
-from ddpm_ds.observe.kernels import KernelProfile, bounded
+from ddpm_ds.observe.kernels import (
+    GROUPS,
+    KernelProfile,
+    ProfiledOperation,
+    bounded,
+    group_of_each,
+    operations_of,
+    shares,
+)
 from tests.observe.observed_worker import Told
 
 NODE = "autograd::engine::evaluate_function: "

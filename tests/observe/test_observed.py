@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.config.ds_config import Schedule
-from ddpm_ds.observe.kernel_groups import GROUPS
+from ddpm_ds.observe.kernels import GROUPS
 from ddpm_ds.pipeline.schedule import neighbours, program
 from tests.launching import run_ranks, write_json
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.predict.layouts import Workload
-from ddpm_ds.predict.machine import Machine, machine
+from ddpm_ds.predict.layouts import Machine, Workload, machine
 from ddpm_ds.predict.predictor import Predictor
 from tests.launching import tiny_spec
 

@@ -1,4 +1,4 @@
-"""What a run leaves to the planner: the number of stages, and what the memory of its devices decides."""
+"""Search for layouts, and the decisions that a run leaves to the planner."""
 
 from __future__ import annotations
 
@@ -8,15 +8,180 @@ from typing import Any, Literal
 
 import pytest
 
+from ddpm_ds.cli.plan import report, why
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning.resolve import plan_run
-from ddpm_ds.predict.decisions import choose_stages, fitted
-from ddpm_ds.predict.layouts import Workload
-from ddpm_ds.predict.machine import machine_like
+from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
+from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.predict import memory
+from ddpm_ds.predict import predictor as predict
+from ddpm_ds.predict.decisions import candidates, choose_stages, fitted, search, sort_out
+from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine_like
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
 from tests.launching import REPOSITORY, tiny_spec
+from tests.predict.small import ADAMW, small_job, small_predictor
+
+SLOW_LINKS: dict[str, Any] = {"link_bandwidth": 2e6, "network_bandwidth": 1e6}
+
+
+def few_layouts() -> Workload:
+    """A job with one number of micro-batches."""
+    return small_job(tiny_spec(train={"accumulation": 8}))
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    """Four processor cores on links so slow that layouts differ."""
+    return small_predictor(4, few_layouts(), kind="cpu", **SLOW_LINKS)
+
+
+@pytest.fixture
+def no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without NCCL's buffers, each of which is larger than the tiny U-Net."""
+    monkeypatch.setattr(memory, "communicator_bytes", lambda layout, rank: 0)
+
+
+def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(predictor: Predictor) -> None:
+    fitting, misfits = sort_out(predictor, candidates(predictor))
+    times = {layout: predictor.predict(layout).step_seconds for layout in fitting}
+    assert all(predictor.lower_bound(layout) <= seconds * (1 + 1e-9) for layout, seconds in times.items())
+    found = search(predictor, top=4)
+    assert misfits == [] and found.misfits == 0 and found.fitting == len(fitting)
+    groups: dict[tuple[int, str, int], float] = {}
+    for layout, seconds in times.items():
+        key = (layout.stages, layout.schedule, layout.micro_batch_images)
+        groups[key] = min(seconds, groups.get(key, seconds))
+    assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
+    layouts, memories, reason = report(found).split("\n\n")
+    assert layouts.split()[:4] == ["stages", "replicas", "schedule", "micro-batches"]
+    assert [line.split()[0] for line in layouts.splitlines()[1:]] == ["1", "2", "3", "4"]
+    parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "communicators", "total"]
+    assert memories.splitlines()[1].split() == ["rank", *parts]
+    assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
+
+
+@pytest.mark.long
+def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From four times as many as a rank holds on, one more adds the same; an order made for another number of them is
+    not quite the same order."""
+    monkeypatch.setattr(predict, "SIMULATED", 1)
+    predictor = small_predictor(4, small_job(tiny_spec(train={"batch_images": 64})), **SLOW_LINKS)
+    many = [one for one in candidates(predictor) if one.stages > 1 and one.micro_batches > 4 * one.most_held]
+    assert {(one.schedule, one.in_flight) for one in many} == {(name, "auto") for name in ("1f1b", "planned")} | {
+        ("planned", stages) for stages in (2, 4)
+    }
+    for layout in {(one.schedule, one.in_flight, one.stages): one for one in many}.values():
+        exact, tolerance = predictor.simulate(layout), 0.02 if layout.schedule == "1f1b" else 0.05
+        assert predictor.predict(layout).step_seconds == pytest.approx(exact.step_seconds, rel=tolerance)
+        assert predictor.predict(layout).bubble == pytest.approx(exact.bubble, abs=tolerance)
+
+
+def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predictor: Predictor) -> None:
+    winner = search(predictor, top=1).best[0]
+    less = {"memory_bytes": winner.peak.total - 1, **SLOW_LINKS}
+    tight = small_predictor(4, few_layouts(), kind="cpu", **less)
+    found = search(tight, top=3)
+    assert found.best[0].layout != winner.layout
+    assert all(one.peak.total < winner.peak.total for one in found.best)
+    assert found.fastest_misfit is not None and found.misfits > 0
+    assert found.fastest_misfit.step_seconds < found.best[0].step_seconds
+    assert found.fastest_misfit.peak.total > tight.machine.usable_bytes
+    assert f"{found.fastest_misfit.layout.words()} would take" in why(found)
+
+
+def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs(no_communicators: None) -> None:
+    with pytest.raises(LayoutError, match=r"nothing fits 2 devices of 0.2 MiB \(0.2 MiB of it usable\)") as raised:
+        search(small_predictor(2, memory_bytes=2**18), top=1)
+    needed = int(str(raised.value).rsplit("devices of ", 1)[1].split("MiB")[0])
+    assert search(small_predictor(2, memory_bytes=needed * 2**20), top=1).best
+
+
+def test_a_batch_that_can_not_be_shared_is_said() -> None:
+    with pytest.raises(LayoutError, match=r"train.batch_images = 16 .*--set train.batch_images=512"):
+        search(small_predictor(512), top=1)
+    with pytest.raises(LayoutError, match=r"train.accumulation = 16 .* leave no layout on 32 devices"):
+        search(small_predictor(32, small_job(tiny_spec(train={"accumulation": 16}))), top=1)
+
+
+def test_a_json_that_contradicts_the_spec_is_said() -> None:
+    job = small_job(optimizer={**ADAMW, "params": {"lr": 5}})
+    with pytest.raises(DsConfigError, match=r"plan: optimizer.params.lr = 5 contradicts the spec"):
+        search(small_predictor(2, job), 1)
+
+
+def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
+    """On a slow network, ZeRO-2 keeps replicas in a node and a large batch of one reduction whole pipelines."""
+    rates = {"nodes": 2, "link_bandwidth": 1e9, "network_bandwidth": 1e6}
+    for zero_stage, batch, kept in ((2, 16, "stages"), (0, 2048, "replicas")):
+        job = small_job(tiny_spec(train={"batch_images": batch}))
+        apart = small_predictor(4, job, **rates)
+        asked = (2, zero_stage, "1f1b")
+        possible = layouts(job, 4, offload=False, nodes=2)
+        among = [one for one in possible if (one.stages, one.zero_stage, one.schedule) == asked]
+        assert {one.across_hosts for one in among} == {"stages", "replicas"}
+        found = search(apart, 1, among)
+        first, turned = found.best[0], found.other_axis
+        assert turned is not None and turned.layout == replace(first.layout, across_hosts=turned.layout.across_hosts)
+        assert first.layout.across_hosts == first.layout.axis_over_nodes == kept != turned.layout.across_hosts
+        assert first.step_seconds < turned.step_seconds and first.traffic.busiest < turned.traffic.busiest
+        said = why(found)
+        assert (
+            f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across_hosts} across them" in said
+        )
+        assert ds_config(job, first.layout, apart.bounds(first.layout))["pipeline"]["across_hosts"] == kept
+
+
+def test_cuts_are_made_for_the_links_of_a_placement() -> None:
+    """Over a slow network fewer elements cross than inside of a node, where the ranks are evener."""
+    apart = small_predictor(4, nodes=2, link_bandwidth=1e12, network_bandwidth=1e5)
+    by_stages = Layout(2, 2, "1f1b", 1, 8, 0, 1, False, across_hosts="stages")
+    by_replicas = replace(by_stages, across_hosts="replicas")
+    (_, slow, _), (_, fast, _) = apart.bounds(by_stages), apart.bounds(by_replicas)
+    assert sent_elements(apart.job.layers, slow) < sent_elements(apart.job.layers, fast)
+    near = small_predictor(4, link_bandwidth=1e12)
+    assert apart.predict(by_stages).step_seconds > near.predict(by_stages).step_seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "planned"])
+def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(
+    schedule: str, no_communicators: None
+) -> None:
+    job = small_job(tiny_spec(unet={"multipliers": [1, 4], "blocks_per_level": 2}))
+    free = small_predictor(4, job)
+    layout = next(one for one in candidates(free) if (one.stages, one.schedule, one.micro_batches) == (4, schedule, 8))
+    needs = free.predict(layout).peak.total
+    tight = small_predictor(4, job, memory_bytes=int(0.95 * needs / USABLE_MEMORY))
+    assert tight.fits(layout) and tight.bounds(layout) != free.bounds(layout)
+    assert tight.predict(layout).peak.total <= tight.machine.usable_bytes
+    assert tight.lower_bound(layout) > free.lower_bound(layout)  # the busiest rank has more to do
+    assert not small_predictor(4, job, memory_bytes=needs // 3).fits(layout)
+
+
+def test_cuts_are_moved_as_long_as_a_step_gets_shorter_and_fits(no_communicators: None) -> None:
+    layout, free = Layout(2, 2, "planned", 2, 4, 0, 2, False, in_flight=2), small_predictor(4, **SLOW_LINKS)
+    found, peak = free.bounds(layout), free.predict(layout).peak.total
+    free.improve(layout)
+    best, moved = free.bounds(layout), free.predict(layout)
+    around = [free.simulate(layout, cuts) for cuts in neighbouring(free.job.layers, best, "planned")]
+    assert moved.step_seconds * (1 - predict.LEAST_GAIN) <= min(step.step_seconds for step in around)
+    assert moved.step_seconds < free.simulate(layout, found).step_seconds and moved.peak.total > peak
+    tight = small_predictor(4, memory_bytes=int(peak / USABLE_MEMORY) + 1, **SLOW_LINKS)
+    tight.improve(layout)
+    assert tight.predict(layout).peak.total <= tight.machine.usable_bytes
+    assert tight.predict(layout).step_seconds <= free.simulate(layout, found).step_seconds
+
+
+def test_cuts_heed_messages_where_that_is_faster(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = [one for one in candidates(predictor) if one.stages > 1 and one.zero_stage == 0]
+    heeding = {one: predictor.predict(one).step_seconds for one in cut}
+    monkeypatch.setattr(predict, "HIDDEN", (0.0,))
+    deaf = small_predictor(4, few_layouts(), kind="cpu", **SLOW_LINKS)
+    faster = [one for one, seconds in heeding.items() if seconds < 0.98 * deaf.predict(one).step_seconds]
+    slower = [one for one, seconds in heeding.items() if seconds > 1.02 * deaf.predict(one).step_seconds]
+    assert len(faster) > 10 * len(slower)
+
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 ZERO_0, ZERO_1 = (REPOSITORY / "ds_configs" / f"zero{stage}_fp32.json" for stage in (0, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.data.residence import Residence
+from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses

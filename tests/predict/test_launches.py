@@ -14,8 +14,7 @@ from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.observe.device_speed import _inputs
 from ddpm_ds.predict.costs import DRAWS, launches
-from ddpm_ds.predict.layouts import Workload
-from ddpm_ds.predict.machine import LAUNCH_SECONDS, machine
+from ddpm_ds.predict.layouts import LAUNCH_SECONDS, Workload, machine
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.unet.layers import EmbedLayer
 from ddpm_ds.unet.model import build_layer

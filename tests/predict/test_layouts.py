@@ -1,4 +1,4 @@
-"""Every layout shares devices, layers and batch, and training accepts the JSON of every one."""
+"""Layouts of a run, and the kinds of devices that they are planned for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,31 @@ import pytest
 
 from ddpm_ds.config.ds_config import Layout, offloads, resolve
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.predict.layouts import ds_config, layouts
-from ddpm_ds.predict.search import candidates
+from ddpm_ds.predict.decisions import candidates
+from ddpm_ds.predict.layouts import ds_config, kind_of, layouts
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA A10G", "a10"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA T400 4GB", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(name: str, kind: str | None) -> None:
+    assert kind_of(name) == kind
+
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "hysteresis": 2, "consecutive_hysteresis": True}, "zero_optimization": {"stage": 2}}

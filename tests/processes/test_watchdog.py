@@ -23,7 +23,7 @@ from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError
 from ddpm_ds.processes import heartbeat, watchdog
 from ddpm_ds.processes.heartbeat import DeviceWork, Judgement, Peer, make_store, waits_for_a_rank
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
-from ddpm_ds.processes.store import SealedStore
+from ddpm_ds.processes.rendezvous import SealedStore
 from ddpm_ds.processes.watchdog import Watchdog
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, run_ranks, wait_for

@@ -10,8 +10,7 @@ from rivals.choice import ROWS, TORCH_SCHEDULES, bounds_of, choose, why_not_in_l
 from rivals.deepspeed_rows import stock_zero_stage
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning.resolve import plan_run
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from tests.launching import REPOSITORY
 
 CONFIGS = REPOSITORY / "ds_configs"

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe import timeline

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import micro_batches, split

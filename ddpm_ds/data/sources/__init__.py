@@ -1,28 +1,21 @@
-"""Sources of images: each kind of data set is a module of this package behind one protocol.
+"""Sources of images: each kind of data set behind one protocol.
 
 A source knows the class of each image and reads it as stored; :mod:`ddpm_ds.data.decoding` converts it to the size and
 colours of the spec. docs/add_a_source.md shows how to add one. All sources are imported with this package, so they
-import numpy, Pillow and their libraries in functions.
+import the libraries of extras in functions.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ddpm_ds.data.sources.arrays import open_arrays, open_digits
-from ddpm_ds.data.sources.base import Opener, Pixels, Source, UnreadableImage, network_limit
-from ddpm_ds.data.sources.folder import open_folder
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_torchvision
+from ddpm_ds.data.sources.base import Opener, Source
+from ddpm_ds.data.sources.files import open_folder, open_zip
 from ddpm_ds.data.sources.huggingface import open_huggingface
-from ddpm_ds.data.sources.torchvision import open_cifar10, open_torchvision
 from ddpm_ds.data.sources.webdataset import open_webdataset
-from ddpm_ds.data.sources.zip import open_zip
 from ddpm_ds.errors import DataError
-
-if TYPE_CHECKING:
-    from ddpm_ds.config.spec import DataSpec
-
-__all__ = ["OPENERS", "Opener", "Pixels", "Source", "UnreadableImage", "network_limit", "open_source"]
 
 OPENERS: dict[str, Opener] = {
     "digits": open_digits,

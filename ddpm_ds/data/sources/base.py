@@ -1,4 +1,4 @@
-"""Protocol, limits and helpers shared by sources of images; imports little, since the run spec imports it."""
+"""Protocol, limits and helpers shared by sources of images."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, parse_json
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from ddpm_ds.config.spec import DataSpec
-
-Pixels: TypeAlias = "npt.NDArray[np.uint8]"
-Labels: TypeAlias = "npt.NDArray[np.int64]"
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+Labels: TypeAlias = npt.NDArray[np.int64]
 
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
@@ -111,8 +110,6 @@ class Names:
     """Compact list of millions of texts such as paths, stored as two arrays, which are fast to pickle."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        import numpy as np
-
         text, ends = bytearray(), array("q", [0])
         for name in names:
             text += os.fsencode(name)
@@ -131,8 +128,6 @@ class Names:
 
 def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
     """Return the distinct names, sorted, and the index of each of ``names`` among them, int64 (N,)."""
-    import numpy as np
-
     seen: dict[str, int] = {}
     order = np.fromiter((seen.setdefault(name, len(seen)) for name in names), np.int64)
     classes = tuple(sorted(seen))
@@ -146,8 +141,6 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
 
     If no image has a label, all have the same class.
     """
-    import numpy as np
-
     most = int(labels.max(initial=UNLABELLED))
     if most < 0:
         return (".",), np.zeros_like(labels)
@@ -170,8 +163,6 @@ def listed_labels(path: Path, read: Callable[[], bytes], names: list[str]) -> La
     Raises:
         DataError: it can't be read, an image has no label, or two, or lies outside of ``path``.
     """
-    import numpy as np
-
     try:
         listed = parse_json(read())["labels"]
         if listed is None:
@@ -228,8 +219,6 @@ def map_array(path: Path) -> npt.NDArray[Any]:
     Raises:
         OSError: it can't be read, is cut short or holds no array of numbers; ``strerror`` is the reason.
     """
-    import numpy as np
-
     open_regular(path).close()
     try:
         with np.errstate(over="raise"):  # numpy's own count of bytes
@@ -244,8 +233,6 @@ def map_array(path: Path) -> npt.NDArray[Any]:
 @functools.cache
 def formats() -> tuple[str, ...]:
     """Return Pillow's names of the readable formats; a file's content, not its name, decides its format."""
-    from PIL import Image
-
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is lower
     Image.init()
     return tuple(kind for kind in Image.OPEN if kind not in NOT_PICTURES)
@@ -254,8 +241,6 @@ def formats() -> tuple[str, ...]:
 @functools.cache
 def _extensions() -> set[str]:
     """Return the extensions of images."""
-    from PIL import Image
-
     return PICTURES | {extension for extension, kind in Image.registered_extensions().items() if kind in formats()}
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     MOST_CLASSES,
     MOST_REASON,
@@ -23,9 +26,6 @@ from ddpm_ds.data.sources.base import (
     read_file,
 )
 from ddpm_ds.errors import DataError
-
-if TYPE_CHECKING:
-    from ddpm_ds.config.spec import DataSpec
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder written by ``save_to_disk`` is recognised."""
@@ -170,8 +170,6 @@ def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:
 
 def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], Labels]:
     """Return the names of the classes and the label of each row; raises DataError."""
-    import numpy as np
-
     column = spec.label_column
     if column is None:
         named = [name for name, feature in rows.features.items() if isinstance(feature, datasets.ClassLabel)]

@@ -12,10 +12,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     BROKEN,
     MOST_CLASSES,
@@ -30,12 +33,6 @@ from ddpm_ds.data.sources.base import (
 )
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import CHUNK_BYTES, MOST_RECORD_BYTES, check_digits, open_regular, parse_json
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from ddpm_ds.config.spec import DataSpec
 
 LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
@@ -77,8 +74,6 @@ class WebDatasetSource:
 
 def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
-    import numpy as np
-
     shards = _shards(spec)
     places, labels = array("q"), array("q")
 

@@ -12,10 +12,11 @@ from PIL import Image
 
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import append_line
-from ddpm_ds.tracking import mirrors
+from ddpm_ds.tracking import address, trackers
+from ddpm_ds.tracking.address import check_trackers
 from ddpm_ds.tracking.events import now_ms
-from ddpm_ds.tracking.mirrors import KINDS, check_trackers
 from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.trackers import KINDS
 from tests.launching import PATIENCE_SECONDS
 from tests.tracking.stored import history, start
 
@@ -91,7 +92,7 @@ def test_tensorboard_has_the_curves_and_pictures_of_a_resumed_run(root: Path) ->
     said: list[str] = []
     for steps in (range(1, 3), range(3, 5)):
         record(root, "tensorboard", steps, said)
-    read = events.EventAccumulator(str(root / "run" / mirrors.TENSORBOARD_FOLDER)).Reload()
+    read = events.EventAccumulator(str(root / "run" / trackers.TENSORBOARD_FOLDER)).Reload()
     assert read.Tags()["scalars"] == ["train/loss", "eval/loss", "perf/mfu", "system/cpu"]
     assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [(step, step) for step in range(1, 5)]
     assert [(picture.step, picture.width) for picture in read.Images("eval/samples_ema")] == [(2, 16), (4, 16)]
@@ -111,7 +112,7 @@ def test_wandb_itself_takes_the_records_offline(root: Path, monkeypatch: pytest.
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrors, "find_spec", lambda name: None)
+    monkeypatch.setattr(address, "find_spec", lambda name: None)
     check_trackers([])
     for name in KINDS:
         with pytest.raises(SpecError, match=rf"logging.trackers has {name}, .*; pip install 'ddpm_ds\[{name}\]'"):

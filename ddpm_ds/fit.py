@@ -1,6 +1,5 @@
-"""Trials: rehearsals of the training command with one layout and micro-batch, in processes that may run out of memory.
-
-Imports no torch before a search begins.
+"""Trials for the largest micro-batch that fits: rehearsals of the training command with one layout and micro-batch, in
+processes that may run out of memory, and the search over them. Imports no torch before a search begins.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import signal
 import statistics
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,19 +22,59 @@ from ddpm_ds.config.ds_config import divisors, read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
-from ddpm_ds.fit.search import knee, largest, look_below
-from ddpm_ds.planning.resolve import plan_run
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.predict.layouts import Workload, usable
 from ddpm_ds.processes.launcher import Processes, rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
 
+KNEE = 0.05
+"""Maximum share of the best speed that training with a smaller micro-batch may give up."""
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 60.0
 """Seconds in which the other ranks notice that one has failed, and end."""
 LIBRARY_BYTES = 750 * 2**20
 """Approximate bytes of a process on a CPU that the planner does not count: interpreter and libraries."""
+
+
+def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
+    """Return the largest of the ascending ``sizes`` that fits; None if the first does not.
+
+    The search begins with ``guess``, one of the sizes, which is probably right to a few percent: it moves away from it
+    by a tenth of it, then by twice as much each time, until one size fits and a larger one does not. Then it bisects.
+    No size is tried twice, and none that is larger than one that did not fit.
+    """
+    fitting, failed = -1, len(sizes)  # places in sizes
+    place, step = bisect_left(sizes, guess), max(guess // 10, 1)
+    while failed - fitting > 1:
+        if fits(sizes[place]):
+            fitting = place
+        else:
+            failed = place
+        if fitting < 0:
+            place = max(bisect_right(sizes, sizes[failed] - step) - 1, 0)
+        elif failed == len(sizes):
+            place = min(bisect_left(sizes, sizes[fitting] + step), failed - 1)
+        else:
+            place = (fitting + failed) // 2
+        step *= 2
+    return sizes[fitting] if fitting >= 0 else None
+
+
+def knee(speeds: dict[int, float]) -> int:
+    """Return the smallest size whose speed is within :data:`KNEE` of the best; ``speeds`` are by size."""
+    enough = (1 - KNEE) * max(speeds.values())
+    return min(size for size, speed in speeds.items() if speed >= enough)
+
+
+def look_below(sizes: Sequence[int], speed: Callable[[int], float], size: int) -> None:
+    """Try the speed of ``size`` and of smaller ``sizes``, each at most half of the one before, until one is slow."""
+    speeds: dict[int, float] = {}
+    place = bisect_left(sizes, size)
+    while place >= 0 and (not speeds or knee(speeds) == min(speeds)):
+        speeds[sizes[place]] = speed(sizes[place])
+        place = bisect_right(sizes, sizes[place] // 2) - 1
 
 
 class TrialError(UserError):
@@ -221,7 +261,6 @@ def expected(task: Task) -> int:
 def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
     """Return the bytes that the planner predicts for the fullest rank of a run, laid out as training does it."""
     from ddpm_ds.predict.decisions import fitted
-    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.memory import peak_bytes
 
     job = Workload(plan.spec, plan.ds.as_json(), device == "cpu")
@@ -231,8 +270,6 @@ def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
 def _device_bytes() -> int:
     """Return the bytes that tensors may take of this host's first GPU, without opening it; 0 if it can't be asked."""
     import pynvml
-
-    from ddpm_ds.predict.machine import usable
 
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()

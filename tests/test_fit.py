@@ -1,9 +1,10 @@
-"""Trials whose ranks are programs of a few lines, so that what becomes of them is seen in no time; what a task asks."""
+"""Search for the largest micro-batch that fits: which ones are tried, and how a trial ends."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -13,12 +14,73 @@ from typing import Any
 import psutil
 import pytest
 
+import ddpm_ds.fit
 from ddpm_ds.command_line import MOST_BATCH
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, SpecError, is_out_of_memory
-from ddpm_ds.fit import trial
-from ddpm_ds.fit.trial import Task, TrialError, TriedSize, expected, out_of_memory, run_ranks, search, try_size
+from ddpm_ds.fit import (
+    Task,
+    TrialError,
+    TriedSize,
+    expected,
+    knee,
+    largest,
+    look_below,
+    out_of_memory,
+    run_ranks,
+    search,
+    try_size,
+)
 from tests.launching import REPOSITORY, wait_for, write_json
+
+
+@pytest.mark.parametrize("sizes", [range(1, 70), [7], [3, 4, 5, 50, 51], [6, 1000]], ids=str)
+def test_the_largest_that_fits_is_found_whatever_the_memory_and_the_guess(sizes: Sequence[int]) -> None:
+    for memory in range(sizes[-1] + 2):
+        for guess in sizes:
+            asked: list[int] = []
+
+            def fits(size: int, memory: int = memory, asked: list[int] = asked) -> bool:
+                assert all(size < other for other in asked if other > memory)  # none larger than one that died
+                asked.append(size)
+                return size <= memory
+
+            assert largest(sizes, fits, guess) == max((size for size in sizes if size <= memory), default=None)
+            assert len(asked) == len(set(asked)) and asked[0] == guess
+            assert len(asked) <= 2 * math.log2(sizes[-1]) + 3
+
+
+def test_a_guess_that_is_right_to_a_tenth_takes_few_tries() -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return size <= 642
+
+    assert largest(range(1, 2**20), fits, 600) == 642
+    assert asked == [600, 660, 630, 645, 637, 641, 643, 642]
+    assert largest([1, 2, 3, 4, 6, 8, 12, 24], lambda size: size <= 8, 6) == 8
+
+
+def test_smaller_sizes_are_tried_as_long_as_they_are_nearly_as_fast() -> None:
+    speeds = {1: 50.0, 2: 90.0, 3: 94.0, 4: 96.0, 6: 99.0, 8: 98.0, 12: 97.0, 24: 90.0}
+    asked: list[int] = []
+
+    def speed(size: int) -> float:
+        asked.append(size)
+        return speeds[size]
+
+    look_below(sorted(speeds), speed, 24)
+    assert asked == [24, 12, 6, 3]  # which is over 5 % slower than 6
+    look_below([6], speed, 6)
+    assert asked[4:] == [6]
+
+
+def test_the_knee_is_the_smallest_that_is_nearly_the_fastest() -> None:
+    assert knee({1: 50, 2: 94.9, 4: 95, 8: 100, 16: 90}) == 4
+    assert knee({1: 50, 2: 40}) == 1
+    assert knee({8: 99, 32: 100}) == 8
+
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
@@ -35,7 +97,7 @@ def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZER
 def play(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let ranks do this instead of training; ``rank`` is their number and ``words`` their arguments."""
     begin = "import os, subprocess, sys, time, json; rank, words = int(os.environ['RANK']), sys.argv[1:]\n"
-    monkeypatch.setattr(trial, "RANK", (sys.executable, "-c", begin + program))
+    monkeypatch.setattr(ddpm_ds.fit, "RANK", (sys.executable, "-c", begin + program))
 
 
 def not_running(pid: int) -> bool:
@@ -47,7 +109,7 @@ def not_running(pid: int) -> bool:
 def test_the_others_of_a_killed_rank_are_ended_with_what_they_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(ddpm_ds.fit, "GRACE_SECONDS", 0.2)
     play(
         monkeypatch,
         """
@@ -159,11 +221,12 @@ def test_a_search_finds_the_largest_and_the_knee_and_tries_nothing_twice(capsys:
 def test_a_search_begins_with_what_the_planner_expects_to_fit() -> None:
     growing = task("unet.channels=64", accumulation=1).choosing_from([])
     small, large = (
-        expected(Task(**{**vars(growing), "budget_bytes": trial.LIBRARY_BYTES + size})) for size in (GIB // 4, GIB)
+        expected(Task(**{**vars(growing), "budget_bytes": ddpm_ds.fit.LIBRARY_BYTES + size}))
+        for size in (GIB // 4, GIB)
     )
     assert 1 < small < large / 4 and growing.sizes[0] == 1
-    memory = trial.predicted(growing.plan(large), "cpu", GIB)
-    assert memory <= GIB < trial.predicted(growing.plan(large + 1), "cpu", GIB)
+    memory = ddpm_ds.fit.predicted(growing.plan(large), "cpu", GIB)
+    assert memory <= GIB < ddpm_ds.fit.predicted(growing.plan(large + 1), "cpu", GIB)
     assert expected(Task(**{**vars(growing), "budget_bytes": 1})) == 1
 
 

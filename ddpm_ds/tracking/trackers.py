@@ -1,4 +1,8 @@
-"""MLflow's run of an event file. Safe to send to again: MLflow then has what it had."""
+"""What a run's events become in each tracker: MLflow, TensorBoard, Weights & Biases, with the same names of metrics.
+
+Each takes a start, which opens the run, and then its records up to its end. MLflow is safe to send to again: it then
+has what it had.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ddpm_ds.files import open_regular
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import DATABASES, SQLITE, deleted_experiment, resolve_uri, sqlite_file
 from ddpm_ds.tracking.events import Record
-from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG, START_TAG
+from ddpm_ds.tracking.run_folder import IDENTITY, NOTE_TAG, PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
+TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard reads
 
 
 class MlflowRun:
@@ -162,3 +167,79 @@ def _make_database(path: Path) -> None:
         new.unlink(missing_ok=True)
         mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
         new.replace(path)
+
+
+class TensorBoard:
+    """Event files in the folder ``tensorboard`` of the run's folder; a resumed run adds one to them."""
+
+    def send(self, batch: Sequence[Record]) -> None:
+        match batch[0]:
+            case {"start": start}:
+                self._open(start)
+            case {"metrics": values, "time": at} | {"numbers": values, "time": at}:
+                step = int(batch[0].get("step", at / 1000 - self._began))
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step, walltime=at / 1000)
+            case {"image": path, "key": key, "step": step, "time": at}:
+                import numpy as np
+
+                with Image.open(path) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+                self._writer.add_image(key, pixels, step, walltime=at / 1000, dataformats="HWC")
+            case {"finish": _}:
+                return self._writer.close()
+        self._writer.flush()  # what is sent is kept, even if this process is killed
+
+    def _open(self, start: Record) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir = Path(start["run_dir"])
+        identity = run_dir / IDENTITY  # as old as the run, which may have been resumed
+        self._began = identity.stat().st_mtime if identity.exists() else start["time"] / 1000
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER))
+        rows = "".join(f"| {name} | {value} |\n" for name, value in start["params"].items())
+        self._writer.add_text("parameters", f"| name | value |\n|---|---|\n{rows}", 0)
+
+
+class WeightsAndBiases:
+    """Run of the project with the experiment's name, under the run's identity, so that a resume continues it.
+
+    Account and mode are the environment's: ``wandb login``, or ``WANDB_MODE=offline`` for a run that is sent later.
+    """
+
+    def send(self, batch: Sequence[Record]) -> None:
+        match batch[0]:
+            case {"start": start}:
+                self._open(start)
+            case {"metrics": values, "step": step}:
+                self._run.log({**values, "step": step})
+            case {"metrics": values, "time": at}:
+                self._run.log({**values, "time": at / 1000})
+            case {"image": path, "key": key, "step": step}:
+                self._run.log({key: self._image(path), "step": step})
+            case {"numbers": values}:
+                self._run.summary.update(values)
+            case {"tags": tags}:
+                self._run.config.update(tags, allow_val_change=True)
+            case {"finish": status}:
+                self._run.finish(exit_code=0 if status == "FINISHED" else 1)
+
+    def _open(self, start: Record) -> None:
+        import wandb
+
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=start["experiment"],
+            name=start["run_name"],
+            id=start["id"],
+            resume="allow",
+            dir=start["run_dir"],
+            config=start["params"],
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which its own may not
+        self._run.define_metric("system/*", step_metric="time")
+
+
+KINDS: dict[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""Trackers by their names in ``logging.trackers``, which are also those of their packages."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ddpm_ds.cli.description import describe_plan
-from ddpm_ds.fit.trial import predicted
+from ddpm_ds.fit import predicted
 from ddpm_ds.planning import decide
 from ddpm_ds.planning.decide import decided
-from ddpm_ds.planning.resolve import plan_run
+from ddpm_ds.planning.run_plan import plan_run
 from tests.launching import REPOSITORY
 
 ZERO_2 = REPOSITORY / "ds_configs" / "zero2_bf16.json"

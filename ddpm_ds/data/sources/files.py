@@ -1,7 +1,7 @@
-"""Image files of a zip archive, as written by EDM's and StyleGAN's tools; nothing is unpacked.
+"""Image files of a folder and its subfolders, or of a zip archive as EDM's and StyleGAN's tools write it.
 
-Python's zipfile lists the archive, but keeps an object for each member, 640 MB for a million. So worker processes are
-sent an array of the images' places and do not list it again.
+No archive is unpacked. Python's zipfile lists one, but keeps an object for each member, 640 MB for a million. So worker
+processes are sent an array of the images' places and do not list it again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+import numpy as np
+import numpy.typing as npt
+
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     LABELS,
     Labels,
@@ -27,18 +31,12 @@ from ddpm_ds.data.sources.base import (
     one_line,
     outside,
     printable,
+    read_file,
     read_path,
     slashed,
 )
-from ddpm_ds.data.sources.folder import class_of
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from ddpm_ds.config.spec import DataSpec
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
@@ -48,6 +46,85 @@ ABSENT = [-1, 0, 0, 0, 0, 0]
 """Place of an image that has a label but is not in the archive."""
 ENCRYPTED = 1
 """Flag of an encrypted member."""
+
+
+@dataclass
+class FolderSource:
+    """Image files sorted by their path relative to ``root``; the first folder of a path is the class, unless a
+    ``dataset.json``, as the tools of EDM and StyleGAN write it, lists labels.
+
+    Images directly in ``root`` have class ``.``. Names that begin with a dot are skipped.
+    """
+
+    classes: tuple[str, ...]
+    labels: Labels = field(repr=False)
+    root: Path
+    files: Names = field(repr=False)
+
+    def name(self, i: int, /) -> str:
+        """Return the relative path."""
+        return printable(self.files[i])
+
+    def read(self, i: int, /) -> bytes:
+        """Read an image file; raises OSError if it is not a regular file."""
+        return read_file(self.root / self.files[i])
+
+
+def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
+    """List the image files under the folder ``data.path``."""
+    root = read_path(spec, "a folder of images", folder=True)
+    files = [*_image_files(str(root))]
+    if not files:
+        raise DataError(
+            f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
+            "of images with --set data.path=FOLDER"
+        )
+    labels = None
+    if os.path.exists(root / LABELS):
+        labels = listed_labels(root, lambda: read_file(root / LABELS), files)
+    classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
+    return FolderSource(*classed, root, Names(files))
+
+
+def class_of(path: str) -> str:
+    """Return the class of an image: the first folder of its path, or ``.``."""
+    folder, inside, _ = path.partition("/")
+    return printable(folder) if inside else "."
+
+
+def _image_files(root: str) -> Iterator[str]:
+    """Yield the relative paths of files under ``root`` with an extension that Pillow can decode, sorted."""
+    visited: dict[str, str] = {}
+    waiting = [""]  # the last one comes next; a folder ends with a slash
+    while waiting:
+        path = waiting.pop()
+        if path and not path.endswith("/"):
+            yield path
+            continue
+        folder = os.path.join(root, path)
+        first = visited.setdefault(os.path.realpath(folder), path)
+        if first != path and path.startswith(first):  # a link that leads back
+            continue
+        if first != path:
+            raise DataError(
+                f"data.path = {root}: {printable(path)} and {printable(first)} are the same folder; remove one of them"
+            )
+        try:
+            with os.scandir(folder) as entries:
+                found = [(entry.name, _is_folder(entry)) for entry in entries if not entry.name.startswith(".")]
+        except OSError as error:
+            raise DataError(
+                f"data.path: {error.filename} can't be listed ({error.strerror}); allow it or move it elsewhere"
+            ) from error
+        found.sort(reverse=True)
+        waiting += [path + name + "/" * is_folder for name, is_folder in found if is_folder or is_image(name)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 @dataclass
@@ -76,8 +153,6 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
 
     Labels come from its ``dataset.json``, ``{"labels": [[path, number], ...]}``, or else from folders.
     """
-    import numpy as np
-
     path = read_path(spec, "a zip archive of images")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -112,8 +187,6 @@ def _path(member: zipfile.ZipInfo) -> str:
 
 def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
     """Return a member's row of :attr:`ZipSource.places`; raises OverflowError if a forged number exceeds 64 bits."""
-    import numpy as np
-
     sizes = (member.compress_size, member.file_size)
     return np.array([member.header_offset, *sizes, member.CRC, member.compress_type, member.flag_bits], np.int64)
 

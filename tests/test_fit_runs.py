@@ -11,10 +11,10 @@ import pytest
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.fit.trial import TriedSize
+from ddpm_ds.fit import TriedSize
 from tests.cli.test_fit import fit
-from tests.fit.test_trial import DIGITS
 from tests.launching import REPOSITORY, write_json
+from tests.test_fit import DIGITS
 from tests.train.ranks import TINY
 
 CONFIGS = REPOSITORY / "ds_configs"
