@@ -144,10 +144,10 @@ class Feed:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
             self.failing, pause = False, FIRST_PAUSE_SECONDS
-            if not sent or self.ended_at > own:
-                if behind:
-                    self._log(f"{self.name} up", f"{self.place} answers again; everything has been sent")
+            if behind and (not sent or self.ended_at > own):
+                self._log(f"{self.name} up", f"{self.place} answers again; everything has been sent")
                 behind = False
+            if not sent:
                 time.sleep(POLL_SECONDS)
 
     def send_once(self) -> bool:
@@ -221,7 +221,7 @@ class Child:
                 threading.Thread(target=collect, args=(events.parent, 0, hurried, self.log), daemon=True).start()
             for thread in threads:
                 thread.start()
-            while left := [feed for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()]:
+            while left := {feed: thread for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()}:
                 if self.alone and deadline == math.inf:
                     deadline = time.monotonic() + FLUSH_SECONDS
                     if begun(events) == (start, own) and not is_ended(events):  # nor resumed already
@@ -234,7 +234,7 @@ class Child:
                 state = {"sent": sum(feed.sent for feed in feeds), "down": all(feed.failing for feed in left)}
                 if state != said:
                     self.tell(said := state)
-                time.sleep(POLL_SECONDS)
+                next(iter(left.values())).join(POLL_SECONDS)
             return not any(feed.refused for feed in feeds)
 
     def collect(self, run_dir: Path, rank: int) -> bool:
