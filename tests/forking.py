@@ -8,6 +8,7 @@ as well.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -83,7 +84,8 @@ class Forked:
     """A process of its own that the server has forked, with what is used of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.stdout = pid, cast(IO[bytes], None)
+        self.pid = pid
+        self.stdin = self.stdout = cast(IO[bytes], None)
         self.returncode: int | None = None
         self._polling = threading.Lock()  # the server can say only once that a process has ended
 
@@ -115,6 +117,17 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def pipes() -> Iterator[tuple[IO[bytes], IO[bytes], list[int]]]:
+    """Our ends of a worker's standard input and output, and, inside this context, the worker's."""
+    (read, orders), (replies, written) = os.pipe(), os.pipe()
+    try:
+        yield os.fdopen(orders, "wb"), os.fdopen(replies, "rb"), [read, written]
+    finally:
+        os.close(read)
+        os.close(written)
+
+
 class ServedWorkers:
     """Whoever takes this for the module ``subprocess`` finds what a tracker uses of that. Workers are the server's."""
 
@@ -122,14 +135,13 @@ class ServedWorkers:
 
     @staticmethod
     def Popen(words: Sequence[str], *, env: Mapping[str, str], **others: int) -> Forked:
-        _, _, module, path, trainer, *more = words
+        _, _, module, trainer, *more = words
         assert int(trainer) == os.getpid()
-        arguments = [path, str(server().pid), *more]  # a worker ends with its parent
-        ours, theirs = os.pipe()
+        arguments = [str(server().pid), *more]  # a worker ends with its parent
         details = {"module": module, "arguments": arguments, "environment": dict(env)}
-        worker = Forked(server().ask("module", details, [theirs]))
-        os.close(theirs)
-        worker.stdout = os.fdopen(ours, "rb")
+        with pipes() as (stdin, stdout, theirs):
+            worker = Forked(server().ask("module", details, theirs))
+        worker.stdin, worker.stdout = stdin, stdout
         return worker
 
 
@@ -159,11 +171,8 @@ class ForkedWorker:
         if self._asked.fileno() == -1:
             return subprocess.Popen(words, env=env, **others)  # type: ignore[call-overload]
         _, _, module, *arguments = words
-        ours, theirs = os.pipe()
-        with self._asked:
-            tell(self._asked, {"module": module, "arguments": arguments, "environment": dict(env)}, [theirs])
-        os.close(theirs)
-        self.stdout = os.fdopen(ours, "rb")
+        with self._asked, pipes() as (self.stdin, self.stdout, theirs):
+            tell(self._asked, {"module": module, "arguments": arguments, "environment": dict(env)}, theirs)
         return self
 
     def wait(self) -> int:
@@ -206,9 +215,10 @@ def run(program: Callable[[], object]) -> NoReturn:
 
 
 def become(fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module with the standard output that it is given."""
-    os.dup2(fds[0], 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    """Run a module with the standard input and output that it is given."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)

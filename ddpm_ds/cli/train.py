@@ -46,6 +46,7 @@ from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
+    for_good,
     on_several_hosts,
     print_once,
     record_exit,
@@ -61,6 +62,7 @@ from ddpm_ds.tracking.run_folder import (
     new_run_dir,
     remove_if_empty,
 )
+from ddpm_ds.tracking.tracker import start_child
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""
@@ -263,10 +265,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         print(describe_plan(plan, run_dir), flush=True)
                 if options.dry_run:
                     return 0
-                line = None
+                line = sender = None
                 if os.environ["RANK"] == "0":
                     line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
-                with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
+                    if options.steps is None:
+                        sender = start_child()  # imports MLflow meanwhile
+                        screen.callback(sender.wait)
+                        screen.callback(sender.kill)
+                with for_good(), line.doing("starting PyTorch and DeepSpeed") if line else contextlib.nullcontext():
                     # These import torch, after everything cheap is checked.
                     from ddpm_ds.device import choose_device
                     from ddpm_ds.pipeline import import_deepspeed
@@ -279,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with started(plan, run_dir, device, asked, line) as (prepared, watchdog):
                 if line is not None and (said := decided_since(plan, prepared.plan)):
                     print(said, flush=True)
-                run_training(prepared, watchdog, asked, line, {STAGES: stage_table(prepared.plan)})
+                run_training(prepared, watchdog, asked, line, {STAGES: stage_table(prepared.plan)}, sender)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))

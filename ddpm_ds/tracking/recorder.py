@@ -181,12 +181,14 @@ def recorded(
     changed: Sequence[str] = (),
     note: str | None = None,
     parent: str | None = None,
+    sender: subprocess.Popen[bytes] | None = None,
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
     ``files`` are texts to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
     ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings that have changed since;
-    ``note`` is the reason for a new run, ``parent`` the identity of its parent run.
+    ``note`` is the reason for a new run, ``parent`` the identity of its parent run. ``sender`` is as in
+    :meth:`Tracker.start`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(run_dir)
@@ -211,6 +213,7 @@ def recorded(
         parent=parent,
         system_metrics=True,
         log=line.log,
+        sender=sender,
     )
     recorder = Recorder(line, tracker, folder, spec)
     try:

@@ -1,13 +1,16 @@
 """Process that sends a run's events to MLflow and to the other trackers, each in a thread, in order, until it has them.
 
-Rank 0's :class:`~ddpm_ds.tracking.tracker.Tracker` starts it with the event file and its own process id:
+Rank 0 starts it with its own process id, and before it imports PyTorch, so that MLflow is imported at the same time:
 
-    python -m ddpm_ds.tracking.sender RUN_DIR/events.jsonl TRAINER
+    python -m ddpm_ds.tracking.sender TRAINER
 
-It ends when every tracker has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be
-sent in the next seconds stays in the file, for the run's next start or for ``ddpm-ds send`` (:func:`send_later`). It
-answers with lines of JSON: {"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether all
-trackers that miss something fail}. With a rank as third argument it only collects the system metrics of a host.
+Lines of JSON tell it what to do: {"store": folder} opens MLflow's store for the runs in a folder ahead of the run, and
+{"events": file, "accelerator": name} is the last one, by which a :class:`~ddpm_ds.tracking.tracker.Tracker` names the
+event file to send. It ends when every tracker has the end of the run. If the trainer dies, it ends the run as FAILED,
+and what can't be sent in the next seconds stays in the file, for the run's next start or for ``ddpm-ds send``
+(:func:`send_later`). It answers with lines of JSON: {"run": ids in MLflow}, {"log": line}, {"sent": number of records,
+"down": whether all trackers that miss something fail}. With a run's folder and a rank as further arguments it only
+collects the system metrics of a host.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import TypeVar
 from PIL import UnidentifiedImageError
 
 from ddpm_ds.errors import UserError, print_to_stderr
+from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
 from ddpm_ds.tracking.address import check_tracking_uri, reason
 from ddpm_ds.tracking.events import (
@@ -47,7 +51,7 @@ from ddpm_ds.tracking.events import (
 )
 from ddpm_ds.tracking.run_folder import lock
 from ddpm_ds.tracking.system_metrics import collect
-from ddpm_ds.tracking.trackers import KINDS, MlflowRun
+from ddpm_ds.tracking.trackers import KINDS, MlflowRun, opened_store
 
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
@@ -135,10 +139,10 @@ class Feed:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
             self.failing, pause = False, FIRST_PAUSE_SECONDS
-            if not sent or self.ended_at > own:
-                if behind:
-                    self._log(f"{self.name} up", f"{self.place} answers again; everything has been sent")
+            if behind and (not sent or self.ended_at > own):
+                self._log(f"{self.name} up", f"{self.place} answers again; everything has been sent")
                 behind = False
+            if not sent:
                 time.sleep(POLL_SECONDS)
 
     def send_once(self) -> bool:
@@ -185,11 +189,23 @@ class Child:
             time.sleep(POLL_SECONDS)
         return answer
 
+    def obey(self) -> bool:
+        """Do what the trainer says; return whether every tracker has all events of its run."""
+        with for_good():
+            import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
+        for line in sys.stdin:
+            match json.loads(line):
+                case {"store": root}:
+                    with for_good(), suppress(Exception), opened_store(Path(root)):
+                        pass  # else it is opened again for the run, which says what fails
+                case {"events": events, "accelerator": accelerator}:
+                    os.environ["DS_ACCELERATOR"] = accelerator
+                    return self.send(Path(events))
+        return False  # the trainer has left without a run
+
     def send(self, events: Path) -> bool:
         """Send a run's events until its end; return whether every tracker has all of them."""
         with self.wait_for(lambda: lock(events)):
-            import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
-
             start, own = self.wait_for(lambda: begun(events))
             hurried, deadline, said = threading.Event(), math.inf, Record()
             cursor = Cursor(events)
@@ -199,7 +215,7 @@ class Child:
                 threading.Thread(target=collect, args=(events.parent, 0, hurried, self.log), daemon=True).start()
             for thread in threads:
                 thread.start()
-            while left := [feed for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()]:
+            while left := {feed: thread for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()}:
                 if self.alone and deadline == math.inf:
                     deadline = time.monotonic() + FLUSH_SECONDS
                     if begun(events) == (start, own) and not is_ended(events):  # nor resumed already
@@ -212,7 +228,7 @@ class Child:
                 state = {"sent": sum(feed.sent for feed in feeds), "down": all(feed.failing for feed in left)}
                 if state != said:
                     self.tell(said := state)
-                time.sleep(POLL_SECONDS)
+                next(iter(left.values())).join(POLL_SECONDS)
             return not any(feed.refused for feed in feeds)
 
     def collect(self, run_dir: Path, rank: int) -> bool:
@@ -262,18 +278,19 @@ def _send_file(events: Path) -> bool:
 
 
 def main() -> None:
-    """Send the events of a file, or collect the system metrics of a host for the run in a folder."""
+    """Send the events that the trainer names, or collect the system metrics of a host for the run in a folder."""
     logging.disable(logging.CRITICAL)
     # Launchers and terminals signal the whole process group; this process ends when the trainer has.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
-    path, trainer, *rank = sys.argv[1:]
+    trainer, *host = sys.argv[1:]
     child, everything = Child(int(trainer)), False
     try:
-        everything = child.collect(Path(path), int(rank[0])) if rank else child.send(Path(path))
+        everything = child.collect(Path(host[0]), int(host[1])) if host else child.obey()
     except OSError as error:
-        child.log("file", f"{path} can't be read ({error.strerror}), so nothing is sent; training continues")
+        name = error.filename or EVENTS
+        child.log("file", f"{name} can't be read ({error.strerror}), so nothing is sent; training continues")
     os._exit(0 if everything else 1)  # without waiting for threads of MLflow's
 
 

@@ -60,7 +60,7 @@ def system_metrics(store: dist.Store | None, run_dir: Path, tracker: Tracker | N
             time.sleep(POLL_SECONDS)
         settings = {SWITCH: "true", INTERVAL: "10", SAMPLES: "1", **json.loads(store.get(SETTINGS))}
         if settings[SWITCH].lower() not in OFF:
-            child = start_child(run_dir.resolve(), os.environ["RANK"], output=subprocess.DEVNULL, **settings)
+            child = start_child(run_dir.resolve(), os.environ["RANK"], pipes=subprocess.DEVNULL, **settings)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -89,8 +90,11 @@ def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
     return numbers
 
 
-def start_child(*arguments: object, output: int, **settings: str) -> subprocess.Popen[bytes]:
-    """Start the sender with these arguments and this process's id; ``settings`` are added to its environment."""
+def start_child(*arguments: object, pipes: int = subprocess.PIPE, **settings: str) -> subprocess.Popen[bytes]:
+    """Start the sender with this process's id and arguments; ``settings`` are added to its environment.
+
+    Without arguments it imports MLflow, and waits until :func:`tell` names a run.
+    """
     variables = {
         **MLFLOW,
         **os.environ,
@@ -99,9 +103,22 @@ def start_child(*arguments: object, output: int, **settings: str) -> subprocess.
         "PYTHONSAFEPATH": "1",  # and none in the working folder besides
         "PYTHONWARNINGS": "ignore",
     }
-    path, *others = map(str, arguments)
-    command = [sys.executable, "-m", SENDER, path, str(os.getpid()), *others]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, env=variables)
+    command = [sys.executable, "-m", SENDER, str(os.getpid()), *map(str, arguments)]
+    # Ctrl-C reaches the child as well, and would print a traceback of its imports.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(command, stdin=pipes, stdout=pipes, env=variables)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tell(child: subprocess.Popen[bytes], order: Record) -> None:
+    """Tell a child without arguments to open a folder's ``store``, or, at last, to send the ``events`` of a file."""
+    assert child.stdin is not None
+    with suppress(OSError):  # it has died, which is noticed elsewhere
+        os.write(child.stdin.fileno(), json.dumps(order).encode() + b"\n")
+    if "events" in order:
+        child.stdin.close()
 
 
 class Tracker:
@@ -124,6 +141,7 @@ class Tracker:
         parent: str | None = None,
         system_metrics: bool = False,
         log: Callable[[str], None] = print_to_stderr,
+        sender: subprocess.Popen[bytes] | None = None,
     ) -> Tracker:
         """Begin a run, or resume the one of this ``identity``, whose params are left as they are.
 
@@ -133,7 +151,8 @@ class Tracker:
         of their content and their ``source``. ``trackers`` names those besides MLflow, which have the same names of
         metrics (:mod:`ddpm_ds.tracking.trackers`). ``parent`` is the identity of the run that this one is a child of.
         ``system_metrics`` has those of this host read until the end, and sent with those of others.
-        ``log`` shows one line to the user, and is called from another thread.
+        ``log`` shows one line to the user, and is called from another thread. ``sender`` is a child that was started
+        ahead (:func:`start_child`).
         """
         start = {
             "id": identity or uuid.uuid4().hex,
@@ -149,12 +168,12 @@ class Tracker:
             "parent": parent,
             "system_metrics": system_metrics,
         }
-        tracker = cls(start, log)
+        tracker = cls(start, log, sender)
         for path in artifacts:
             tracker.artifact(path)
         return tracker
 
-    def __init__(self, start: Record, log: Callable[[str], None]) -> None:
+    def __init__(self, start: Record, log: Callable[[str], None], sender: subprocess.Popen[bytes] | None) -> None:
         self._start, self._log = start, log
         kind = start["tags"].get(KIND_TAG)
         name = EVENTS if kind is None else f"events-{kind}-{start['id']}.jsonl"
@@ -164,7 +183,8 @@ class Tracker:
         self._run: dict[str, str] = {}
         self._sent, self._down = 0, False  # as the child said last
         self._link: RunLink | None = None
-        self._process = start_child(self._events.path, output=subprocess.PIPE)
+        self._process = sender or start_child()
+        tell(self._process, {"events": str(self._events.path), "accelerator": os.environ.get("DS_ACCELERATOR", "")})
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
         self._listener.start()
 

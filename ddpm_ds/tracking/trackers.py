@@ -77,17 +77,11 @@ class MlflowRun:
 
     def _open(self, resumes: bool) -> None:
         """Find or make the run of the start record; ``resumes`` says that a run which has ended is now running."""
-        import mlflow
         from mlflow.entities import Param, RunTag
 
         start, uri = self._start, resolve_uri(self._start["output_root"])
-        mlflow.set_tracking_uri(uri)
-        file = sqlite_file(uri)
-        folder = Path(start["output_root"]) if file is None else file.parent
-        with _one_at_a_time(folder) if uri.startswith("sqlite") else nullcontext():
-            if file is not None:
-                _make_database(file)
-            self._client = client = mlflow.MlflowClient(uri)
+        with opened_store(Path(start["output_root"])) as client:
+            self._client = client
             if experiment := client.get_experiment_by_name(start["experiment"]):
                 experiment_id = experiment.experiment_id
                 if experiment.lifecycle_stage == "deleted":
@@ -147,6 +141,20 @@ def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
     where = json.dumps({"uri": source, "sha256": digest})
     dataset = Dataset(name, digest[:DIGEST_CHARACTERS], "local", where)
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+@contextmanager
+def opened_store(output_root: Path) -> Iterator[MlflowClient]:
+    """Yield a client of the store for runs in a folder, which keeps other processes out; its database is made first."""
+    import mlflow
+
+    uri = resolve_uri(output_root)
+    mlflow.set_tracking_uri(uri)
+    file = sqlite_file(uri)
+    with _one_at_a_time(output_root if file is None else file.parent) if uri.startswith("sqlite") else nullcontext():
+        if file is not None:
+            _make_database(file)
+        yield mlflow.MlflowClient(uri)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ddpm_ds.planning.decide import replanning
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.predict import verdict
 from ddpm_ds.predict.finished_run import RESIDENCE
+from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
@@ -36,6 +38,7 @@ from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
+from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
@@ -47,11 +50,17 @@ from ddpm_ds.unet.operations import Kernels
 
 
 def run_training(
-    prepared: Prepared, watchdog: Watchdog, asked: Asked, progress: ProgressLine | None, files: Mapping[str, str]
+    prepared: Prepared,
+    watchdog: Watchdog,
+    asked: Asked,
+    progress: ProgressLine | None,
+    files: Mapping[str, str],
+    sender: Popen[bytes] | None,
 ) -> None:
     """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end; every rank calls this.
 
-    ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by file name.
+    ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by file name. ``sender``
+    is the child that will send what is recorded; None records nothing.
 
     Raises:
         BadNumbersError: the loss or the loss scale makes it pointless to continue.
@@ -60,7 +69,9 @@ def run_training(
     """
     plan, device = prepared.plan, prepared.device
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
-    with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"):
+    if sender is not None:
+        tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
+    with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), for_good():
         engine = build_engine(
             plan.layers,
             plan.bounds,
@@ -74,8 +85,8 @@ def run_training(
         )
         engine.averages = ema = Ema(engine, plan.spec.ema)
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
-    if progress is not None and asked.steps is None:
-        recording = _recorded(prepared, engine.kernels, asked, progress, files)
+    if progress is not None and sender is not None:
+        recording = _recorded(prepared, engine.kernels, asked, progress, files, sender)
     with disk_errors_said(prepared.claim.run_dir), recording as recorder:
         if plan.ds.kernels == "auto" and device.type == "cuda":
             recorder.log(engine.why_kernels)
@@ -84,7 +95,12 @@ def run_training(
 
 
 def _recorded(
-    prepared: Prepared, kernels: Kernels, asked: Asked, line: ProgressLine, files: Mapping[str, str]
+    prepared: Prepared,
+    kernels: Kernels,
+    asked: Asked,
+    line: ProgressLine,
+    files: Mapping[str, str],
+    sender: Popen[bytes],
 ) -> contextlib.AbstractContextManager[Recorder]:
     """Return what records the run on rank 0, with the ``kernels`` that were chosen for it."""
     plan, store = prepared.plan, prepared.store
@@ -110,6 +126,7 @@ def _recorded(
         changed=prepared.changed,
         note=asked.note,
         parent=asked.parent_run,
+        sender=sender,
     )
 
 

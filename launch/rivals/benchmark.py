@@ -50,7 +50,7 @@ def build_row(name: str, setting: Setting) -> Row:
             return TracedPipeline(setting)
         case "zero2":
             return ZeroWithoutPipeline(setting)
-    return StockPipeline(setting, default_cuts=name == "stock-default")
+    return StockPipeline(setting, default_cuts=name == "stock-default", folded=name == "stock-dualpipev")
 
 
 def build_one_device_row(name: str, setting: Setting, missing: Mapping[str, str]) -> Loop | OneStageEngine:

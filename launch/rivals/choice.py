@@ -17,6 +17,7 @@ ROWS = {
     "traced": "the engine of the JSON's schedule, each step traced, which shows what a timeline costs",
     "stock": "DeepSpeed's own pipeline engine, skips as a tuple, with this project's cuts",
     "stock-default": "the same with DeepSpeed's default cuts, by parameters",
+    "stock-dualpipev": "DeepSpeed's DualPipeVEngine, skips as a tuple, with the cuts of this project's fold",
     "torch": "torch.distributed.pipelining, Schedule1F1B, with this project's cuts, in fp32",
     "torch-interleaved": "the same, ScheduleInterleaved1F1B, two stages on each rank",
     "torch-zbv": "the same, ScheduleZBVZeroBubble",
@@ -81,13 +82,13 @@ def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
     layout, processes, stages = plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if row == "plain" and processes > 1:
         return f"has one process, and {processes} were started"
-    if row in ("folded", "planned", "stock-default", *TORCH_SCHEDULES) and stages == 1:
+    if row in ("folded", "planned", "stock-default", "stock-dualpipev", *TORCH_SCHEDULES) and stages == 1:
         return "needs 2 stages"
-    if row in ("folded", "torch-dualpipev") and layout.micro_batches < 2 * stages:
+    if row in ("folded", "stock-dualpipev", "torch-dualpipev") and layout.micro_batches < 2 * stages:
         return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
     if row in ("torch-zbv", "torch-dualpipev") and layout.replicas > 1:
         return "DistributedDataParallel misses the weight gradients of a split backward, so replicas would differ"
-    if row in ("folded", "planned"):
+    if row in ("folded", "planned", "stock-dualpipev"):
         try:
             bounds_of(plan, "folded")
         except LayoutError as error:

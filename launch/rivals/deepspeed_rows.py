@@ -13,7 +13,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -196,10 +196,16 @@ class CutModule(PipelineModule):
             self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
 
-class StockPipeline:
-    """``deepspeed.PipelineEngine`` and its ``train_batch`` as they are, used as DeepSpeed's documentation says."""
+class FoldedCutModule(DualPipeVModule, CutModule):
+    """The same for ``deepspeed.DualPipeVEngine``, with two stages on each rank."""
 
-    def __init__(self, setting: Setting, *, default_cuts: bool) -> None:
+
+class StockPipeline:
+    """``deepspeed.PipelineEngine``, or ``DualPipeVEngine``, and its ``train_batch`` as they are, used as DeepSpeed's
+    documentation says.
+    """
+
+    def __init__(self, setting: Setting, *, default_cuts: bool = False, folded: bool = False) -> None:
         plan, seed = setting.plan, setting.plan.spec.train.seed
         zero_stage, why = stock_zero_stage(plan)
         crash = "no activation checkpointing, whose default crashes it on several outputs"
@@ -208,16 +214,16 @@ class StockPipeline:
         self._objective = setting.objective()
         config = with_zero_stage(plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), zero_stage)
         with layout_of(None), quiet_deepspeed(setting.verbose):
-            module = CutModule(
-                None if default_cuts else bounds_of(plan, "1f1b"),
+            module = (FoldedCutModule if folded else CutModule)(
+                None if default_cuts else bounds_of(plan, "folded" if folded else "1f1b"),
                 layers=[LayerSpec(TupleLayer, layer, index, seed) for index, layer in enumerate(plan.layers)],
                 num_stages=plan.ds.layout.stages,
                 loss_fn=self._loss,
             )
             self._engine, *_ = deepspeed.initialize(model=module, config=config)
         cuts = list(map(int, module.parts[1:-1]))
-        self.name = f"DeepSpeed PipelineEngine, {'its' if default_cuts else 'our'} cuts {cuts}, {plan.ds.precision}, "
-        self.name += f"ZeRO-{zero_stage}"
+        self.name = f"DeepSpeed {type(self._engine).__name__}, {'its' if default_cuts else 'our'} cuts {cuts}, "
+        self.name += f"{plan.ds.precision}, ZeRO-{zero_stage}"
         reads_data = self._engine.is_first_stage() or self._engine.is_last_stage()
         self._batches = self._read(setting) if reads_data else None
 

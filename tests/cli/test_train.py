@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +209,32 @@ def test_cuda_asked_for_by_the_environment_and_absent_is_refused(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert "finds no CUDA device; use --device cpu" in refused(capsys, tmp_path)
+
+
+WITHOUT_GPU = """
+import subprocess, sys
+from ddpm_ds.cli import train
+
+def start_child():
+    assert "torch" not in sys.modules
+    print((child := subprocess.Popen(["sleep", "1000"])).pid)
+    return child
+
+train.start_child = start_child
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_mlflow_is_imported_beside_pytorch_and_its_process_ends_when_the_run_is_refused_after_that(
+    tmp_path: Path,
+) -> None:
+    words = [sys.executable, "-c", WITHOUT_GPU, "--deepspeed_config", str(MAIN), "--device", "cuda"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "cuda" in done.stderr.splitlines()[-1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout.splitlines()[-1]), 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:

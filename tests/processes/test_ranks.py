@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import find_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, Launcher, set_environment
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, Launcher, for_good, set_environment
 from ddpm_ds.processes.signals import STOP_SIGNALS
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
@@ -232,3 +233,12 @@ def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
     with pytest.raises(SpecError, match=f"^{name} in the environment: .* is not a whole number from") as caught:
         set_environment()
     assert str(caught.value).isprintable()
+
+
+def test_what_is_made_for_good_is_never_looked_through_again_even_if_making_it_fails() -> None:
+    with pytest.raises(KeyError), for_good():
+        assert not gc.isenabled()
+        kept = [[number] for number in range(1000)]
+        raise KeyError
+    assert gc.isenabled() and not any(one is kept for one in gc.get_objects())
+    gc.unfreeze()

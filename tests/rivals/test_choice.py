@@ -35,6 +35,7 @@ def plan_of(
                 "plain": "has one process, and 4",
                 "folded": "needs 4 micro-batches, and the batch has 3",
                 "torch-zbv": "misses the weight gradients of a split backward",
+                "stock-dualpipev": "needs 4 micro-batches",
                 "torch-dualpipev": "needs 4 micro-batches",
                 "ddp": "24 images don't",
                 "zero2": "micro-batches of 4 on 4",
@@ -43,7 +44,9 @@ def plan_of(
         (
             {"processes": 1, "stages": 1},
             {
-                **dict.fromkeys(("folded", "planned", "stock-default", *TORCH_SCHEDULES), "needs 2 stages"),
+                **dict.fromkeys(
+                    ("folded", "planned", "stock-default", "stock-dualpipev", *TORCH_SCHEDULES), "needs 2 stages"
+                ),
                 "ddp": "needs 2 processes",
             },
         ),

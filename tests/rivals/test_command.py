@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rivals import command
-from rivals.choice import ONE_DEVICE_ROWS, ROWS, TORCH_SCHEDULES
+from rivals.choice import ONE_DEVICE_ROWS, ROWS
 
 from tests.launching import REPOSITORY, run_ranks
 
@@ -25,9 +25,9 @@ TINY = [
     "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
 ]
 STEPS = 5
-REPLICATED = ("1f1b", "folded", "stock", "torch", "ddp", "zero2")
+REPLICATED = ("1f1b", "folded", "stock", "stock-dualpipev", "torch", "ddp", "zero2")
 """One row of each way of adding up gradients over replicas."""
-PIPELINES = {"1f1b", "folded", "planned", "traced", "stock", "stock-default", *TORCH_SCHEDULES}
+PIPELINES = {name for name in ROWS if name not in ("plain", "ddp", "zero2")}
 
 
 def arguments(config: str, folder: Path, *others: str) -> list[str]:
