@@ -71,7 +71,7 @@ def planned_costs(
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
-        seconds = max(owned * update_bytes(job) / bandwidth, UPDATE * machine.launch_seconds)
+        seconds = max(owned * update_bytes(job) / bandwidth, UPDATE * launch_seconds(job, machine))
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
@@ -124,6 +124,11 @@ def launches(layer: Layer) -> tuple[int, int]:
     return 1, 2
 
 
+def launch_seconds(job: Workload, machine: Machine) -> float:
+    """Return the seconds of the host for each kernel; none in a graph, which has launched them all."""
+    return 0.0 if job.is_replayed else machine.launch_seconds
+
+
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
     """Return a function that estimates layers' times: arithmetic and memory traffic, or the host's launches if they
     take longer.
@@ -133,7 +138,7 @@ def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
         arithmetic = 2 * layer.macs * images / machine.flops
         moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
-        forward, backward = (count * machine.launch_seconds for count in launches(layer))
+        forward, backward = (count * launch_seconds(job, machine) for count in launches(layer))
         return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
 
     return lambda images: [seconds(layer, images) for layer in job.layers]

@@ -234,6 +234,11 @@ class Workload:
         return 4 if wide else self.stored_bytes
 
     @property
+    def is_replayed(self) -> bool:
+        """Whether the JSON asks for each step as one CUDA graph, which the host launches as a whole."""
+        return self.config.get("graphs") is True
+
+    @property
     def flat_gradients(self) -> bool:
         """Whether gradients are flat in layouts without offload."""
         return bool(self.config.get("pipeline", {}).get("gradients", "flat") == "flat")

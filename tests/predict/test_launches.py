@@ -67,3 +67,16 @@ def test_speeds_of_gpus_are_those_that_were_measured(
         seconds += (347 - DRAWS) * LAUNCH_SECONDS
     rate = images / seconds
     assert abs(math.log(rate / measured)) < math.log(WITHIN)
+
+
+def test_a_graph_costs_the_host_no_launches() -> None:
+    spec, layout = load_spec(SPECS / "cifar10.yaml"), Layout(1, 1, "1f1b", 128, 1, 0, 2, False)
+    eager, replayed = (
+        Predictor(
+            Workload(spec, {"bf16": {"enabled": True}, "graphs": graphs}, on_cpu=False),
+            machine("h100", half=True, devices=1, nodes=1),
+        )
+        for graphs in ("auto", True)
+    )
+    host = sum(map(sum, map(launches, eager.job.layers))) * LAUNCH_SECONDS
+    assert eager.predict(layout).step_seconds > host > replayed.predict(layout).step_seconds
