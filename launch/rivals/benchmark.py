@@ -56,12 +56,12 @@ def build_row(name: str, setting: Setting) -> Row:
 def build_one_device_row(name: str, setting: Setting, missing: Mapping[str, str]) -> Loop | OneStageEngine:
     """Return the row with a name of :data:`rivals.choice.ONE_DEVICE_ROWS`."""
     match name:
-        case "diffusers" | "diffusers-compiled":
-            return unets.diffusers_loop(setting, compiled=name == "diffusers-compiled")
+        case "diffusers" | "diffusers-compiled" | "diffusers-randn":
+            return unets.diffusers_loop(setting, compiled=name.endswith("compiled"), randn=name.endswith("randn"))
         case "engine" | "engine-eager":
             return OneStageEngine(setting, graphs=name == "engine")
-        case "lucidrains":
-            return unets.lucidrains_loop(setting)
+        case "lucidrains" | "lucidrains-randn":
+            return unets.lucidrains_loop(setting, randn=name.endswith("randn"))
     copied = "its convolutions' weights are kept channels-last and copied in every forward" if name == "plain" else ""
     own = unets.dim64(setting) if name == "ours-dim64" else setting
     return unets.our_loop(own, unets.switches_of(name, own, missing), copied)
@@ -251,7 +251,7 @@ def warm_rows(
     """Build all rows in this process, compare what they compute and warm them up; return them and their first numbers.
 
     With ``memory``, peaks on a CPU are measured too, each in a child process; on a GPU they need none. With ``host``
-    the operators, launches and Python calls of a step are counted.
+    the operators, launches, Python calls and waits of a step are counted.
 
     Raises:
         BadNumbersError: two rows of the same U-Net differ by more than ``allowed``, or an output is not finite.
@@ -334,7 +334,8 @@ def one_device_result(
         "round_forward_backward_seconds": part,
     }
     host: measure.HostCost | None = known["host"]
-    counts = {} if host is None else {"operators": host.operators, "launches": host.launches, "calls": host.calls}
+    kinds = ("operators", "launches", "calls", "waits")
+    counts = {} if host is None else {kind: getattr(host, kind) for kind in kinds}
     cells = {
         "row": name,
         **{count: f"{number:,}" for count, number in counts.items()},

@@ -36,6 +36,7 @@ TORCH_SCHEDULES = {
 ONE_DEVICE_ROWS = {
     "diffusers": "diffusers' UNet2DModel in a plain PyTorch loop, autocast, AdamW",
     "diffusers-compiled": "the same under torch.compile",
+    "diffusers-randn": "diffusers with noise, timesteps and flips by torch.randn and the like, as its users have them",
     "plain": "ours in a plain loop with nothing switched on: contiguous, PyTorch's kernels, eager, AdamW not fused",
     "channels-last": "ours with channels-last alone",
     "fused-kernels": "ours with fused normalisation, and channels-last, which its kernels need",
@@ -46,10 +47,11 @@ ONE_DEVICE_ROWS = {
     "engine": "this project's pipeline engine with one stage, under this JSON",
     "engine-eager": "the same, its steps not replayed as a CUDA graph",
     "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
+    "lucidrains-randn": "the same with noise, timesteps and flips by torch.randn and the like",
     "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml, with every switch but compile",
 }
 """Names and meanings of the rows of ``--one-device``, in the table's order."""
-OTHER_UNETS = ("lucidrains", "ours-dim64")
+OTHER_UNETS = ("lucidrains", "lucidrains-randn", "ours-dim64")
 """Rows with a different U-Net; they are compared with each other only."""
 COMPILED = ("diffusers-compiled", "compile")
 ROUNDS, STEPS = {"layout": 15, "cuda": 5, "cpu": 3}, {"layout": 20, "cuda": 20, "cpu": 2}

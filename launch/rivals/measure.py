@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -59,6 +60,8 @@ BACKWARDS: tuple[tuple[Any, str], ...] = (
 )
 """Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
 PEAK = "peak bytes: "
+WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
+"""Operators that hand values, or sizes that depend on values, to the host, which waits for the device."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that launch nothing, beside views."""
 
@@ -235,6 +238,8 @@ class HostCost:
     """Operators that are neither views nor allocations; a library's may be several kernels of a GPU."""
     calls: int = 0
     """Calls of Python functions."""
+    waits: int = 0
+    """Times that the host would wait for a GPU."""
     slow: int = 0
     """Foreach operators whose tensors differ in shape, strides or dtype, so that a GPU launches each by itself."""
 
@@ -263,6 +268,7 @@ class CountedOperators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self._cost.operators += 1
         self._cost.launches += not func.is_view and name not in ALLOCATIONS
+        self._cost.waits += name in WAITS and not _in_optimizer()
         lists = [argument for argument in args if isinstance(argument, list)]
         if name.startswith("_foreach") and len(lists) > 1:
             self._cost.slow += any(
@@ -271,6 +277,16 @@ class CountedOperators(TorchDispatchMode):
                 for one, other in zip(*lists[:2], strict=True)
             )
         return func(*args, **(kwargs or {}))
+
+
+def _in_optimizer() -> bool:
+    """Return whether PyTorch's optimizers are at work, which keep their counts of steps on the host."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "/torch/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _bytes(tensors: Any) -> int:

@@ -24,7 +24,7 @@ from ddpm_ds.device import share_threads
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
 from ddpm_ds.planning.decide import decided
 from ddpm_ds.planning.run_plan import RunPlan
-from ddpm_ds.train.objective import Denoising, replica_batches
+from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.start import check_store
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import KeyedDropout
@@ -173,6 +173,19 @@ class Optimizer:
         return float(torch.nn.utils.get_total_norm(gradients)) / scale
 
 
+class RandomDenoising(Denoising):
+    """Objective whose draws are PyTorch's, as in other people's loops."""
+
+    def prepare(self, micro_batch: MicroBatch) -> Noised:
+        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
+        if self._spec.data.horizontal_flips:
+            flips = torch.rand(len(images), device=self._device) < 0.5
+            images = torch.where(flips[:, None, None, None], images.flip(-1), images)
+        x0 = images.float().div_(127.5).sub_(1.0)
+        t = torch.randint(self._spec.diffusion.timesteps, (len(images),), device=self._device)
+        return Noised(x0, t, torch.randn_like(x0), None if self._spec.unet.classes is None else labels, None, index)
+
+
 class Loop:
     """Row that trains a U-Net in its own loop, over the micro-batches of this process's replica."""
 
@@ -187,6 +200,7 @@ class Loop:
         *,
         fused: bool = False,
         scaled: bool = False,
+        objective: Denoising | None = None,
     ) -> None:
         self.name, self.note, self.model = name, note, model
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -195,7 +209,8 @@ class Loop:
         self.optimizer = Optimizer(setting, model.parameters(), fused=fused, scaled=scaled)
         self._replicas, self._micro_batches = setting.plan.ds.layout.world_size, replica_micro_batches(setting.plan)
         self._batches = setting.batches(self._replicas, dist.get_rank() if self._replicas > 1 else 0)
-        self._device, self._objective = setting.device, setting.objective()
+        self._device, self._probed = setting.device, setting.objective()
+        self._trained = objective or self._probed  # random draws can't be compared
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         """Return (N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
@@ -218,7 +233,7 @@ class Loop:
         scaler = self.optimizer.scaler
         with without_dropout(self.model):
             for halved in range(SCALES if scaler.is_enabled() else 1):
-                prediction, loss = self._forward(micro_batch)
+                prediction, loss = self._forward(micro_batch, self._probed)
                 norm = self.optimizer.gradient_norm(loss, scaler.get_scale() / 2**halved)
                 if math.isfinite(norm):
                     break
@@ -230,15 +245,15 @@ class Loop:
         for number, micro_batch in enumerate(itertools.islice(self._batches, self._micro_batches), 1):
             last = number == self._micro_batches  # in which DistributedDataParallel averages gradients
             with contextlib.nullcontext() if parallel is None or last else parallel.no_sync():
-                _, loss = self._forward(micro_batch)
+                _, loss = self._forward(micro_batch, self._trained)
                 self.optimizer.scaler.scale(loss / self._micro_batches).backward()
             losses.append(loss.detach())
         return sum(losses, torch.zeros((), device=self._device)) / (self._micro_batches * self._replicas)
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        prepared = self._objective.prepare(micro_batch)
-        prediction = self.predict(self._objective.inputs(prepared), micro_batch.index)
-        return prediction, self._objective.loss(prediction, prepared)
+    def _forward(self, micro_batch: MicroBatch, objective: Denoising) -> tuple[Tensor, Tensor]:
+        prepared = objective.prepare(micro_batch)
+        prediction = self.predict(objective.inputs(prepared), micro_batch.index)
+        return prediction, objective.loss(prediction, prepared)
 
 
 def plain_loop(setting: Setting, *, parallel: bool) -> Loop:

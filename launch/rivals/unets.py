@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.command_line import cache_folder
+from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import DsConfigError
@@ -22,12 +23,14 @@ from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, check_compiler, compile_layers
 from ddpm_ds.unet.operations import Kernels, arithmetic_dtype, use_kernels, use_memory_format
 from rivals.choice import COMPILED, OTHER_UNETS
-from rivals.rows import Loop, Setting
+from rivals.rows import Loop, RandomDenoising, Setting
 
 PACKAGES = {
     "diffusers": "diffusers",
     "diffusers-compiled": "diffusers",
+    "diffusers-randn": "diffusers",
     "lucidrains": "denoising_diffusion_pytorch",
+    "lucidrains-randn": "denoising_diffusion_pytorch",
 }
 """Package that a row imports."""
 DIM64, DIM64_IMAGES = SPECS / "cifar10_dim64.yaml", (3, 32)
@@ -94,19 +97,24 @@ def our_loop(setting: Setting, switches: Switches, note: str = "") -> Loop:
 class AutocastLoop(Loop):
     """U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
 
-    def __init__(self, setting: Setting, model: nn.Module, name: str, call: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, setting: Setting, model: nn.Module, name: str, call: Callable[..., Tensor], *, randn: bool
+    ) -> None:
         precision = setting.plan.ds.precision
+        objective = RandomDenoising(setting.plan.spec, setting.device) if randn else None
+        name += ", torch.randn" if randn else ""
         self._call = call
         self._autocast = torch.autocast(setting.device.type, DTYPES[precision][1], enabled=precision != "fp32")
         how = "fp32" if precision == "fp32" else f"autocast {precision}"
-        super().__init__(setting, model.to(setting.device), f"{name}, {how}, AdamW", scaled=precision == "fp16")
+        scaled, name = precision == "fp16", f"{name}, {how}, AdamW"
+        super().__init__(setting, model.to(setting.device), name, scaled=scaled, objective=objective)
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         with self._autocast:
             return self._call(*inputs)
 
 
-def diffusers_loop(setting: Setting, *, compiled: bool) -> Loop:
+def diffusers_loop(setting: Setting, *, compiled: bool, randn: bool) -> Loop:
     """Return the loop of ``UNet2DModel`` of our configuration, with our weights."""
     from diffusers import UNet2DModel
 
@@ -120,10 +128,11 @@ def diffusers_loop(setting: Setting, *, compiled: bool) -> Loop:
         prediction: Tensor = called(x_t, t, class_labels=labels, return_dict=False)[0]
         return prediction
 
-    return AutocastLoop(setting, model, f"diffusers UNet2DModel{', compiled' if compiled else ''}", call)
+    name = f"diffusers UNet2DModel{', compiled' if compiled else ''}"
+    return AutocastLoop(setting, model, name, call, randn=randn)
 
 
-def lucidrains_loop(setting: Setting) -> Loop:
+def lucidrains_loop(setting: Setting, *, randn: bool) -> Loop:
     """Return the loop of denoising-diffusion-pytorch's ``Unet`` as of 2023, with the widths of :data:`DIM64`."""
     with warnings.catch_warnings():  # it decorates with an autocast that PyTorch has renamed
         warnings.simplefilter("ignore", FutureWarning)
@@ -136,7 +145,7 @@ def lucidrains_loop(setting: Setting) -> Loop:
     images = torch.zeros(1, data.channels, data.image_size, data.image_size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images, torch.zeros(1, dtype=torch.int64))
-    loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model)
+    loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model, randn=randn)
     loop.macs = counter.get_total_flops() // 2
     return loop
 
@@ -180,6 +189,9 @@ def why_not_here(row: str, setting: Setting, missing: dict[str, str]) -> str | N
     package, data = PACKAGES.get(row), setting.plan.spec.data
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed; pip install 'ddpm_ds[bench]'"
+    schedule = setting.plan.spec.diffusion.schedule
+    if row.endswith("randn") and SCHEDULES[schedule].continuous:
+        return f"its timesteps are whole numbers, and those of diffusion.schedule = {schedule} are not"
     if row in OTHER_UNETS and (data.channels, data.image_size) != DIM64_IMAGES:
         return "its images are 32x32x3; use --spec launch/specs/cifar10.yaml"
     if package == "diffusers":

@@ -159,6 +159,7 @@ def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: Costs
         assert engine.calls <= 1.1 * loop.calls
     assert engine.operators <= 1.01 * loop.operators
     assert engine.slow == 0, "foreach takes a launch for each tensor"
+    assert engine.waits == 0
 
 
 @pytest.mark.launch

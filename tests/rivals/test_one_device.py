@@ -57,7 +57,7 @@ def losses(row: Loop, steps: int) -> list[float]:
 
 def test_diffusers_and_ours_train_the_same_whatever_is_switched_on(store_root: Path) -> None:
     own = setting(store_root)
-    theirs = losses(diffusers_loop(own, compiled=False), 6)
+    theirs = losses(diffusers_loop(own, compiled=False, randn=False), 6)
     assert theirs[-1] != theirs[3]  # weights move
     for switches in (Switches(), Switches(channels_last=True, fused_adamw=True)):
         assert losses(our_loop(own, switches), 6) == pytest.approx(theirs, rel=1e-4)
@@ -139,7 +139,7 @@ def test_the_other_unet_is_that_of_its_spec_with_the_runs_objective() -> None:
 def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_root: Path) -> None:
     file = tmp_path / "result.json"
     sets = [part for value in (*TINY, f"data.store_root={store_root}", "unet.dropout=0.1") for part in ("--set", value)]
-    names = "plain,channels-last,fused-kernels,fused-adamw,diffusers,bare,engine,lucidrains"
+    names = "plain,channels-last,fused-kernels,fused-adamw,diffusers,diffusers-randn,bare,engine,lucidrains"
     config = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
     words = ("--one-device", *sets, "--images", "6", "--deepspeed_config", config, "--rows", names)
     more = ("--rounds", "2", "--steps-per-round", "1", "--json", str(file), "--host")
@@ -150,7 +150,7 @@ def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_ro
     assert done.stdout.count("step ms") == 1
     report = json.loads(file.read_text())
     rows = {row["row"]: row for row in report["rows"]}
-    assert list(rows) == ["diffusers", "plain", "channels-last", "fused-adamw", "bare", "engine"]
+    assert list(rows) == ["diffusers", "diffusers-randn", "plain", "channels-last", "fused-adamw", "bare", "engine"]
     assert {row["row"] for row in report["not_run"]} == {"fused-kernels", "lucidrains"}
     for name, row in rows.items():
         assert row["prediction_difference"] < 1e-4 and row["gradient_norm_difference"] < 1e-4
@@ -162,6 +162,8 @@ def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_ro
         assert row["name"] in done.stdout
     engine, bare = rows["engine"]["host"], rows["bare"]["host"]
     assert 0 <= engine["launches"] - bare["launches"] < 20 and engine["slow"] == 0 < engine["calls"]
+    random, keyed = rows["diffusers-randn"]["host"], rows["diffusers"]["host"]
+    assert keyed["launches"] - random["launches"] > 100 and random["waits"] == engine["waits"] == 0
     assert f"{engine['operators']:,}" in done.stdout and "launches" in done.stdout
     assert rows["diffusers"]["speed"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert rows["diffusers"]["parameters"] == rows["plain"]["parameters"]
