@@ -127,7 +127,7 @@ class OwnStep:
         takes = True
         if not self._checks:
             norm.masked_fill_(invalid, -1.0)
-            invalid = torch.zeros_like(invalid)
+            invalid = self._withheld != 0
         elif not self.decides_itself:
             takes = not bool(invalid)
         found = invalid.float()
