@@ -37,7 +37,7 @@ from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
 from ddpm_ds.unet.blocks import Carry
-from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
+from ddpm_ds.unet.operations import EmbeddingProjection, Kernels, KeyedDropout, set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 
@@ -175,7 +175,9 @@ class UnetPipelineEngine(PipelineEngine):
         deferred = {part.weight for part in self._weighted_parts(phase)}
         layers = reversed(self.own_layers(phase).values())
         everything = [parameter for layer in layers for parameter in reversed(list(layer.parameters()))]
-        return [one for one in everything if kind == "whole" or (one in deferred) == (kind == "weights")]
+        wanted = [one for one in everything if kind == "whole" or (one in deferred) == (kind == "weights")]
+        projections = [part for part in self.module.modules() if isinstance(part, EmbeddingProjection)]
+        return sorted(wanted, key={one for part in projections for one in part.parameters()}.__contains__)  # at the end
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""

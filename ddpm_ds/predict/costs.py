@@ -110,9 +110,10 @@ def launches(layer: Layer) -> tuple[int, int]:
     match layer:
         case BlockLayer():
             pops, shortcut = layer.skip_channels > 0, layer.has_shortcut
-            return 10 + pops + shortcut + (layer.dropout > 0), 15 + 3 * shortcut
+            dropout = 2 * (layer.dropout > 0)
+            return 8 + pops + shortcut + dropout, 10 + 3 * shortcut + dropout
         case EmbedLayer():
-            return 14 + DRAWS, 7
+            return 14 + DRAWS + 5, 7 + 8  # with the masks of all blocks and their projections of the embedding
         case AttentionLayer():
             return 5, 11
         case UpsampleLayer():

@@ -1,7 +1,8 @@
 """Modules of the layers, each a function from carry to carry.
 
-:class:`CarryLayer` is the only place that knows the carry and the data types; a layer computes an h from an h
-and an emb. :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
+:class:`CarryLayer` is the only place that knows the carry and the data types; a layer computes an h from an h, and a
+residual block also from its projection of emb and a mask, which :func:`walk` makes for many blocks at once.
+:func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ddpm_ds.unet.layers import (
 from ddpm_ds.unet.operations import (
     ConditionEmbedding,
     Convolution,
+    EmbeddingProjection,
     GroupNorm,
     KeyedDropout,
     LabelEmbedding,
@@ -35,6 +37,7 @@ from ddpm_ds.unet.operations import (
     arithmetic_dtype,
     draw_masks,
     norm_silu,
+    project,
 )
 
 Carry = tuple[Tensor, ...]
@@ -68,14 +71,14 @@ class CarryLayer(nn.Module):
         self.pops = layer.skip_channels > 0
         self.pushes = layer.pushes
 
-    def forward(self, carry: Carry, given: tuple[Any, ...] | None = None) -> Carry:
-        """Return the next carry; ``given`` is what :meth:`given` returns, if :func:`walk` has it already."""
+    def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
+        """Return the next carry; ``given`` is called instead of :meth:`given`."""
         h, emb, *skips = carry
         stored = h.dtype
         if self.pops:
             h = torch.cat((h, skips.pop()), dim=1)
-        given = self.given(emb) if given is None else given
-        h = self.compute(h.to(arithmetic_dtype(h.device.type, stored)), *given).to(stored)
+        others = (given or self.given)(emb)
+        h = self.compute(h.to(arithmetic_dtype(h.device.type, stored)), *others).to(stored)
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
@@ -160,7 +163,7 @@ class ResidualBlock(CarryLayer):
         super().__init__(layer)
         self.norm1 = GroupNorm(layer.groups, layer.width, layer.epsilon)
         self.conv1 = Convolution(layer.width, layer.out_channels)
-        self.time_projection = Linear(layer.embedding_channels, layer.time_channels)
+        self.time_projection = EmbeddingProjection(layer.embedding_channels, layer.time_channels)
         self.norm2 = GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
         self.dropout = KeyedDropout(layer.dropout, seed, index, layer.output_shape)
         self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
@@ -170,8 +173,7 @@ class ResidualBlock(CarryLayer):
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         return given_to([self], emb)[0]
 
-    def compute(self, h: Tensor, emb: Tensor, keep: Tensor | None) -> Tensor:
-        time = self.time_projection(F.silu(emb.to(h.dtype)))  # (N, C or 2C)
+    def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
             scale, shift = time.chunk(2, dim=1)
@@ -183,23 +185,28 @@ class ResidualBlock(CarryLayer):
 
 
 def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """Return what each block computes with beside h: emb, and the mask of its dropout."""
-    return [(emb, keep) for keep in draw_masks([block.dropout for block in blocks])]
+    """Return what each block computes with beside h: its projection of the embedding, (N, C or 2C) in the dtype of the
+    arithmetic, and the mask of its dropout.
+    """
+    times = project([block.time_projection for block in blocks], emb.to(arithmetic_dtype(emb.device.type, emb.dtype)))
+    return list(zip(times, draw_masks([block.dropout for block in blocks]), strict=True))
 
 
 def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
     """Run layers in order, from a carry or the first layer's inputs to a carry or the prediction.
 
-    What the residual blocks are given is made for all of them at once, which takes the host fewer launches.
+    What the residual blocks are given is made for all of them in the first one, which takes the host fewer launches.
     """
     blocks = [layer for layer in layers if isinstance(layer, ResidualBlock)]
-    given: list[tuple[Tensor, Tensor | None]] = []
+    made: list[tuple[Tensor, Tensor | None]] = []
+
+    def given(emb: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not made:
+            made.extend(reversed(given_to(blocks, emb)))
+        return made.pop()
+
     for layer in layers:
-        if not isinstance(layer, ResidualBlock):
-            carry = layer(carry)
-            continue
-        given = given or given_to(blocks, carry[1])[::-1]
-        carry = layer(carry, given.pop())
+        carry = layer(carry, given) if isinstance(layer, ResidualBlock) else layer(carry)
     return carry
 
 

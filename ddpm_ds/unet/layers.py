@@ -52,12 +52,14 @@ class Layer:
 
     @property
     def weights(self) -> int:
-        """Number of elements of the weights of convolutions and linear layers."""
+        """Number of elements of the weights of convolutions and linear layers, whose gradients may be deferred."""
         raise NotImplementedError
 
     @property
     def vectors(self) -> int:
-        """Number of all other trainable parameters: biases, scales, shifts, and weights of labels and conditions."""
+        """Number of all other trainable parameters: biases, scales, shifts, weights of labels and conditions, and those
+        of projections of the embedding.
+        """
         raise NotImplementedError
 
     @property
@@ -193,27 +195,23 @@ class BlockLayer(Layer):
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
-    def _convolved(self) -> int:
-        """Number of elements of the convolutions' weights."""
+    def weights(self) -> int:
         return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self.out_channels
 
     @property
-    def weights(self) -> int:
-        return self._convolved + self.embedding_channels * self.time_channels
-
-    @property
     def vectors(self) -> int:
-        return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + self.time_channels
+        projection = (self.embedding_channels + 1) * self.time_channels
+        return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + projection
 
     @property
     def macs(self) -> int:
-        return self._convolved * self.pixels + self.embedding_channels * self.time_channels
+        return self.weights * self.pixels + self.embedding_channels * self.time_channels
 
     @property
     def activation_elements(self) -> int:
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
         per_pixel = 3 * self.width + (3 + self.scale_shift) * self.out_channels
-        vectors = 2 * self.embedding_channels + self.scale_shift * self.out_channels + 4 * self.groups
+        vectors = self.embedding_channels + self.scale_shift * self.out_channels + 4 * self.groups
         mask = self.out_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
         return per_pixel * self.pixels + vectors + mask
 

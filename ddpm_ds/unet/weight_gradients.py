@@ -2,7 +2,8 @@
 
 To defer its weight gradient, a convolution or linear layer (:class:`Weighted`) computes with the detached weight, and a
 node of the graph queues the two factors of the gradient: the layer's input, which autograd keeps anyway, and its
-output's gradient. Biases and normalisations have small gradients, which stay in the backward.
+output's gradient. Biases and normalisations have small gradients, which stay in the backward, as do those of the
+projections of the embedding, which all blocks have in one product.
 
 A compiled graph can't queue anything; it returns both tensors as the gradients of two more inputs (:class:`Tapped`).
 """
@@ -206,6 +207,8 @@ class Tapped:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """Compute, with taps if weight gradients are deferred."""
+        # Code is compiled for one layout, and a block's projection of the embedding is a part of all blocks' product.
+        inputs = tuple(one.contiguous() if isinstance(one, Tensor) and one.ndim == 2 else one for one in inputs)
         waiting = self._parts[0].waiting
         if not torch.is_grad_enabled() or waiting is None or not waiting.open:
             return self._compiled(*inputs)

@@ -54,7 +54,7 @@ FOLDED = {
     "recomputation": Bench(schedule="folded", interval=1),
 }
 ORDERED = {name: replace(bench, schedule="planned") for name, bench in FOLDED.items() if name != "bubble"}
-ORDERED["communication"] = replace(ORDERED["communication"], micro_batches=8)
+ORDERED["communication"] = replace(ORDERED["communication"], micro_batches=4)
 PLANTED = [*FAULTS.items(), *FOLDED.items(), *ORDERED.items()]
 NAMES = [f"{name}-{bench.schedule}" for name, bench in PLANTED]
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpm_ds.pipeline.module import warm_up
 from ddpm_ds.unet.blocks import sinusoid
+from ddpm_ds.unet.layers import BlockLayer
+from ddpm_ds.unet.model import compile_layers
+from ddpm_ds.unet.operations import EmbeddingProjection
 from tests.unet.variants import VARIANTS, batch, layers_of, narrowing, random_unet, rounding
 
 
@@ -64,6 +73,74 @@ def test_prediction_of_an_image_does_not_depend_on_the_rest_of_its_batch() -> No
     assert (
         max((flipped.flip(0) - together).norm(), (second - together[1:]).norm()) <= rounding(layers) * together.norm()
     )
+
+
+class Operators(TorchDispatchMode):
+    """While entered, counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["ddpm", "scale_shift", "dropout", "wide_embedding"])
+def test_blocks_compute_together_what_each_does_alone_with_one_projection_each_way(name: str) -> None:
+    layers = layers_of(name)
+    unet = random_unet(layers)
+    blocks = sum(isinstance(layer, BlockLayer) for layer in layers)
+    alone: Any = batch(name)
+    ways = []
+    with Operators() as apart:
+        for layer in unet.layers:
+            alone = layer(alone)
+        ways.append(torch.autograd.grad(alone.square().mean(), [*unet.parameters()]))
+    with Operators() as together:
+        prediction = unet(*batch(name))
+        ways.append(torch.autograd.grad(prediction.square().mean(), [*unet.parameters()]))
+    assert (prediction - alone).norm() <= rounding(layers) * alone.norm()
+    for expected, found, (parameter, _) in zip(*ways, unet.named_parameters(), strict=True):
+        assert (found - expected).norm() <= 2 * rounding(layers) * (expected.norm() + 0.1), parameter
+    assert apart.counts["addmm"] - together.counts["addmm"] == blocks - 1
+    assert apart.counts["mm"] - together.counts["mm"] == 2 * (blocks - 1)
+
+
+def test_a_micro_batch_in_flight_holds_no_copy_of_the_projections() -> None:
+    unet = random_unet(layers_of("wide_embedding"))
+    weights = [module.weight for module in unet.modules() if isinstance(module, EmbeddingProjection)]
+    held: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held.add(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        unet(*batch("wide_embedding"))
+    assert weights[0].numel() in held and sum(weight.numel() for weight in weights) not in held
+
+
+@pytest.mark.parametrize("name", ["ddpm", "scale_shift"])
+def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    layers = layers_of(name)
+    unet = random_unet(layers)
+    compile_layers([*unet.layers], tmp_path)
+    warm_up(dict(enumerate(unet.layers)), layers, 2, gradients=True, recompute=False)
+    known = len(compiled)
+    unet(*batch(name)).square().mean().backward()
+    assert known == len(compiled) > 0
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 8])

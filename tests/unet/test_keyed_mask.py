@@ -4,7 +4,6 @@ and as built on a GPU."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.pipeline.module import UnetPipelineModule
-from ddpm_ds.unet.model import UNet
-from ddpm_ds.unet.operations import KeyedDropout, draw_masks, set_image_index, use_kernels
+from ddpm_ds.unet.operations import Kernels, KeyedDropout, draw_masks, set_image_index, use_kernels
 from tests.alone import run_alone
 from tests.unet.variants import batch, layers_of, random_unet
 
@@ -95,8 +93,6 @@ def launches(interval: int) -> list[int]:
 
     layers = layers_of("dropout")
     unet = random_unet(layers)
-    expected = gradients(unet)
-    use_kernels(unet.layers, "masks")
     stage: Any = SimpleNamespace(
         unet_layers=layers, forward_funcs=list(unet.layers), first=0, stop=len(layers),
         activation_checkpoint_interval=interval,
@@ -104,22 +100,27 @@ def launches(interval: int) -> list[int]:
     )  # fmt: skip
     for name in ("_walk", "_recomputed"):
         setattr(stage, name, getattr(UnetPipelineModule, name).__get__(stage))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keyed_mask, "_drawn", counted)
-        own = gradients(unet, lambda *inputs: UnetPipelineModule.forward(stage, inputs))
-    assert all(map(torch.equal, own, expected))
+    gradients = []
+    both: tuple[Kernels, Kernels] = ("reference", "masks")
+    for kernels in both:
+        use_kernels(unet.layers, kernels)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keyed_mask, "_drawn", counted)
+            loss = UnetPipelineModule.forward(stage, batch("dropout")).square().mean()  # type: ignore[union-attr]
+            gradients.append(torch.autograd.grad(loss, [*unet.parameters()]))
+    assert all(map(torch.equal, *gradients))
     return found
-
-
-def gradients(unet: UNet, forward: Callable[..., Any] | None = None) -> list[torch.Tensor]:
-    loss = (forward or unet)(*batch("dropout")).square().mean()
-    return list(torch.autograd.grad(loss, list(unet.parameters())))
 
 
 def interpret(out: str) -> None:
     """Write to a file what the interpreter made of the cases."""
-    found = {"differing": differing("cpu"), "drawn": drawn_alike("cpu"), "launches": [*map(launches, (0, 4))]}
-    Path(out).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
+
+
+def check_launches() -> None:
+    """Masks of each launch, without recomputation, and by group of layers, again when they are recomputed."""
+    assert launches(interval=0) == [8]
+    assert launches(interval=4) == [2, 3, 3, 3, 3, 2]
 
 
 @pytest.mark.long
@@ -127,7 +128,10 @@ def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> 
     run_alone("unet.test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
     report = json.loads((tmp_path / "report").read_text())
     assert report["differing"] == [] and all(report["drawn"].values())
-    assert report["launches"] == [[8], [2, 3, 3, 3, 3, 2]], "by group of layers, again when recomputed"
+
+
+def test_interpreted_the_masks_of_all_layers_that_run_together_are_one_launch() -> None:
+    run_alone("unet.test_keyed_mask", "check_launches()", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("values", [{"seed": 2**32}, {"stream": -1}, {"drop": 1.0}, {"drop": -0.1}])
