@@ -217,7 +217,8 @@ from ddpm_ds.cli import train
 
 def start_child():
     assert "torch" not in sys.modules
-    print((child := subprocess.Popen(["sleep", "1000"])).pid)
+    child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(child.pid)
     return child
 
 train.start_child = start_child
