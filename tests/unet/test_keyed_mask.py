@@ -1,11 +1,9 @@
-"""Dropout's masks by one kernel are those of ``keyed.keep_mask``, bit for bit: in Triton's interpreter on any machine
-and as built on a GPU."""
+"""Dropout's masks by one kernel are those of ``keyed.keep_mask``, bit for bit, as built on a GPU. In Triton's
+interpreter ``test_interpreted.py`` compares them, on any machine."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.operations import KeyedDropout, use_kernels
-from tests.unet.alone import run_alone
 
 BLOCK = 2048
 """Number of elements per program of the kernel."""
@@ -66,18 +63,6 @@ def drawn_alike(device: str) -> dict[str, bool]:
         "channels-last": fused.is_contiguous(memory_format=torch.channels_last),
         "compiled": torch.equal(reference, compiled),
     }
-
-
-def interpret(out: str) -> None:
-    """Write to a file what the interpreter made of the cases."""
-    Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
-
-
-@pytest.mark.long
-def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> None:
-    run_alone("test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
-    report = json.loads((tmp_path / "report").read_text())
-    assert report == {"differing": [], "drawn": {"bits": True, "channels-last": True, "compiled": True}}
 
 
 @pytest.mark.parametrize("values", [{"seed": 2**32}, {"stream": -1}, {"drop": 1.0}, {"drop": -0.1}])
