@@ -19,11 +19,13 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -45,8 +47,10 @@ class Server:
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
-        self._address = f"\0forking-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        self._address = f"\0forking-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
+        self._process: subprocess.Popen[bytes] | None = None
         while not self._connected():
+            assert self._process is None or not self._process.poll(), "the server has failed"
             time.sleep(0.01)
 
     def _connected(self) -> bool:
@@ -300,7 +304,12 @@ def serve(listener: socket.socket) -> None:
     while True:
         for ready in select.select(CONNECTIONS, [], [])[0]:
             if ready is listener:
-                CONNECTIONS.append(worker := listener.accept()[0])
+                worker = listener.accept()[0]
+                _, user, _ = struct.unpack("3i", worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if user != os.getuid():  # who could have scripts run as this one
+                    worker.close()
+                    continue
+                CONNECTIONS.append(worker)
                 forked[worker] = set()
                 answer: int | None = os.getpid()
             elif (details := (asked := heard(worker := ready))[0]) is None:
@@ -336,4 +345,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # else each process takes a second to free what it did not make
 
-    serve(socket.socket(fileno=0))
+    run(lambda: serve(socket.socket(fileno=0)))
