@@ -3,10 +3,11 @@ processes, and idle threads that spin slow each other down."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need programs as long ones. Files that start processes come first, so that several workers end
-    at about the same time, on the quick ones."""
+    """Mark tests that need programs as long ones. Files that take long come first, so that several workers end at about
+    the same time, on the quick ones."""
     for item in items:
         if item.get_closest_marker("needs_programs"):
             item.add_marker(pytest.mark.long)
     slow = {item.path for item in items if item.get_closest_marker("launch")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that test files import is ever looked at for garbage, which engines have collected at their end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """Processes that share one import: PyTorch and DeepSpeed take seconds in each process that imports them anew.
 
-A server, one for a test process, has imported them and forks a process for each script that is asked for. What it is
-asked comes as lines of JSON, and so do its answers. Whoever starts the process that sends to MLflow finds that forked
-as well.
+A server, one for all workers of a test run, has imported them and forks a process for each script that is asked for.
+What it is asked comes as lines of JSON, and so do its answers. Whoever starts the process that sends to MLflow finds
+that forked as well.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -38,21 +42,41 @@ DIE_WITH_PARENT = 1
 
 
 class Server:
-    """A process that forks others for this one, and ends with it."""
+    """A process that forks others for this one and for all other workers of the test run; the first that asks starts
+    it, and it ends with the last one."""
 
     def __init__(self) -> None:
-        self._asking, (self._socket, asked) = threading.Lock(), socket.socketpair()
-        with asked:
-            process = subprocess.Popen(
-                [sys.executable, "-u", __file__],
-                env={**os.environ, **ONE_THREAD},
-                cwd=REPOSITORY,
-                stdin=asked.fileno(),
-                stdout=subprocess.DEVNULL,
-            )
-        self.pid = process.pid
-        atexit.register(process.wait)
-        atexit.register(process.kill)
+        self._asking = threading.Lock()
+        self._address = f"\0forking-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
+        self._process: subprocess.Popen[bytes] | None = None
+        while not self._connected():
+            assert self._process is None or not self._process.poll(), "the server has failed"
+            time.sleep(0.01)
+
+    def _connected(self) -> bool:
+        """Whether the server, which is started unless there is one, has said its id; one that just ends says none."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(self._address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                listener.listen()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", __file__],
+                    env={**os.environ, **ONE_THREAD},
+                    cwd=REPOSITORY,
+                    stdin=listener.fileno(),
+                    stdout=subprocess.DEVNULL,
+                )
+            try:
+                self._socket.connect(self._address)
+            except ConnectionRefusedError:  # somebody else is about to listen
+                return False
+        self.pid = heard(self._socket)[0]
+        return self.pid is not None
 
     def ask(self, question: str, details: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
         """The answer to a question, which may come with open files."""
@@ -70,9 +94,12 @@ def tell(listener: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
 
 def heard(teller: socket.socket) -> tuple[Any, list[int]]:
     """The value and the open files of the next line; None where nobody tells anything any more."""
-    line, fds, _, _ = socket.recv_fds(teller, 1, 8)
+    try:
+        line, fds, _, _ = socket.recv_fds(teller, 1, 8)
+    except ConnectionResetError:  # ended before it has read everything
+        return None, []
     while line and not line.endswith(b"\n"):
-        line += teller.recv(1 << 16)
+        line = line + more if (more := teller.recv(1 << 16)) else b""
     return json.loads(line or b"null"), fds
 
 
@@ -227,13 +254,21 @@ def become(fds: Sequence[int], module: str, arguments: Sequence[str], environmen
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def fork() -> int:
+    """The id of a child that ends with this process, or 0 in the child."""
+    if (pid := os.fork()) == 0:
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        for connection in CONNECTIONS:
+            connection.close()
+    return pid
+
+
 def fork_module(fds: Sequence[int], **details: Any) -> int:
     """The id of a process that becomes a module."""
     import_store()
     import ddpm_ds.tracking.sender  # noqa: F401
 
-    if (pid := os.fork()) == 0:
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    if (pid := fork()) == 0:
         run(lambda: become(fds, **details))
     return pid
 
@@ -245,9 +280,8 @@ def fork_script(
     records = "MLFLOW_TRACKING_URI" in environment  # which says that a store is where the run is
     if records:
         import_store()
-    if (pid := os.fork()) != 0:
+    if (pid := fork()) != 0:
         return pid
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment)
     for file, number in ((os.devnull, 0), (stdout, 1), (stderr, 2)):
@@ -261,19 +295,50 @@ def fork_script(
     run(lambda: runpy.run_path(words[0], run_name="__main__"))
 
 
-def poll(fds: Sequence[int], pid: int) -> int | None:
+def poll(pid: int) -> int | None:
     """The exit code of a process that has ended."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def serve(asking: socket.socket) -> None:
-    """Answer until nobody asks any more."""
-    answers: dict[str, Callable[..., int | None]] = {"module": fork_module, "script": fork_script, "poll": poll}
-    while (details := (asked := heard(asking))[0]) is not None:
-        tell(asking, answers[details.pop("question")](asked[1], **details))
-        for fd in asked[1]:
-            os.close(fd)
+CONNECTIONS: list[socket.socket] = []
+"""The server's: where it is asked for, and one to each of those who ask."""
+
+
+def serve(listener: socket.socket) -> None:
+    """Answer until nobody is left who could ask. What was forked for a worker ends with it."""
+    forks: dict[str, Callable[..., int]] = {"module": fork_module, "script": fork_script}
+    forked: dict[socket.socket, set[int]] = {}
+    CONNECTIONS.append(listener)
+    while True:
+        for ready in select.select(CONNECTIONS, [], [])[0]:
+            if ready is listener:
+                worker = listener.accept()[0]
+                _, user, _ = struct.unpack("3i", worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if user != os.getuid():  # who could have scripts run as this one
+                    worker.close()
+                    continue
+                CONNECTIONS.append(worker)
+                forked[worker] = set()
+                answer: int | None = os.getpid()
+            elif (details := (asked := heard(worker := ready))[0]) is None:
+                CONNECTIONS.remove(worker)
+                worker.close()
+                for pid in forked.pop(worker):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                if not forked:
+                    return
+                continue
+            elif (question := details.pop("question")) == "poll":
+                if (answer := poll(**details)) is not None:
+                    forked[worker].remove(details["pid"])
+            else:
+                forked[worker].add(answer := forks[question](asked[1], **details))
+                for fd in asked[1]:
+                    os.close(fd)
+            with contextlib.suppress(BrokenPipeError):  # it has been killed
+                tell(worker, answer)
 
 
 if __name__ == "__main__":
@@ -289,4 +354,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # else each process takes a second to free what it did not make
 
-    serve(socket.socket(fileno=0))
+    run(lambda: serve(socket.socket(fileno=0)))

@@ -28,6 +28,8 @@ from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LONGEST_LINE, MOST_FAULTS, UserError
 
+pytestmark = pytest.mark.launch
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 ZERO2 = REPOSITORY / "ds_configs" / "zero2_fp16.json"

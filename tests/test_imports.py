@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -76,17 +76,20 @@ def modules() -> list[str]:
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path != Path("ddpm_ds/__init__"))
 
 
-def imported(module: str) -> Iterator[str]:
+@functools.cache
+def imported(module: str) -> list[str]:
     """Every module that a module imports, also inside functions."""
+    found: list[str] = []
     path = REPOSITORY / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports relatively; write the whole name"
             base = node.module or ""
-            yield from (f"{base}.{alias.name}" for alias in node.names) if base == "ddpm_ds" else [base]
+            found += [f"{base}.{alias.name}" for alias in node.names] if base == "ddpm_ds" else [base]
+    return found
 
 
 def test_every_module_is_in_a_room() -> None:

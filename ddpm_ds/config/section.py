@@ -8,6 +8,7 @@ error. A field's docstring is its documentation; everything else about it is rea
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -229,7 +230,7 @@ class Format(Generic[S]):
     def _free(self, location: Sequence[str]) -> list[str]:
         """Return the names in a section that have more than one value."""
         section = self.at(location)
-        return [name for name, part in _fields_of(section).items() if "const" not in part] if section else []
+        return _free_in(section) if section else []
 
     def _fix(self, location: tuple[str, ...], value: object) -> str:
         """Return what to do about a wrong value: what it clearly means, such as "False" or null, or the reason."""
@@ -269,6 +270,12 @@ def _fields_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
     """Return the JSON schema of each field of a section; not kept, since a choice may be added."""
     fields: Mapping[str, Mapping[str, Any]] = section.model_json_schema()["properties"]
     return fields
+
+
+@functools.cache
+def _free_in(section: type[Section]) -> list[str]:
+    """Return the names of fields that have more than one value; kept, since an added choice changes none of them."""
+    return [name for name, part in _fields_of(section).items() if "const" not in part]
 
 
 def _at(values: Any, location: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -309,25 +309,30 @@ def compile_without_code() -> None:
     model.torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
-def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
-    """A worker's program: run every case of the file in one launch and write what came of them.
+@contextlib.contextmanager
+def groups_of_its_own() -> Iterator[None]:
+    """Engines that are built inside have process groups that end with it: DeepSpeed makes a dozen for each engine, and
+    gloo's thread of each wakes a hundred times a second."""
+    deepspeed.utils.groups._clone_world_group()
+    lasting = set(distributed_c10d._world.pg_map)
+    yield
+    torch.distributed.barrier()
+    for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
+        torch.distributed.destroy_process_group(group)
 
-    A case's process groups end with it: DeepSpeed makes a dozen for each engine, and gloo's thread of each wakes a
-    hundred times a second.
-    """
+
+def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
+    """A worker's program: run every case of the file in one launch and write what came of them."""
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
     torch.set_num_threads(1)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) % max(get_accelerator().device_count(), 1))
     with process_group():
-        deepspeed.utils.groups._clone_world_group()
         pipeline_module.build_layer = build_awake_layer
-        lasting, report = set(distributed_c10d._world.pg_map), []
+        report = []
         for case in json.loads(Path(cases).read_text()):
-            report.append(run(case))
-            torch.distributed.barrier()
-            for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
-                torch.distributed.destroy_process_group(group)
+            with groups_of_its_own():
+                report.append(run(case))
         Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
         torch.distributed.barrier()
 

@@ -7,6 +7,7 @@ Those that draw noise and timesteps are left out, in the loop as in the engine.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -71,8 +72,10 @@ def spec_of(blocks: int, images: int) -> RunSpec:
     return tiny_spec(**sections, train={"batch_images": images, "label_drop": 0.0})
 
 
-def loop_cost(spec: RunSpec, precision: Precision, count: int) -> HostCost:
+@functools.cache
+def loop_cost(blocks: int, precision: Precision, count: int) -> HostCost:
     """A plain loop over ``count`` micro-batches, with the optimizer of the benchmark's loops and an averaged U-Net."""
+    spec = spec_of(blocks, IMAGES * count)
     unet = UNet(layers_of(spec), spec.train.seed).to(device(), DTYPES[precision])
     setting: Any = SimpleNamespace(
         plan=SimpleNamespace(spec=spec, ds=SimpleNamespace(blocks={"gradient_clipping": 1.0})), device=device()
@@ -80,7 +83,7 @@ def loop_cost(spec: RunSpec, precision: Precision, count: int) -> HostCost:
     optimizer = Optimizer(setting, unet.parameters(), fused=True, scaled=precision == "fp16")
     trained: list[Tensor] = [*optimizer.masters] or [*unet.parameters()]
     averages, objective = [one.detach().clone() for one in trained], Uncounted(spec, device())
-    assert len(trained) == PARAMETERS[spec.unet.blocks_per_level]
+    assert len(trained) == PARAMETERS[blocks]
 
     def step(number: int) -> None:
         total = torch.zeros((), device=device())
@@ -187,7 +190,7 @@ def main() -> None:
         stages, found = torch.distributed.get_world_size(), {}
         for case, blocks in cases_of(stages):
             spec = spec_of(blocks, IMAGES * case.micro_batches)
-            loops = [loop_cost(spec, case.precision, case.micro_batches)] if stages == 1 else []
+            loops = [loop_cost(blocks, case.precision, case.micro_batches)] if stages == 1 else []
             found[name_of(case, blocks)] = [asdict(cost) for cost in (*loops, engine_cost(spec, case))]
         Path(sys.argv[-1], f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 

@@ -31,6 +31,8 @@ from ddpm_ds.tracking.tracker import RunLink, flatten
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
 
+pytestmark = pytest.mark.launch
+
 
 def written(root: Path) -> list[dict[str, Any]]:
     """The events of the run in ``root``."""

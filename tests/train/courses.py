@@ -97,9 +97,12 @@ class Courses:
         )
 
     def train(self, courses: Iterable[tuple[int, Course]]) -> None:
-        """Each in processes of its own: what gloo leaves behind of one engine slows the next."""
+        """Courses of as many processes are trained one after the other in one start of them."""
+        by_processes: dict[int, list[Course]] = {}
         for processes, course in courses:
-            file = write_json(self._folder / "course.json", asdict(course))
+            by_processes.setdefault(processes, []).append(course)
+        for processes, alike in by_processes.items():
+            file = write_json(self._folder / "courses.json", [asdict(course) for course in alike])
             done = run_ranks(processes, WORKER, str(file), str(self._folder))
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -141,5 +144,6 @@ def train_all(folder: Path) -> Courses:
         again.append(courses.course(f"resumed-{name}-{precision}", LAYOUTS[name], precision, sources))
     again.append(courses.course("to-fp32", LAYOUTS["1x1"], "fp32", ["calm-fp16"]))
     again.append(courses.course("to-fp16", LAYOUTS["2x2"], "fp16", ["2x2-fp32", "1x4-fp32"], overflow=False))
-    courses.train([*whole, *again])
+    courses.train(whole)
+    courses.train(again)  # in other processes: what goes on has nothing but what was saved
     return courses

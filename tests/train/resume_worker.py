@@ -1,9 +1,9 @@
-"""Rung d of the ladder of trust, one rank: train a tiny course, from the beginning or from checkpoints of any layout.
+"""Rung d of the ladder of trust, one rank: train tiny courses, from the beginning or from checkpoints of any layout.
 
-    python tests/train/resume_worker.py COURSE.json FOLDER
+    python tests/train/resume_worker.py COURSES.json FOLDER
 
-One that is given no sources trains ``STEPS`` steps, saves, trains as many again and saves. With sources, each is loaded
-in turn, into the one engine, and trained to the same end. What was seen goes to
+A course without sources trains ``STEPS`` steps, saves, trains as many again and saves. With sources, each is loaded in
+turn, into the one engine, and trained to the same end. What was seen goes to
 ``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
 """
 
@@ -34,6 +34,7 @@ from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, described, state_fragments
+from tests.pipeline.ladder_worker import groups_of_its_own
 
 STEPS = 3
 OVERFLOWING = (13, 30)
@@ -152,12 +153,13 @@ def run_course(course: Course, folder: Path) -> None:
 
 
 def main() -> None:
-    course, folder = map(Path, sys.argv[-2:])
+    courses, folder = map(Path, sys.argv[-2:])
     use_host_accelerator()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    run_course(Course(**json.loads(course.read_text())), folder)
-    dist.barrier()
+    for course in json.loads(courses.read_text()):
+        with groups_of_its_own():
+            run_course(Course(**course), folder)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # without freeing one by one what the process was forked with

@@ -1,13 +1,11 @@
-"""The fused GroupNorm + SiLU against float64, in Triton's interpreter on any machine and as built on a GPU."""
+"""The fused GroupNorm + SiLU: what surrounds its kernels, and the cases of ``test_interpreted.py``, built on a GPU."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +35,7 @@ from ddpm_ds.unet.kernel_choice import (
 )
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.operations import GroupNorm, KeyedDropout, use_kernels
-from tests.alone import REPOSITORY, run_alone
+from tests.alone import REPOSITORY
 
 EPSILON = 1e-3
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -184,40 +182,6 @@ def tolerance(case: Case) -> float:
     terms = height * width * max(images, channels // case.groups)
     stored = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[case.dtype]
     return stored + 4 * 2.0**-24 * ((30 + terms) ** 0.5 + abs(case.mean) / case.deviation)
-
-
-def interpret(out: str, *names: str) -> None:
-    """Write to a file what the interpreter made of some cases."""
-    found = {name: report(CASES[name]) for name in names}
-    Path(out).write_text(json.dumps({"same": same_as_eager(), **found}))
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    """What the interpreter made of the cases that are asked for."""
-    out = tmp_path_factory.mktemp("fused_norm") / "report.json"
-    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
-    run_alone(
-        "test_fused_norm",
-        f"interpret({str(out)!r}, *{[name for name in CASES if name in asked]})",
-        TRITON_INTERPRET="1",
-    )
-    return json.loads(out.read_text())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_output_and_every_gradient_equal_float64_and_have_the_dtypes_and_memory_format_of_x(
-    interpreted: dict[str, Any], name: str
-) -> None:
-    report, allowed = interpreted[name], tolerance(CASES[name])
-    assert {of: error for of, error in report["errors"].items() if not error < allowed} == {}
-    assert report["repeats"] and all(report["dtypes"]) and all(report["channels_last"])
-
-
-@pytest.mark.long
-def test_compiled_and_recomputed_it_gives_the_same_bits(interpreted: dict[str, Any]) -> None:
-    assert interpreted["same"] == {"compiled": True, "recomputed": True}
 
 
 @pytest.mark.parametrize("side", [2, 64])

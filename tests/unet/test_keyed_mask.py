@@ -1,12 +1,10 @@
-"""Dropout's masks by one kernel are those of ``keyed.keep_mask``, bit for bit: in Triton's interpreter on any machine
-and as built on a GPU."""
+"""Dropout's masks by one kernel are those of ``keyed.keep_mask``, bit for bit, as built on a GPU. In Triton's
+interpreter ``test_interpreted.py`` compares them, on any machine."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.pipeline.module import UnetPipelineModule
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, draw_masks, set_image_index, use_kernels
-from tests.alone import run_alone
 from tests.unet.variants import batch, layers_of, random_unet
 
 BLOCK = 2048
@@ -110,28 +107,6 @@ def launches(interval: int) -> list[int]:
             gradients.append(torch.autograd.grad(loss, [*unet.parameters()]))
     assert all(map(torch.equal, *gradients))
     return found
-
-
-def interpret(out: str) -> None:
-    """Write to a file what the interpreter made of the cases."""
-    Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
-
-
-def check_launches() -> None:
-    """Masks of each launch, without recomputation, and by group of layers, again when they are recomputed."""
-    assert launches(interval=0) == [8]
-    assert launches(interval=4) == [2, 3, 3, 3, 3, 2]
-
-
-@pytest.mark.long
-def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> None:
-    run_alone("unet.test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
-    report = json.loads((tmp_path / "report").read_text())
-    assert report["differing"] == [] and all(report["drawn"].values())
-
-
-def test_interpreted_the_masks_of_all_layers_that_run_together_are_one_launch() -> None:
-    run_alone("unet.test_keyed_mask", "check_launches()", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("values", [{"seed": 2**32}, {"stream": -1}, {"drop": 1.0}, {"drop": -0.1}])

@@ -1,0 +1,64 @@
+"""Triton's kernels in its interpreter, on any machine: the fused GroupNorm + SiLU against float64, and dropout's masks
+bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.alone import run_alone
+from tests.unet import test_keyed_mask
+from tests.unet.test_fused_norm import CASES, report, same_as_eager, tolerance
+
+COMPILED = ("same", "drawn")
+"""What is also traced by the compiler, whose import takes as long as all kernels."""
+
+
+def interpret(out: str, *names: str) -> None:
+    """Write to a file what the interpreter made of some cases of the normalisation, and what else is named."""
+    others = {
+        "masks": lambda: test_keyed_mask.differing("cpu"),
+        "launches": lambda: [test_keyed_mask.launches(interval) for interval in (0, 4)],
+        "same": same_as_eager,
+        "drawn": lambda: test_keyed_mask.drawn_alike("cpu"),
+    }
+    found: dict[str, Any] = {name: others[name]() if name in others else report(CASES[name]) for name in names}
+    Path(out).write_text(json.dumps(found))
+
+
+def interpreted(folder: Path, *names: str) -> Any:
+    run_alone("unet.test_interpreted", f"interpret({str(folder / 'report.json')!r}, *{names})", TRITON_INTERPRET="1")
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return interpreted(tmp_path_factory.mktemp("interpreted"), *CASES, "masks", "launches")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_every_gradient_equal_float64_and_have_the_dtypes_and_memory_format_of_x(
+    found: Any, name: str
+) -> None:
+    report, allowed = found[name], tolerance(CASES[name])
+    assert {of: error for of, error in report["errors"].items() if not error < allowed} == {}
+    assert report["repeats"] and all(report["dtypes"]) and all(report["channels_last"])
+
+
+def test_every_mask_is_the_reference_bit_for_bit(found: Any) -> None:
+    assert found["masks"] == []
+
+
+def test_the_masks_of_all_layers_that_run_together_are_one_launch(found: Any) -> None:
+    """Those of a stage without recomputation; else those of a group of layers, again when they are recomputed."""
+    assert found["launches"] == [[8], [2, 3, 3, 3, 3, 2]]
+
+
+@pytest.mark.long
+def test_compiled_and_recomputed_they_give_the_same_bits(tmp_path: Path) -> None:
+    found = interpreted(tmp_path, *COMPILED)
+    assert found["same"] == {"compiled": True, "recomputed": True}
+    assert found["drawn"] == {"bits": True, "channels-last": True, "compiled": True}
