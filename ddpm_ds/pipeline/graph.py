@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,29 @@ from ddpm_ds.errors import DsConfigError
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.pipeline.flat_gradients import FlatGradients
 
-if TYPE_CHECKING:
-    from ddpm_ds.pipeline.engine import UnetPipelineEngine
-
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
 SPREADS = 4
 """A replay may differ from an eager step by as many times what two eager steps differ by, whose sums may have different
 orders, or by a rounding of the gradients' precision."""
+
+
+class Steps(Protocol):
+    """What a graph uses of :class:`ddpm_ds.pipeline.engine.UnetPipelineEngine`, or of DeepSpeed's engine below it."""
+
+    device: Any
+    gradients: Any
+    micro_batches: Any
+    basic_optimizer: Any
+    data_iterator: Any
+
+    @property
+    def reads_data(self) -> bool: ...
+    def is_unobserved(self) -> bool: ...
+    def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
+    def execute_program(self, *, by_host: bool) -> Tensor: ...
+    def set_dataiterator(self, iterator: Any) -> Any: ...
+    def wall_clock_breakdown(self) -> Any: ...
 
 
 class Pace:
@@ -67,7 +82,7 @@ class StepGraph:
         asked: "auto" takes a graph if one process trains alone; True takes one anyway, or raises an error.
     """
 
-    def __init__(self, engine: UnetPipelineEngine, asked: Literal["auto"] | bool) -> None:
+    def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
         self._engine, self._asked = engine, asked
         self.say: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
@@ -193,7 +208,7 @@ class StepGraph:
             return [self._loss.clone(), self._gradients().own_sum.clone()]
 
 
-def why_eager(engine: UnetPipelineEngine, asked: Literal["auto"] | bool) -> str:
+def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
     """Return why the steps of an engine are never captured, or nothing."""
     if asked is False:
         return "graphs is false"

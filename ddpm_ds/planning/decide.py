@@ -7,36 +7,21 @@ cut_and_ordered  cuts by measured times and the order of a planned schedule, by 
 from __future__ import annotations
 
 import functools
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpm_ds.config.ds_config import precision
-from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.device import described, memory_bytes
+from ddpm_ds.device import memory_bytes
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.schedule import Program
+from ddpm_ds.planning.predictor_here import predictor_here
 from ddpm_ds.planning.run_plan import RunPlan
-from ddpm_ds.predict.decisions import choose_stages, fitted, measured_cuts, planned_again, planned_order
-from ddpm_ds.predict.layouts import Workload, machine_like
+from ddpm_ds.predict.decisions import fitted, measured_cuts, planned_again, planned_order
+from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.processes.process_group import decided_by_rank_0
-
-
-def stages_here(
-    spec: RunSpec, config: Mapping[str, Any], path: Path, *, world_size: int, hosts: Sequence[str]
-) -> tuple[int, str]:
-    """Return the planner's number of stages for processes on hosts like this one, and the reason.
-
-    See :func:`ddpm_ds.predict.decisions.choose_stages`.
-    """
-    return choose_stages(_predictor(spec, config, world_size, hosts), path, hosts)
 
 
 def decided(plan: RunPlan, device: torch.device) -> RunPlan:
@@ -78,23 +63,4 @@ def replanning(plan: RunPlan) -> Callable[[Mapping[str, Any]], tuple[Program, ..
 
 
 def _predictor_of(plan: RunPlan, timed: torch.device | None = None) -> Predictor:
-    return _predictor(plan.spec, plan.ds.as_json(), plan.ds.layout.world_size, plan.hosts, timed)
-
-
-def _predictor(
-    spec: RunSpec,
-    config: Mapping[str, Any],
-    world_size: int,
-    hosts: Sequence[str],
-    timed: torch.device | None = None,
-) -> Predictor:
-    """Return a predictor for processes on hosts like this one, with computed times of layers, or with those of a
-    device that is ``timed``.
-    """
-    sizes = set(Counter(hosts).values())
-    nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
-    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    devices = machine_like(name, memory, half=precision(config) != "fp32", devices=world_size, nodes=nodes)
-    job = Workload(spec, config, devices.is_cpu)
-    times = measured_times(job.layers, timed, job.precision) if timed is not None else None
-    return Predictor(job, devices, times)
+    return predictor_here(plan.spec, plan.ds.as_json(), plan.ds.layout.world_size, plan.hosts, timed)

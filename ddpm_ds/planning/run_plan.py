@@ -143,7 +143,7 @@ def plan_run(
             from ddpm_ds.device import choose_device
 
             choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
-            from ddpm_ds.planning.decide import stages_here
+            from ddpm_ds.planning.predictor_here import stages_here
 
             stages, chosen = stages_here(spec, config, ds_path, world_size=world_size, hosts=names)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
