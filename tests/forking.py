@@ -244,14 +244,20 @@ def run(program: Callable[[], object]) -> NoReturn:
 def become(fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run a module with the standard input and output that it is given."""
     for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
+        move(fd, number)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv[1:] = arguments
     sys.modules.pop(module, None)  # the server may have imported it, which runpy would warn of
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def move(fd: int, number: int) -> None:
+    """Give an open file another number; the server's 0 was the socket where it is asked, which its forks close."""
+    if fd != number:
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def fork() -> int:
@@ -285,9 +291,7 @@ def fork_script(
     os.environ.clear()
     os.environ.update(environment)
     for file, number in ((os.devnull, 0), (stdout, 1), (stderr, 2)):
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        os.dup2(opened, number)
-        os.close(opened)
+        move(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     if records and environment.get("RANK") == "0":
         setattr(ddpm_ds.tracking.tracker, "subprocess", ForkedWorker())  # noqa: B010
     sys.argv[:] = words
