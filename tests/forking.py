@@ -41,6 +41,10 @@ ONE_THREAD = {
 DIE_WITH_PARENT = 1
 
 
+DETACHED = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, '-u', sys.argv[1]])"
+"""Starts a program that is nobody's child: a test may end all children of its process."""
+
+
 class Server:
     """A process that forks others for this one and for all other workers of the test run; the first that asks starts
     it, and it ends with the last one."""
@@ -48,9 +52,8 @@ class Server:
     def __init__(self) -> None:
         self._asking = threading.Lock()
         self._address = f"\0forking-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._started = False
         while not self._connected():
-            assert self._process is None or not self._process.poll(), "the server has failed"
             time.sleep(0.01)
 
     def _connected(self) -> bool:
@@ -63,13 +66,16 @@ class Server:
                 if error.errno != errno.EADDRINUSE:
                     raise
             else:
+                assert not self._started, "the server has failed"
+                self._started = True
                 listener.listen()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-u", __file__],
+                subprocess.run(
+                    [sys.executable, "-c", DETACHED, __file__],
                     env={**os.environ, **ONE_THREAD},
                     cwd=REPOSITORY,
                     stdin=listener.fileno(),
                     stdout=subprocess.DEVNULL,
+                    check=True,
                 )
             try:
                 self._socket.connect(self._address)
