@@ -34,6 +34,11 @@ Wanted = Callable[[int, PassKind], Sequence[nn.Parameter]]
 """Function that returns the parameters that a pass of a phase gives gradients to, in about the order of arrival."""
 
 
+SUMMED = 2**16
+"""Number of squares that a CPU adds up at a time: PyTorch adds them one after the other in fp32, and loses 0.2 % of the
+norm of 35 million. A GPU adds up pairs of sums."""
+
+
 @dataclass
 class _Bucket:
     """Parameters whose gradients are added to the sum together."""
@@ -81,6 +86,7 @@ class FlatGradients(OwnStep):
             self._sum = flat.accumulator
         self._keeps = flat.accumulator is not None
         self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
+        self._summed = self._own.split(SUMMED if device.type == "cpu" else self._owned)
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
         self._bucket = max(min(flat.bucket, flat.elements), largest)
@@ -256,7 +262,7 @@ class FlatGradients(OwnStep):
     @torch.no_grad()
     def step(self) -> None:
         """Clip and step, or skip a step whose gradients are not finite."""
-        norm = torch.linalg.vector_norm(self._own, dtype=torch.float32)
+        norm = norm_of(self._summed)
         if self._flat.replicas > 1:
             norm.square_()
             comm.all_reduce(norm, group=self._flat.group)
@@ -303,6 +309,12 @@ def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
     for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
         if gradient.is_contiguous():
             slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())
+
+
+def norm_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return the norm of a flat tensor of any type, in fp32, from its parts, on a CPU of :data:`SUMMED` elements."""
+    norms = torch._foreach_norm(list(parts), 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:

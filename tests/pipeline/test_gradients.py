@@ -19,7 +19,7 @@ from rivals.measure import SentBytes
 from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.flat_gradients import _match
+from ddpm_ds.pipeline.flat_gradients import SUMMED, _match, norm_of
 from tests.launching import run_ranks, write_json
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import (
@@ -157,6 +157,11 @@ def test_the_loss_scale_moves_and_steps_are_skipped_as_with_deepspeed(zero: int,
     assert flat == deepspeed and fused == deepspeed
     skipped, at_floor = [step["skipped"] for step in flat], [step["at_floor"] for step in flat]
     assert skipped[-1] == len(BAD_STEPS) and max(at_floor) > 1, flat
+
+
+def test_the_norm_of_millions_of_gradients_is_exact_to_the_sixth_digit() -> None:
+    gradients = torch.randn(2**23 + 5, generator=torch.Generator().manual_seed(0))
+    assert norm_of(gradients.split(SUMMED)).item() == pytest.approx(gradients.double().norm().item(), rel=1e-6)
 
 
 @pytest.mark.launch
