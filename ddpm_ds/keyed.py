@@ -113,7 +113,8 @@ def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple
 @functools.lru_cache(maxsize=16)
 def _codes(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Return the counter of each block plus 2^32 times its stream, (blocks,) int64."""
-    return torch.cat([torch.arange(count, device=device) + (stream << 32) for stream, count in blocks])
+    counters, streams = _columns(blocks, device)
+    return (counters + (streams << 32))[0]
 
 
 @functools.cache

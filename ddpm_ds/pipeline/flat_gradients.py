@@ -312,7 +312,7 @@ def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def norm_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return the norm of a flat tensor of any type, in fp32, from its parts, on a CPU of :data:`SUMMED` elements."""
+    """Return the norm of tensors together, in fp32; on a CPU exact if each has at most :data:`SUMMED` elements."""
     norms = torch._foreach_norm(list(parts), 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))
 

@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, over_stages
+from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, norm_of, over_stages
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.unet.weight_gradients import through_autograd
 
@@ -172,8 +172,7 @@ class SeparateGradients(OwnStep):
     @torch.no_grad()
     def step(self) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = over_stages(self._engine, torch.linalg.vector_norm(torch.stack(norms)))
+        norm = over_stages(self._engine, norm_of(gradients))
         with self._unless_invalid(norm) as steps:
             if steps:
                 self._step_masters(gradients, self._factor(norm))

@@ -86,8 +86,9 @@ class StepGraph:
         self._engine, self._asked = engine, asked
         self.say: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
-        self._off = bool(why_eager(engine, asked))
-        self._stream = None if self._off else torch.cuda.Stream(engine.device)
+        self.why_eager = why_eager(engine, asked)
+        """Reason why steps are not captured, or nothing."""
+        self._stream = None if self.why_eager else torch.cuda.Stream(engine.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._proven = False
         self._inputs: list[Any] = []
@@ -112,7 +113,9 @@ class StepGraph:
             DsConfigError: a graph was demanded, and can't be captured; on all ranks alike.
         """
         engine = self._engine
-        if self._off or not engine.is_unobserved():
+        if self.why_eager:
+            return None
+        if not engine.is_unobserved():
             self.drop()
             return None
         self._load()
@@ -124,11 +127,12 @@ class StepGraph:
 
     def drop(self) -> None:
         """Give the memory of the graph back; the next step that may be replayed captures it again."""
+        if self.why_eager:
+            return
         if self._graph is not None:
             self._graph.reset()
-        if self._inputs or self._graph is not None:
-            self._gradients().keep_memory(False)
         self._graph, self._loss, self._inputs = None, None, []
+        self._gradients().keep_memory(False)
 
     def forget(self) -> None:
         """Drop the graph, and prove the next one anew."""
@@ -146,6 +150,7 @@ class StepGraph:
         batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.reads_data else []
         if not self._inputs:
             self._inputs = [type(batch)(*(tensor.clone() for tensor in batch)) for batch in batches]
+            return
         for kept, batch in zip(self._inputs, batches, strict=True):
             torch._foreach_copy_(list(kept), list(batch))
 
@@ -153,15 +158,11 @@ class StepGraph:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
         gradients = self._gradients()
         gradients.keep_memory(True)
-        why_not = ""
-        if self._proven:
-            why_not = self._agreed(self._capture())
-        else:
-            eager = [self._tried(self._eagerly) for _ in range(2)]
-            why_not = self._agreed(self._capture())
-            if not why_not:
-                assert self._graph is not None
-                why_not = self._agreed(differences(eager, self._tried(self._graph.replay), gradients.precision))
+        eager = [] if self._proven else [self._tried(self._eagerly) for _ in range(2)]
+        why_not = self._agreed(self._capture())
+        if eager and not why_not:
+            assert self._graph is not None
+            why_not = self._agreed(differences(eager, self._tried(self._graph.replay), gradients.precision))
         if not why_not:
             if not self._proven:
                 self.say("each step is one CUDA graph")
@@ -169,11 +170,16 @@ class StepGraph:
             return True
         self._engine.set_dataiterator(iter(self._inputs))  # the eager step has the micro-batches that were loaded
         self.drop()
-        self._off = True
+        self.why_eager = why_not
         if self._asked is True:
             raise DsConfigError(f"graphs = true, but {why_not}; set graphs to false")
-        self.say(f"steps are launched operator by operator: {why_not}")
+        self.say_why_eager()
         return False
+
+    def say_why_eager(self) -> None:
+        """Show the reason why steps are not captured, if there is one."""
+        if self.why_eager:
+            self.say(f"steps are launched operator by operator: {self.why_eager}")
 
     def _agreed(self, why_not: str) -> str:
         """Return the first rank's reason against a graph, or nothing; collective."""

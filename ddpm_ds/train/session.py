@@ -91,6 +91,8 @@ def run_training(
         if plan.ds.kernels == "auto" and device.type == "cuda":
             recorder.log(engine.why_kernels)
         engine.graph.say = recorder.log
+        if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
+            engine.graph.say_why_eager()
         _train(prepared, engine, ema, recorder, watchdog, asked)
 
 

@@ -60,7 +60,7 @@ BACKWARDS: tuple[tuple[Any, str], ...] = (
 )
 """Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
 PEAK = "peak bytes: "
-WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
+WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
 """Operators that hand values, or sizes that depend on values, to the host, which waits for the device."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that launch nothing, beside views."""
@@ -268,7 +268,7 @@ class CountedOperators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self._cost.operators += 1
         self._cost.launches += not func.is_view and name not in ALLOCATIONS
-        self._cost.waits += name in WAITS and not _in_optimizer()
+        self._cost.waits += name in WAITS and not in_optimizer()
         lists = [argument for argument in args if isinstance(argument, list)]
         if name.startswith("_foreach") and len(lists) > 1:
             self._cost.slow += any(
@@ -279,7 +279,7 @@ class CountedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _in_optimizer() -> bool:
+def in_optimizer() -> bool:
     """Return whether PyTorch's optimizers are at work, which keep their counts of steps on the host."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

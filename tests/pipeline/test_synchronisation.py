@@ -24,6 +24,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
+from rivals.measure import WAITS, in_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,7 +44,6 @@ WARM_UP = 2
 BATCH = 4
 POISONED = 1
 """The step of a course whose loss is infinite."""
-TO_THE_HOST = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
 FROM_THE_HOST = ("lift_fresh",)
 """``torch.tensor(value)``: a copy from memory that is not pinned."""
 WARNING = "called a synchronizing CUDA operation"
@@ -62,7 +62,7 @@ class Synchronisations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in TO_THE_HOST + FROM_THE_HOST or (name.startswith("index") and self._picks_by_mask(args)):
+        if name in WAITS + FROM_THE_HOST or (name.startswith("index") and self._picks_by_mask(args)):
             self.note(name)
         return func(*args, **(kwargs or {}))
 
@@ -72,10 +72,9 @@ class Synchronisations(TorchDispatchMode):
         return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in chosen)
 
     def note(self, what: str) -> None:
-        stack = traceback.extract_stack()
-        if any("/torch/optim/" in frame.filename for frame in stack):
-            return  # the optimizer keeps its counts of steps on the host, on CUDA as well
-        frames = [frame for frame in stack if "/torch/" not in frame.filename]
+        if in_optimizer():
+            return
+        frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
         places = [
             f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno} {frame.name}" for frame in frames[-8:-1]
         ]

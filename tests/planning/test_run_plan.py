@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.errors import DsConfigError
 from ddpm_ds.fit import predicted
 from ddpm_ds.planning import decide
 from ddpm_ds.planning.decide import decided
@@ -35,6 +36,28 @@ def test_a_plan_says_that_the_planner_has_chosen_its_stages_and_p_chooses_otherw
     assert plan_run(DIGITS, [], CONFIG, world_size=4, stages=4, device="cpu").chosen is None
 
 
+def test_graphs_that_are_asked_for_without_a_gpu_are_refused_and_the_advice_is_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 2**34)
+    asked, advised = (
+        plan_run(DIGITS, [f"ds.graphs={way}"], ZERO_2, world_size=1, stages=1) for way in ("true", "auto")
+    )
+    with pytest.raises(DsConfigError, match=r"graphs = true needs a GPU; use --set ds\.graphs=auto"):
+        decided(asked, torch.device("cpu"))
+    assert decided(advised, torch.device("cpu")).ds.graphs == "auto"
+
+
+@pytest.mark.parametrize(
+    "change", ["ds.pipeline.gradients=deepspeed", "ds.zero_optimization.stage=0", "ds.optimizer.params.fused=false"]
+)
+def test_graphs_of_what_no_graph_can_hold_are_refused_unless_they_are_off(change: str) -> None:
+    config = [change, "ds.bf16.enabled=false"]
+    with pytest.raises(DsConfigError, match="set graphs to false"):
+        plan_run(DIGITS, [*config, "ds.graphs=true"], ZERO_2, world_size=1, stages=1)
+    assert plan_run(DIGITS, [*config, "ds.graphs=false"], ZERO_2, world_size=1, stages=1).ds.graphs is False
+
+
 def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 2**34)
     plan = plan_run(DIGITS, [], CONFIG, world_size=4, stages=2, hosts="aabb")
@@ -46,7 +69,7 @@ def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan(monkeypatch
 def test_a_run_is_decided_and_predicted_for_the_gradients_that_its_json_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of ``deepspeed`` a rank of two replicas needs other memory than of ``flat``."""
+    """A rank of two replicas needs other memory for ``deepspeed`` than for ``flat``."""
     flat, deepspeed = (
         plan_run(DIGITS, [f"ds.pipeline.gradients={way}"], ZERO_2, world_size=2, stages=1)
         for way in ("flat", "deepspeed")
