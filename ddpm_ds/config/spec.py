@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,8 +39,15 @@ MOST_SIDE = 8192
 Pixels = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 MOST_CHANNELS = 2**16
 Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
+Size = Pixels | tuple[Pixels, Pixels]
+"""Side of a square, or height and width."""
+ImageChannels = Annotated[int, Field(ge=1, le=256)]
+"""Channels of images, fields or latents; published latents have 4 to 32."""
 LatentChannels = Annotated[int, Field(ge=1, le=64)]
-"""Channels of images or latents; published latents have 4 to 32."""
+"""Channels of an autoencoder's latents."""
+Variable = Annotated[str, Field(min_length=1, max_length=200)]
+"""Name of an array in a file."""
+Normalise = Literal["statistics", "range"] | None
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
@@ -102,6 +110,75 @@ def _listed(what: str, choices: Mapping[str, Choice]) -> Any:
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
+def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def written(size: tuple[int, int]) -> str:
+    """Return (height, width) as a spec may say it: 64, or [64,96]."""
+    return str(size[0]) if size[0] == size[1] else f"[{size[0]},{size[1]}]"
+
+
+class ConditionSpec(Section):
+    """Condition of each image: channels beside x_t that are never noised, and a vector beside the time embedding.
+
+    Channels of the condition are in this order: stored or made ones, constants, grid.
+    """
+
+    kind: Literal["stored", "reduced", "grey", "cut_out"] | None = None
+    """Where the condition's channels come from: a second array of the same images, or made from the image itself:
+    reduced by `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a
+    rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
+    path: FilePath | None = None
+    """File or folder of the stored condition; null means `data.path`."""
+    variables: tuple[Variable, ...] = ()
+    """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
+    condition."""
+    channels: Annotated[int, Field(ge=0, le=256)] = 0
+    """Channels of the stored condition; those that are made are counted by themselves."""
+    resize: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+    """How a condition of another size is brought to that of the image."""
+    normalise: Normalise = None
+    """How the stored condition comes to the U-Net's scale, by statistics of its own; see `data.normalise`."""
+    factor: Annotated[int, Field(ge=2, le=64)] = 4
+    """Pixels of the image, each way, in one of the reduced image."""
+    noise: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Highest level of the noise that is mixed into a reduced image: each image has a random level up to this one, of
+    which the U-Net is told, x -> sqrt(1 - level^2) x + level noise. Samples have level 0."""
+    cut: tuple[Small, Small] = (0.25, 0.75)
+    """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
+    constants: tuple[Variable, ...] = ()
+    """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
+    they are stored once."""
+    constant_channels: Annotated[int, Field(ge=0, le=256)] = 0
+    """Channels of all `constants`."""
+    grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
+    """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
+    right."""
+    vector: tuple[Variable, ...] = ()
+    """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
+    embedding."""
+    vector_size: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Numbers in all arrays of `vector` together."""
+    drop: Fraction = 0.0
+    """Share of the images whose condition, vector included, is replaced by zeros, of which the U-Net is told; needed
+    for guidance."""
+
+    def made_channels(self, image_channels: int) -> int:
+        """Return the channels that are stored or made from the image, without constants and grid."""
+        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
+        return made[self.kind] if self.kind else 0
+
+    def input_channels(self, image_channels: int) -> int:
+        """Return all channels of the condition."""
+        return self.made_channels(image_channels) + self.constant_channels + self.grid_channels
+
+    @property
+    def numbers(self) -> int:
+        """Size of the vector that the U-Net is told: that of the data, and a flag of a dropped condition."""
+        return self.vector_size + (self.drop > 0.0)
+
+
 class DataSpec(Section):
     """Images to learn."""
 
@@ -120,21 +197,42 @@ class DataSpec(Section):
     label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
-    image_size: Pixels
-    """Height and width of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents."""
-    crop_from: Pixels | None = None
-    """Height and width of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
+    image_size: Size
+    """Size in pixels of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents: a
+    number for squares, or [height, width]. Fields have this size already."""
+    crop_from: Size | None = None
+    """Size in pixels of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
     evaluation the centre; null prepares images of `image_size`."""
-    channels: LatentChannels
-    """Channels of the images (1 grey, 3 RGB) or of `autoencoder`'s latents."""
+    channels: ImageChannels
+    """Channels of the images (1 grey, 3 RGB), of fields, or of `autoencoder`'s latents."""
+    variables: tuple[Variable, ...] = ()
+    """Names of the arrays in `path` that are the fields to learn, (N, H, W) or (N, C, H, W) each, joined along the
+    channels; [] means the only array that fits, or one that is named image or images."""
+    values: Literal["bytes", "float16", "float32"] = "bytes"
+    """How values are stored: bytes for pictures, floats for fields."""
+    normalise: Normalise = None
+    """How fields come to the U-Net's scale, by channel: "statistics" subtracts the mean and divides by the standard
+    deviation, "range" maps the smallest and the largest value to -1 and 1; both are computed while the data are
+    prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
+    mask: Variable | None = None
+    """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
+    elsewhere; or "nan", which masks what is not a number in the fields. Null refuses fields that are not finite."""
+    held_out: Literal["random", "last", "ranges"] = "random"
+    """Which images are held out: random ones, the last, or evenly spaced ranges of neighbours, as for hours that
+    resemble the hours beside them."""
+    flips_negate: tuple[Variable | int, ...] = ()
+    """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
+    from 0, or names in `variables`."""
+    condition: ConditionSpec | None = None
+    """What each image is conditioned on; null learns images alone."""
     autoencoder: FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
     on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
     horizontal_flips: bool = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Number of images that are held out of training, for the held-out loss; it alone decides which images these
-    are."""
+    """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
+    images these are."""
     max_bad_fraction: Fraction = 0.01
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: FilePath = Path("data")
@@ -149,9 +247,57 @@ class DataSpec(Section):
     pixels."""
 
     @property
-    def stored_size(self) -> int:
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels of the images that are learned."""
+        return _height_and_width(self.image_size)
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
         """Height and width in pixels of the prepared images."""
-        return self.crop_from or self.image_size
+        return _height_and_width(self.crop_from or self.image_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the images that are learned."""
+        return (self.channels, *self.size)
+
+    @property
+    def interface(self) -> Interface:
+        """What a U-Net for these data takes and predicts."""
+        condition = self.condition or ConditionSpec()
+        return Interface(
+            channels=self.channels,
+            size=self.size,
+            condition_channels=condition.input_channels(self.channels),
+            numbers=condition.numbers,
+            told_level=condition.noise > 0.0,
+        )
+
+    @property
+    def are_fields(self) -> bool:
+        """Whether the images are fields of floats instead of pictures of bytes."""
+        return self.values != "bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """What a U-Net takes and predicts, as the data decide it."""
+
+    channels: int
+    """Channels of x_t and of the prediction."""
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    condition_channels: int = 0
+    """Channels that are concatenated to x_t, after it, and never noised."""
+    numbers: int = 0
+    """Size of the vector that is added to the time embedding, without that of augmentation, which follows it."""
+    told_level: bool = False
+    """Whether the U-Net is told a second noise level, that of its condition."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of x_t and of the prediction."""
+        return (self.channels, *self.size)
 
 
 class UnetSpec(Section):
@@ -164,7 +310,10 @@ class UnetSpec(Section):
     blocks_per_level: Blocks = 2
     """Residual blocks per encoder level; a decoder level has one more."""
     attention_resolutions: Annotated[tuple[Pixels, ...], Field(max_length=MOST_LEVELS)] = ()
-    """Image sizes (pixels) at which every residual block is followed by self-attention."""
+    """Sizes of square images (pixels) at which every residual block is followed by self-attention."""
+    attention_levels: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MOST_LEVELS)] = ()
+    """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
+    `attention_resolutions`."""
     middle_attention: bool = True
     """Self-attention between the two middle blocks."""
     head_channels: Channels | None = None
@@ -195,6 +344,15 @@ class UnetSpec(Section):
     """Probability of each of the colour augmentations of EDM's code, of which the U-Net is told: brightness, contrast,
     luma flip, hue and saturation; grey images have the first three. 0 is off, as in EDM's runs."""
 
+    def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the levels with self-attention, for images of ``size`` (height, width)."""
+        sides = [size[0] >> level if size[0] == size[1] else None for level in range(len(self.multipliers))]
+        return tuple(
+            level
+            for level, side in enumerate(sides)
+            if level in self.attention_levels or side in self.attention_resolutions
+        )
+
 
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
@@ -219,6 +377,8 @@ class DiffusionSpec(Section):
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: Factor = 0.1
     """Error at which the Huber loss turns from squared to linear."""
+    channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
+    """Weight of each channel in the loss, as a factor; [] weighs all alike."""
     weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
     For edm "uniform" is the paper's weighting."""
@@ -502,10 +662,10 @@ def _check_source(spec: RunSpec) -> None:
 
 def _check_images(spec: RunSpec) -> None:
     data = spec.data
-    if data.crop_from is not None and data.crop_from < data.image_size:
+    if any(stored < cropped for stored, cropped in zip(data.stored_size, data.size, strict=True)):
         raise ValueError(
-            f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
-            f"use {data.image_size} or more, or null for no crops"
+            f"data.crop_from = {written(data.stored_size)} is below data.image_size = {written(data.size)}, the size "
+            f"of the crops; use {written(data.size)} or more, or null for no crops"
         )
     if data.autoencoder is None and data.channels not in (1, 3):
         raise ValueError(
@@ -521,10 +681,10 @@ def _check_changes_of_images(spec: RunSpec) -> None:
             f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
             "already, and tells the U-Net; use false"
         )
-    if unet.augmentation and data.image_size < LEAST_AUGMENTED:
+    if unet.augmentation and min(data.size) < LEAST_AUGMENTED:
         raise ValueError(
             f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
-            f"data.image_size is {data.image_size}; use 0"
+            f"data.image_size is {written(data.size)}; use 0"
         )
     if data.autoencoder is not None:
         pixels_alone = {
@@ -544,7 +704,7 @@ def _check_changes_of_images(spec: RunSpec) -> None:
 def check_extent(unet: UnetSpec) -> None:
     """Check the number of layers and the widths of a U-Net against the limits; raises ValueError with one line."""
     levels, blocks = len(unet.multipliers), unet.blocks_per_level
-    attending = min(len(set(unet.attention_resolutions)), levels)
+    attending = min(len({*unet.attention_resolutions, *unet.attention_levels}), levels)
     layers = (2 * blocks + 1) * (levels + attending) + 2 * levels + 3 + unet.middle_attention
     if layers > MOST_LAYERS:
         raise ValueError(
@@ -560,18 +720,34 @@ def check_extent(unet: UnetSpec) -> None:
 
 
 def _check_levels(spec: RunSpec) -> None:
-    unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
-    if size % 2 ** (levels - 1):
+    unet, size, levels = spec.unet, spec.data.size, len(spec.unet.multipliers)
+    step = 2 ** (levels - 1)
+    if any(side % step for side in size):
+        near = dict.fromkeys(tuple(max(step, round(side / step + offset) * step) for side in size) for offset in (0, 1))
         raise ValueError(
-            f"data.image_size = {size} can't be halved {levels - 1} times, as the {levels} levels of unet.multipliers "
-            f"ask; use a multiple of {2 ** (levels - 1)} or fewer levels"
+            f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
+            f"unet.multipliers ask; use a multiple of {step}, such as {' or '.join(map(written, near))}, or fewer "
+            "levels"
         )
-    sizes = [size >> level for level in range(levels)]
+    if unet.attention_resolutions and unet.attention_levels:
+        raise ValueError(
+            f"unet.attention_resolutions = {list(unet.attention_resolutions)} and unet.attention_levels = "
+            f"{list(unet.attention_levels)} are two ways to say one thing; remove one"
+        )
+    if unet.attention_resolutions and size[0] != size[1]:
+        raise ValueError(
+            f"unet.attention_resolutions = {list(unet.attention_resolutions)} are sides of squares, and "
+            f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}"
+        )
+    sizes = [size[0] >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:
         if resolution not in sizes:
             raise ValueError(
                 f"unet.attention_resolutions has {resolution}, but the levels are {sizes} pixels; use some of those"
             )
+    for level in unet.attention_levels:
+        if level >= levels:
+            raise ValueError(f"unet.attention_levels has {level}, but the levels are 0 to {levels - 1}; use those")
 
 
 def _check_widths(spec: RunSpec) -> None:
@@ -586,8 +762,7 @@ def _check_widths(spec: RunSpec) -> None:
     for width in widths:
         if width % unet.norm_groups:
             raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")
-    sizes = [spec.data.image_size >> level for level in range(len(widths))]
-    attended = [width for width, pixels in zip(widths, sizes, strict=True) if pixels in unet.attention_resolutions]
+    attended = [widths[level] for level in unet.attended_levels(spec.data.size)]
     for width in attended + widths[-1:] * unet.middle_attention:
         if unet.head_channels and width % unet.head_channels:
             raise ValueError(
@@ -678,14 +853,14 @@ def _check_labels(spec: RunSpec) -> None:
 
 
 def _check_picture(spec: RunSpec) -> None:
-    check_picture(spec.samples, spec.data.image_size)
+    check_picture(spec.samples, spec.data.size)
 
 
-def check_picture(samples: SamplesSpec, image_size: int) -> None:
-    """Check the pictures' size for images of ``image_size`` pixels; raises ValueError with one line."""
-    pixels = samples.count * image_size**2
+def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:
+    """Check the pictures' size for images of ``size`` (height, width) pixels; raises ValueError with one line."""
+    pixels = samples.count * math.prod(size)
     if samples.every_images and pixels > MOST_PICTURE_PIXELS:
-        fewer = MOST_PICTURE_PIXELS // image_size**2
+        fewer = MOST_PICTURE_PIXELS // math.prod(size)
         raise ValueError(
             f"samples.count = {samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} are "
             f"the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"

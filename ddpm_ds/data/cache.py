@@ -120,11 +120,13 @@ class StoredImages:
 
     A single file of pixels or latents is memory-mapped, and its size checked before each read, since reading beyond the
     end of a truncated file would kill the process. Several files, or encoded ones, are opened at their first use, and
-    their images read, and decoded, one by one. With ``crop`` only the central ``crop`` x ``crop`` pixels are returned.
+    their images read, and decoded, one by one. With ``crop`` only the central (height, width) pixels are returned.
     """
 
-    def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
-        self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
+    def __init__(
+        self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: tuple[int, int] | None = None
+    ) -> None:
+        self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], *crop)
         self.dtype, self.offsets = meta.dtype, offsets
         self.crop, self._path, self._meta = crop, path, meta
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
@@ -203,10 +205,10 @@ class StoredImages:
         if os.preadv(file.fileno(), [content], begin) != end - begin:
             raise self._cut_short(number)
         if encoded:
-            channels, size, _ = self._meta.shape
+            channels, *size = self._meta.shape
             try:
                 stretched = DECODING not in self._meta.sha256
-                content = decode(bytes(content), size, channels, stretched=stretched).transpose(2, 0, 1)
+                content = decode(bytes(content), (size[0], size[1]), channels, stretched=stretched).transpose(2, 0, 1)
             except Exception as error:  # a decoder may raise anything on broken bytes
                 reason = " ".join(str(error).split())
                 raise damaged(self._path, f"image {position} can't be decoded ({reason})") from error
@@ -273,19 +275,19 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Callable[[Path, int], DatasetCache], tuple[Path, int]]:
-        return _reopen, (self.path, self.meta.shape[1])
+    def __reduce__(self) -> tuple[Callable[[Path, tuple[int, int]], DatasetCache], tuple[Path, tuple[int, int]]]:
+        return _reopen, (self.path, self.meta.shape[1:])
 
-    def centre(self, size: int) -> DatasetCache:
-        """Return this cache with its images centre-cropped to (C, ``size``, ``size``), without a copy.
+    def centre(self, size: tuple[int, int]) -> DatasetCache:
+        """Return this cache with its images centre-cropped to ``size`` (height, width), without a copy.
 
         Evaluation reads these; training takes random crops.
         """
         channels, height, width = self.meta.shape
-        if (height, width) == (size, size):
+        if (height, width) == size:
             return self
         images = StoredImages(self.path, self.meta, self.images.offsets, size)
-        meta = self.meta.model_copy(update={"shape": (channels, size, size)})
+        meta = self.meta.model_copy(update={"shape": (channels, *size)})
         return replace(self, meta=meta, images=images)
 
     @property
@@ -303,7 +305,7 @@ class DatasetCache:
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
-        parts += [] if self.images.crop is None else [str(self.images.crop)]
+        parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
@@ -330,7 +332,7 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         start += count
 
 
-def _reopen(path: Path, size: int) -> DatasetCache:
+def _reopen(path: Path, size: tuple[int, int]) -> DatasetCache:
     return DatasetCache.open(path, verify=False).centre(size)
 
 

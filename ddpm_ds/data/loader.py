@@ -137,9 +137,17 @@ or of some milliseconds in another process."""
 class MicroBatch(NamedTuple):
     """Images of one micro-batch of one replica."""
 
-    images: Tensor  # (n, C, H, W) uint8, float16 for latents
+    images: Tensor  # (n, C, H, W) uint8, float16 for latents, float16 or float32 for fields
     labels: Tensor  # (n,) int64
     index: Tensor  # type: ignore[assignment]  # (n,) int64, images seen before this one; hides tuple.index
+    condition: Tensor | None = None  # (n, C, h, w), the stored condition, of its own size and dtype
+    mask: Tensor | None = None  # (n, 1 or C, H, W) uint8, 1 where a pixel counts in the loss
+    vector: Tensor | None = None  # (n, K) float32
+
+    def each(self, work: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a micro-batch of what ``work`` makes of each tensor that is there."""
+        others = (None if part is None else work(part) for part in self[3:])
+        return MicroBatch(work(self.images), work(self.labels), work(self.index), *others)
 
 
 def micro_batches(
@@ -299,13 +307,13 @@ def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterat
 
     def copy(batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            copied = MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+            copied = batch.each(lambda tensor: tensor.to(device, non_blocking=True))
             return copied, stream.record_event()
 
     for (batch, copied), _ in itertools.pairwise(map(copy, batches)):  # the next one is on its way
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
-        for tensor in batch:
+        for tensor in (part for part in batch if part is not None):
             tensor.record_stream(current)  # keeps the memory until the current stream has used it
         yield batch
 

@@ -67,7 +67,7 @@ def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
-    name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
+    name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     named = {key: value for key, value in keys.items() if value is not None}
     path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
@@ -122,7 +122,7 @@ def prepare(
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)
-        if found.meta.shape != (shape := (spec.channels, spec.stored_size, spec.stored_size)):
+        if found.meta.shape != (shape := (spec.channels, *spec.stored_size)):
             raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {shape}")
         with suppress(OSError):  # somebody else's folder
             tidy(path)
@@ -177,7 +177,7 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
 
 def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
     """Make the cache of the latents of all ``pixels``."""
-    shape = (spec.channels, spec.image_size, spec.image_size)
+    shape = spec.shape
     made_of = sources_of(pixels, coder.autoencoder)
     origin = sha256(repr(sorted(made_of.items())).encode()).hexdigest()
     plan = _plan("latents", shape, len(pixels), 2 * math.prod(shape), origin)
@@ -201,7 +201,7 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
     """
     looks = None if spec.path is None else looks_of(spec.path)  # before it is read, since it may change meanwhile
     source = open_source(spec, progress)
-    shape = (spec.channels, spec.stored_size, spec.stored_size)
+    shape = (spec.channels, *spec.stored_size)
     images, image_bytes = len(source.labels), float(math.prod(shape))
     content, encoded_bytes = _sampled(source)
     keep_encoded = spec.store == "encoded"
@@ -311,10 +311,10 @@ class Decoding:
     def chunk(self, numbers: range) -> Chunk:
         """Decode images, even if they are kept encoded, to find those that are unreadable."""
         chunk = Chunk([], [], [])
-        channels, size, _ = self.plan.shape
+        channels, *size = self.plan.shape
         for i in numbers:
             try:
-                pixels = decoded(self.source, i, size, channels, self.large)
+                pixels = decoded(self.source, i, (size[0], size[1]), channels, self.large)
             except UnreadableImage as error:
                 chunk.skipped.append((error.name, error.reason))
                 continue

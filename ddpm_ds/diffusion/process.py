@@ -40,20 +40,20 @@ class Diffusion:
         (normals if self.levels.normal else words)[Stream.TIMESTEP] = 1
         return Draws(self.seed, index, words, normals)
 
-    def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: int | None = None) -> Tensor:
+    def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: tuple[int, int] | None = None) -> Tensor:
         """Convert uint8 images (N, C, H, W) to float32 in [-1, 1], mirroring half of them if `flips`; float16 latents
         only become float32.
 
-        Images larger than `size` are cropped to (N, C, size, size), each at a random place. `draws` may be None if
+        Images larger than `size` (height, width) are cropped to it, each at a random place. `draws` may be None if
         images are neither cropped nor mirrored. Source: DDPM (Ho et al. 2020), section 3.3.
         """
-        if size is not None and images.shape[-1] > size:  # uniform over all places
+        if size is not None and images.shape[2:] != size:  # uniform over all places
             assert draws is not None
-            places = images.shape[-1] - size + 1
-            place = draws.integers(Stream.CROP, places**2)  # (N,)
-            crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
+            rows, columns = (stored - cropped + 1 for stored, cropped in zip(images.shape[2:], size, strict=True))
+            place = draws.integers(Stream.CROP, rows * columns)  # (N,)
+            crops = images.unfold(2, size[0], 1).unfold(3, size[1], 1)  # (N, C, rows, columns, H, W), a view
             each = torch.arange(len(images), device=images.device)
-            images = crops[each, :, place // places, place % places]  # (N, C, size, size)
+            images = crops[each, :, place // columns, place % columns]  # (N, C, H, W)
         if flips:
             assert draws is not None
             mirrored = draws.coins(Stream.FLIP)  # (N,)

@@ -70,7 +70,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             raise DataError(
                 f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
             )
-        reference = reference.centre(trained.picture_shape[1])
+        reference = reference.centre(trained.picture_shape[1:])
     if reference.meta.shape != trained.picture_shape:
         there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.picture_shape))
         raise DataError(f"--dataset {reference.path} has images of {there}, {origin} draws {drawn}; name another")

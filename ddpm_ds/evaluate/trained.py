@@ -24,6 +24,7 @@ from ddpm_ds.config.spec import (
     DiffusionSpec,
     FilePath,
     GivenPath,
+    Interface,
     Length,
     RunSpec,
     SamplerSpec,
@@ -53,8 +54,8 @@ class Trained:
     diffusion: DiffusionSpec
     sampler: SamplerSpec
     """Sampler of the run; for an export the default one, under edm from its sigma_max to its sigma_min."""
-    image_shape: tuple[int, int, int]
-    """Shape (C, H, W) of the images or latents that the U-Net draws."""
+    interface: Interface
+    """What the U-Net takes and predicts."""
     origin: str
     """Path of the folder that the weights were read from."""
     digest: str
@@ -71,9 +72,14 @@ class Trained:
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
 
     @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the images or latents that the U-Net draws."""
+        return self.interface.shape
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
-        return unet_layers(self.unet_spec, image_channels=self.image_shape[0], image_size=self.image_shape[1])
+        return unet_layers(self.unet_spec, self.interface)
 
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
@@ -154,7 +160,7 @@ def load_trained(
         unet_spec=folder.unet,
         diffusion=diffusion,
         sampler=SamplerSpec(clip="static" if decoder is None else "none", **levels),
-        image_shape=(folder.image_channels, folder.image_size, folder.image_size),
+        interface=folder.interface,
         origin=str(found),
         digest=digest,
         weights="export",
@@ -198,7 +204,7 @@ def _load_checkpoint(
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"autoencoder": moved})})
     data = spec.data
     autoencoder = autoencoder_of(data, reader.manifest.data_sha256)
-    layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
+    layers = unet_layers(spec.unet, data.interface)
     shapes = parameter_shapes(layers)
     if shapes != reader.manifest.parameters:
         wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
@@ -212,7 +218,7 @@ def _load_checkpoint(
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
-        image_shape=(data.channels, data.image_size, data.image_size),
+        interface=data.interface,
         origin=str(path),
         digest=digest,
         weights="raw" if kind == KINDS["raw"] else kind,

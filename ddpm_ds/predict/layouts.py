@@ -206,8 +206,7 @@ class Workload:
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
-        data = self.spec.data
-        return unet_layers(self.spec.unet, image_channels=data.channels, image_size=data.image_size)
+        return unet_layers(self.spec.unet, self.spec.data.interface)
 
     @functools.cached_property
     def precision(self) -> Precision:

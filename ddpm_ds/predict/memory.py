@@ -353,4 +353,4 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 def _working_elements(layer: Layer) -> int:
     """Return the elements of a layer's input and its gradient, plus twice those of its output."""
     width = layer.in_channels + layer.skip_channels
-    return 2 * width * layer.in_resolution**2 + 2 * math.prod(layer.output_shape)
+    return 2 * width * math.prod(layer.in_size) + 2 * math.prod(layer.output_shape)

@@ -49,9 +49,9 @@ class Denoising:
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec = self._spec
-        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
-        size = spec.data.image_size
-        draws = self._diffusion.draws(index, (*images.shape[:2], size, size))
+        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch[:3])
+        size = spec.data.size
+        draws = self._diffusion.draws(index, (*images.shape[:2], *size))
         x0 = self._diffusion.prepare(images, draws, flips=spec.data.horizontal_flips, size=size)
         conditions = []
         if spec.unet.augmentation:

@@ -185,7 +185,7 @@ def check_store(store: DatasetCache, spec: RunSpec) -> None:
             too large.
     """
     try:
-        check_picture(spec.samples, pixels_of(spec.data).image_size)
+        check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
     split(len(store), spec.data.held_out_images)

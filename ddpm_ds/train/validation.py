@@ -40,7 +40,7 @@ class HeldOutLoss:
 
     def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
         self._engine, self._classes = engine, spec.unet.classes
-        self._store, self._positions = store.centre(spec.data.image_size), positions
+        self._store, self._positions = store.centre(spec.data.size), positions
         self._diffusion = Diffusion(spec.diffusion, NOISE_SEED, engine.device)
         self._held_out_at = [self._diffusion.levels.quantile(quantile) for quantile in HELD_OUT_QUANTILES]
         self._images = min(engine.micro_batch_size, len(positions))
@@ -115,7 +115,7 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog,
             sampler,
             seed=SAMPLE_SEED,
             index=index,
-            shape=(data.channels, data.image_size, data.image_size),
+            shape=data.shape,
             labels=None if classes is None else index % classes,
             no_label=classes,
         )

@@ -31,7 +31,7 @@ KINDS = {"ema": 1, "master": 2}
 
 def unet_of(spec: RunSpec, seed: int) -> UNet:
     """A U-Net all of whose weights are random, those that begin at zero too."""
-    unet = UNet(unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size), seed)
+    unet = UNet(unet_layers(spec.unet, spec.data.interface), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in unet.parameters():

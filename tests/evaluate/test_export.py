@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import Interface, RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export
@@ -382,7 +382,7 @@ def test_the_base_decides_what_the_model_leaves_open(
 def foreign_model(folder: Path, **options: Any) -> Any:
     """A tiny model that diffusers has made and saved."""
     torch.manual_seed(0)
-    config = diffusers_config(tiny_spec(**UNLABELLED).unet, image_channels=1, image_size=8)
+    config = diffusers_config(tiny_spec(**UNLABELLED).unet, Interface(channels=1, size=(8, 8)))
     theirs: Any = diffusers.UNet2DModel(**{**config, **options})
     theirs.save_pretrained(folder)
     return theirs.eval()
@@ -407,7 +407,7 @@ def test_every_label_may_be_a_class(labels: int, tmp_path: Path, capsys: pytest.
     spec = run_import(tmp_path / "model", tmp_path / "out", *changes, "--last-label", "class")
     assert f"its {labels} labels are read as {labels} classes; no label, which it lacks" in capsys.readouterr().out
     assert spec is not None and spec.unet.classes == labels
-    ours = UNet(unet_layers(spec.unet, image_channels=1, image_size=8), 0).eval()
+    ours = UNet(unet_layers(spec.unet, Interface(channels=1, size=(8, 8))), 0).eval()
     ours.layers.load_state_dict(load_file(tmp_path / "out" / "weights.safetensors"))
     x_t, t, label = torch.randn(labels, 1, 8, 8, dtype=torch.float64), torch.full((labels,), 5), torch.arange(labels)
     with torch.no_grad():

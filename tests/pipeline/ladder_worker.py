@@ -253,7 +253,7 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
 
 
 def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
-    return unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    return unet_layers(spec.unet, spec.data.interface)
 
 
 def run_case(case: Case) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
+from ddpm_ds.config.spec import Interface
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Room, balanced, describe, partition
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
-LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
+LAYERS = unet_layers(SPEC.unet, Interface(channels=1, size=(8, 8)))
 
 
 def brute_force(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
-from ddpm_ds.config.spec import EmaSpec, RunSpec
+from ddpm_ds.config.spec import EmaSpec, Interface, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.loader import split
@@ -75,7 +75,7 @@ def store_of(spec: RunSpec) -> DatasetCache:
 
 def reference(spec: RunSpec) -> UNet:
     """The U-Net in one process, in fp32."""
-    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
+    layers = unet_layers(spec.unet, Interface(channels=1, size=(8, 8)))
     unet = UNet(layers, spec.train.seed)
     for index in range(len(layers)):
         unet.layers[index] = build_awake_layer(layers[index], index, spec.train.seed)

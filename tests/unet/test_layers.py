@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.unet.layers import boundary_shapes, unet_layers
 from ddpm_ds.unet.weight_gradients import weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
@@ -14,7 +14,7 @@ from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
 def test_list_of_layers_is_encoder_middle_decoder() -> None:
     spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, attention_resolutions=(4,), norm_groups=4)
-    layers = unet_layers(spec, image_channels=1, image_size=8)
+    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
     rows = [(layer.name, layer.in_channels, layer.skip_channels, layer.output_shape, layer.pushes) for layer in layers]
     assert rows == [
         ("embed", 1, 0, (1, 8, 8), False),
@@ -39,7 +39,7 @@ def test_list_of_layers_is_encoder_middle_decoder() -> None:
 
 def test_boundary_lists_each_tensor_once() -> None:
     spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, norm_groups=4)
-    layers = unet_layers(spec, image_channels=1, image_size=8)
+    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
     cut = {layer.name: index for index, layer in enumerate(layers)}
     full, half, deep, emb = (8, 8, 8), (8, 4, 4), (16, 4, 4), (32,)
 

@@ -17,7 +17,7 @@ from ddpm_ds.unet.weight_gradients import Tapped, WaitingGradients, weighted_par
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
-LAYERS = unet_layers(SPEC.unet, image_channels=SPEC.data.channels, image_size=SPEC.data.image_size)
+LAYERS = unet_layers(SPEC.unet, SPEC.data.interface)
 MICRO_BATCHES, IMAGES = 5, 3
 SPLIT = {(0, number) for number in range(4)}
 """Micro-batches whose weight gradients wait; those of the last do not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.unet.layers import Layer, condition_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
@@ -34,7 +34,7 @@ VARIANTS = {
 
 
 def layers_of(name: str) -> tuple[Layer, ...]:
-    return unet_layers(VARIANTS[name], image_channels=3, image_size=16)
+    return unet_layers(VARIANTS[name], Interface(channels=3, size=(16, 16)))
 
 
 def rounding(layers: tuple[Layer, ...]) -> float:

@@ -34,7 +34,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ddpm_ds.config.choices import SCHEDULES
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import RunSpec, written
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import TARGETS
@@ -181,9 +181,8 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     Raises:
         CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
-    channels, size, _ = trained.image_shape
     try:
-        unet = diffusers_config(trained.unet_spec, image_channels=channels, image_size=size)
+        unet = diffusers_config(trained.unet_spec, trained.interface)
         scheduler = scheduler_config(trained.diffusion, trained.sampler)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
@@ -301,8 +300,8 @@ def import_weights(
 def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
     """Return the spec ``before``, read from ``base``, with the U-Net and the diffusion process of the model."""
     pairs = {
-        "data.channels": (before.data.channels, folder.image_channels),
-        "data.image_size": (before.data.image_size, folder.image_size),
+        "data.channels": (before.data.channels, folder.interface.channels),
+        "data.image_size": (written(before.data.size), written(folder.interface.size)),
     }
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes

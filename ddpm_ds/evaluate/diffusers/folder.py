@@ -54,8 +54,8 @@ class DiffusersFolder:
             found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
         except ValueError as error:
             raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
-        self.unet, self.image_channels, self.image_size = found
-        self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
+        self.unet, self.interface = found
+        self.layers = unet_layers(self.unet, self.interface)
         self.class_rows: int | None = config.get("num_class_embeds")
         """Number of rows of the class embedding."""
         files = [model / name for name in WEIGHTS if (model / name).is_file()]
@@ -77,9 +77,9 @@ class DiffusersFolder:
         path = self.path / AUTOENCODER_FOLDER
         if path.is_dir():
             return Autoencoder.open(path)
-        if self.image_channels not in (1, 3):
+        if self.interface.channels not in (1, 3):
             raise CheckpointError(
-                f"{self.path} draws images of {self.image_channels} channels, which are latents, and holds no "
+                f"{self.path} draws images of {self.interface.channels} channels, which are latents, and holds no "
                 f"autoencoder; add it as {AUTOENCODER_FOLDER}/{CONFIG} with its weights"
             )
         return None
