@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.cli.description import decided_since, describe_plan, stage_table
@@ -37,10 +38,11 @@ from ddpm_ds.errors import (
     Preempted,
     SpecError,
     UserError,
+    fault_said,
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.files import REHEARSAL, STAGES, expanded
+from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import (
@@ -63,6 +65,10 @@ from ddpm_ds.tracking.run_folder import (
     remove_if_empty,
 )
 from ddpm_ds.tracking.tracker import start_child
+
+if TYPE_CHECKING:
+    from ddpm_ds.train.session import Ended
+    from ddpm_ds.train.start import Prepared
 
 TRACED_STEPS = range(20, 23)
 """Optimizer steps that are traced by default."""
@@ -285,7 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with started(plan, run_dir, device, asked, line) as (prepared, watchdog):
                 if line is not None and (said := decided_since(plan, prepared.plan)):
                     print(said, flush=True)
-                run_training(prepared, watchdog, asked, line, {STAGES: stage_table(prepared.plan)}, sender)
+                files = {STAGES: stage_table(prepared.plan)}
+                with run_training(prepared, watchdog, asked, line, files, sender) as ended:
+                    if ended is not None:
+                        _conclude(ended, prepared)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print_to_stderr(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
@@ -304,6 +313,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         os._exit(1)
     return 0
+
+
+def _conclude(ended: Ended, prepared: Prepared) -> None:
+    """Say where the time of a run that is over and saved went, and how it ended. Every rank calls this.
+
+    A fault of a report is said in a line, and changes nothing for the run.
+    """
+    from ddpm_ds.observe.device_speed import measure_device
+    from ddpm_ds.observe.observer import Pauses, read_pauses
+    from ddpm_ds.predict import verdict
+    from ddpm_ds.tracking.progress import summary
+
+    run_dir, engine, recorder = prepared.claim.run_dir, ended.engine, ended.recorder
+    pauses, found = Pauses(), None
+    with fault_said("time of the pauses", recorder.log):
+        pauses = read_pauses(run_dir)
+        recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
+    with fault_said("verdict", recorder.log):
+        if os.environ["RANK"] == "0":
+            plan = prepared.plan
+            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, plan.ds.precision))
+            recorder.artifact(run_dir / VERDICT)
+            recorder.tags(verdict.tags(found))
+    link = recorder.finish("FINISHED")
+    if link is None:
+        return
+    with fault_said("summary", recorder.log):
+        if found is not None:
+            print(f"\n{verdict.text(found, run_dir)}", flush=True)
+        print(
+            summary(
+                loss=ended.loss,
+                images=ended.images,
+                images_per_second=recorder.images_per_second(),
+                pauses=pauses,
+                steps=engine.global_steps,
+                skipped_steps=engine.count_skipped_steps(),
+                run_dir=run_dir,
+                link=link,
+            ),
+            flush=True,
+        )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Training of a started run on one process: build the engine, train, report."""
+"""Training of a started run on one process: build the engine, record, train."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -16,25 +16,23 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.data.loader import Residence, split
-from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, fault_said
-from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT
-from ddpm_ds.observe.device_speed import measure_device
+from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
+from ddpm_ds.files import DS_CONFIG, SPEC
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observer, Observers, PauseClock, Pauses, read_pauses
+from ddpm_ds.observe.observer import Observer, Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.decide import replanning
 from ddpm_ds.planning.run_plan import RunPlan
-from ddpm_ds.predict import verdict
 from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
 from ddpm_ds.processes.watchdog import Watchdog
-from ddpm_ds.tracking.progress import ProgressLine, summary
+from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
@@ -49,6 +47,19 @@ from ddpm_ds.train.validation import HeldOutLoss, Validation
 from ddpm_ds.unet.operations import Kernels
 
 
+@dataclass(frozen=True)
+class Ended:
+    """Run that is over and saved, and still recorded."""
+
+    engine: UnetPipelineEngine
+    recorder: Recorder
+    loss: float
+    """Loss of the last point."""
+    images: int
+    """Images that this process has trained on, with the other ranks."""
+
+
+@contextlib.contextmanager
 def run_training(
     prepared: Prepared,
     watchdog: Watchdog,
@@ -56,8 +67,11 @@ def run_training(
     progress: ProgressLine | None,
     files: Mapping[str, str],
     sender: Popen[bytes] | None,
-) -> None:
-    """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end; every rank calls this.
+) -> Iterator[Ended | None]:
+    """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end; every rank enters this.
+
+    The body finishes the record (:meth:`Recorder.finish`); it gets None if there is nothing to finish: the run had seen
+    all its images before, or it was a rehearsal.
 
     ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by file name. ``sender``
     is the child that will send what is recorded; None records nothing.
@@ -93,7 +107,7 @@ def run_training(
         engine.graph.say = recorder.log
         if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
-        _train(prepared, engine, ema, recorder, watchdog, asked)
+        yield _train(prepared, engine, ema, recorder, watchdog, asked)
 
 
 def _recorded(
@@ -152,8 +166,8 @@ def _train(
     recorder: Recorder,
     watchdog: Watchdog,
     asked: Asked,
-) -> None:
-    """Load the checkpoint, train to the end, and report."""
+) -> Ended | None:
+    """Load the checkpoint and train to the end."""
     plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
     run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
     rehearsal, saver = None, None
@@ -190,7 +204,7 @@ def _train(
         ignore(STOP_SIGNALS)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
-        return
+        return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     among, held_out = split(len(store), spec.data.held_out_images)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
@@ -240,41 +254,4 @@ def _train(
         finish()
         raise
     finish()
-    if rehearsal is None:
-        _report(prepared, engine, recorder, last.loss, engine.images_seen - first)
-
-
-def _report(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorder, loss: float, images: int) -> None:
-    """Say where the time of a run that is over and saved went, and how it ended after ``images`` of this process.
-
-    A fault of a report is said in a line, and changes nothing for the run. Collective.
-    """
-    run_dir, pauses, found = prepared.claim.run_dir, Pauses(), None
-    with fault_said("time of the pauses", recorder.log):
-        pauses = read_pauses(run_dir)
-        recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
-    with fault_said("verdict", recorder.log):
-        if dist.get_rank() == 0:
-            plan = prepared.plan
-            found = verdict.conclude(run_dir, measure_device(plan.layers, engine.device, plan.ds.precision))
-            recorder.artifact(run_dir / VERDICT)
-            recorder.tags(verdict.tags(found))
-    link = recorder.finish("FINISHED")
-    if link is None:
-        return
-    with fault_said("summary", recorder.log):
-        if found is not None:
-            print(f"\n{verdict.text(found, run_dir)}", flush=True)
-        print(
-            summary(
-                loss=loss,
-                images=images,
-                images_per_second=recorder.images_per_second(),
-                pauses=pauses,
-                steps=engine.global_steps,
-                skipped_steps=engine.count_skipped_steps(),
-                run_dir=run_dir,
-                link=link,
-            ),
-            flush=True,
-        )
+    return Ended(engine, recorder, last.loss, engine.images_seen - first) if rehearsal is None else None

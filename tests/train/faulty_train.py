@@ -27,14 +27,14 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.observe import timeline
+from ddpm_ds.observe import observer, timeline
 from ddpm_ds.pipeline import build
 from ddpm_ds.predict import verdict
 from ddpm_ds.processes import ranks
 from ddpm_ds.processes.signals import STOP_SIGNALS
-from ddpm_ds.tracking import recorder
+from ddpm_ds.tracking import progress, recorder
 from ddpm_ds.tracking.tracker import Tracker
-from ddpm_ds.train import objective, session
+from ddpm_ds.train import objective
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet import kernel_choice
@@ -42,17 +42,17 @@ from ddpm_ds.unet.kernel_choice import KernelTimes, choose_kernels
 
 REPORTS = [
     (timeline, "timeline_metrics"),
-    (session, "read_pauses"),
+    (observer, "read_pauses"),
     (verdict, "conclude"),
     (recorder, "write_animation"),
-    (session, "summary"),
+    (progress, "summary"),
 ]
 ENDINGS: list[tuple[Any, str]] = [
     (Saver, "check_saved"),
-    (session, "read_pauses"),
+    (observer, "read_pauses"),
     (verdict, "conclude"),
     (Tracker, "finish"),
-    (session, "summary"),
+    (progress, "summary"),
     (dist, "destroy_process_group"),
     (ranks, "record_exit"),
 ]
