@@ -52,7 +52,7 @@ def expected(condition: list[float], stretch_sign: float, shape: Shape) -> tuple
     return blobs(-x if mirror else x, -y if turn else y), inside
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (24, 40), (40, 24)])
+@pytest.mark.parametrize("shape", [(32, 32), (32, 48), (48, 32)])
 def test_every_image_is_transformed_as_its_condition_says(shape: Shape) -> None:
     pictures = blobs(*places(shape)).float().expand(400, 1, *shape)
     images, conditions = augmented(pictures, torch.arange(400), 0, 0.7)
