@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -119,9 +119,11 @@ class Format(Generic[S]):
         model: Any = self.model
         for name in location:
             field = model.model_fields.get(name)
-            model = field.annotation if field else None
-            if not (isinstance(model, type) and issubclass(model, Section)):
+            options = (field.annotation, *get_args(field.annotation)) if field else ()  # a section, or one or null
+            sections = [option for option in options if isinstance(option, type) and issubclass(option, Section)]
+            if not sections:
                 return None
+            model = sections[0]
         return model
 
     def dotted(self, location: Sequence[str]) -> str:
@@ -196,13 +198,15 @@ class Format(Generic[S]):
             lines.extend([section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"])
             for key, part in section["properties"].items():
                 dotted = f"{name}.{key}" if name else key
-                if "$ref" in part and "reason" in part:
+                named = next((option["$ref"] for option in (part, *part.get("anyOf", ())) if "$ref" in option), None)
+                if named and "reason" in part:
                     kind, default = f'{self.section} {{"enabled": false}}', ""
-                elif "$ref" in part:
-                    within.append((dotted, schema["$defs"][part["$ref"].rpartition("/")[2]]))
+                elif named:
+                    within.append((dotted, schema["$defs"][named.rpartition("/")[2]]))
                     link = f"#{dotted.replace('.', '')}"
                     kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
                     default = "" if key in section.get("required", ()) else "all defaults"
+                    kind, default = (kind, default) if "$ref" in part else (f"{kind} or null", "`null`")
                 else:
                     kind = expected(part)
                     required = key in section.get("required", ())

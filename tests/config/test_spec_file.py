@@ -105,6 +105,18 @@ def test_the_last_override_wins_and_sections_may_be_absent_from_the_file(tmp_pat
     assert (spec.train.seed, spec.diffusion.loss) == (2, "l1")
 
 
+def test_a_section_that_may_be_null_is_set_by_its_keys_or_taken_away(tmp_path: Path) -> None:
+    (file := tmp_path / "null.yaml").write_text(DIGITS.read_text().replace("data:\n", "data:\n  condition: null\n"))
+    for path in (DIGITS, file):
+        made = load_spec(path, ["data.condition.kind=reduced", "data.condition.factor=2"]).data.condition
+        assert made is not None and (made.kind, made.factor) == ("reduced", 2)
+        assert load_spec(path, ["data.condition.kind=reduced", "data.condition=null"]).data.condition is None
+    fix = "is a section; set one of its keys, such as"
+    assert error_of("data.condition=3") == f"--set data.condition=3: data.condition {fix} data.condition.kind"
+    assert error_of("data=null") == f"--set data=null: data {fix} data.source"
+    assert error_of("data.condition.facto=2").endswith("facto is unknown; did you mean data.condition.factor?")
+
+
 def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
     for section_name, section in RunSpec.model_fields.items():
         if not (isinstance(section.annotation, type) and issubclass(section.annotation, Section)):
