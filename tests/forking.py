@@ -358,7 +358,7 @@ if __name__ == "__main__":
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (the first engine imports it)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
-    import ddpm_ds.observe.pictures  # noqa: F401  (the first picture imports it)
+    import ddpm_ds.observe.pictures
     import ddpm_ds.tracking.tracker
     import ddpm_ds.train.session
 
