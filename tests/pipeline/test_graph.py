@@ -49,12 +49,12 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.replays = 0
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._calls: list[tuple[Any, Any, Any, list[Tensor], list[Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self._calls.append((func, args, kwargs or {}, outputs))
+            self._calls.append((func, args, kwargs or {}, tensors((args, kwargs)), tensors(outputs)))
         return outputs
 
     @torch.no_grad()
@@ -63,8 +63,8 @@ class Recording(TorchDispatchMode):
         self.replays += 1
         under_way: dict[int, dist.Work] = {}  # by the address of what is received
         sends = []
-        for func, args, kwargs, outputs in self._calls:
-            for tensor in tensors((args, kwargs)):
+        for func, args, kwargs, given, outputs in self._calls:
+            for tensor in given if under_way else ():
                 if (work := under_way.pop(tensor.untyped_storage().data_ptr(), None)) is not None:
                     work.wait()
             fresh = func(*args, **kwargs)
@@ -78,7 +78,7 @@ class Recording(TorchDispatchMode):
                 else:
                     work.wait()
                 continue
-            for kept, new in zip(tensors(outputs), tensors(fresh), strict=True):
+            for kept, new in zip(outputs, tensors(fresh), strict=True):
                 if kept is not new:
                     kept.copy_(new)
         for work in [*under_way.values(), *sends]:
