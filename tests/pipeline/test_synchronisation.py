@@ -139,10 +139,10 @@ def changes(case: Case) -> list[list[str]]:
     engine.rate = lambda before, batch: 1e-3 / (1 + before)
     execute = engine.execute_program
 
-    def noted(*, by_host: bool) -> Tensor:
+    def noted(*, by_host: bool, **start: Any) -> Tensor:
         steps.append(Operations())
         with steps[-1]:
-            return execute(by_host=by_host)
+            return execute(by_host=by_host, **start)
 
     engine.execute_program = noted  # type: ignore[method-assign]
     for step in range(WARM_UP + 2):
