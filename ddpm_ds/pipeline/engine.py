@@ -454,7 +454,8 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _weight_gradients(self, own: Instruction) -> None:
         with self.gradients.gathering(own.phase, "weights"):
-            self._waiting.compute(self._weighted_parts(own.phase), own.micro_batches, self.gradients.give)
+            parts = reversed(self._weighted_parts(own.phase))  # as buckets are: few gradients wait
+            self._waiting.compute(parts, own.micro_batches, self.gradients.give)
 
     def _send_gradients(self, own: Instruction) -> None:
         """Send the gradients of the received tensors, and zeros for emb if the last layers don't use it."""

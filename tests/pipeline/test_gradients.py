@@ -196,6 +196,14 @@ def test_replicas_send_the_gradient_of_a_weight_once_for_each_weight_gradient_pa
         assert saved == [2 * elements * (MICRO_BATCHES - MICRO_BATCHES // together) for together in TOGETHER]
 
 
+@pytest.mark.launch
+def test_a_weight_gradient_pass_holds_no_more_gradients_than_a_bucket_and_one(tmp_path: Path) -> None:
+    done = run_ranks(1, Path(__file__), str(write_json(tmp_path / "cases.json", [{"holds": True}])), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    ((most, largest, everything),) = json.loads((tmp_path / "rank0.json").read_text())
+    assert largest <= most <= 2 * largest < everything / 2
+
+
 # -------------------------------------------------------------------------------- the ranks
 
 
@@ -317,7 +325,32 @@ def sends() -> tuple[int, list[int]]:
     return sum(weight.numel() for weight in weights if weight.ndim > 1), found
 
 
+def holds() -> tuple[int, int, int]:
+    """Most elements of gradients that a weight-gradient pass holds before they are added, with buckets of the largest
+    gradient; elements of that one, and of all whose gradients wait.
+    """
+    spec = spec_of(compiled=False)
+    case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
+    zero = case.resolved(spec.train.batch_images).blocks["zero_optimization"]
+    engine = case.engine(spec, zero_optimization={**zero, "reduce_bucket_size": 1})
+    engine.follow([accumulated(1, 1)])
+    give, held = engine.gradients.give, []
+
+    def measured(weight: torch.nn.Parameter, gradient: Tensor) -> None:
+        waiting = [one.grad.numel() for one in engine.module.parameters() if one.grad is not None]
+        held.append(sum(waiting) + gradient.numel())
+        give(weight, gradient)
+
+    weights = engine.wanted_gradients(0, "weights")
+    with unittest.mock.patch.object(engine.gradients, "give", measured):
+        engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    engine.destroy()
+    return max(held), max(weight.numel() for weight in weights), sum(weight.numel() for weight in weights)
+
+
 def run(case: dict[str, Any]) -> Any:
+    if "holds" in case:
+        return holds()
     if "sends" in case:
         return sends()
     if "flattens" in case:
