@@ -132,7 +132,7 @@ class Machine:
             CommandFailed: its exit code is not among ``good``, or it ran for ``seconds`` or until the deadline.
         """
         command = [sys.executable, *map(str, words)]
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), str(BENCH.parent), os.environ.get("PYTHONPATH"))))
         ours = {"PYTHONPATH": path, "DS_ACCELERATOR": self.device, "XDG_CACHE_HOME": str(self.work / "cache")}
         given = {**os.environ, **ours, **environment}
         environments = [given] if ranks is None else rank_environments(ranks, free_port(), given)
@@ -160,12 +160,12 @@ class Machine:
         self.run(name, TRAIN, "--deepspeed_config", config, "--run-dir", folder, *options, **how)
         return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
-    def measure(self, function: Callable[[Path], Any], seconds: float) -> Any:
+    def measure(self, function: Callable[[Path], Any], seconds: float, ranks: int | None = None) -> Any:
         """Return the result of a function of this file, run in a process of its own with the folder of the check."""
         name, out = function.__name__, self.work / f"{function.__name__}.json"
         call = f"check_gpu.{name}(pathlib.Path({str(self.work)!r}))"
         program = f"import json, pathlib; from launch import check_gpu; json.dump({call}, open({str(out)!r}, 'w'))"
-        self.run(name, "-c", program, seconds=seconds)
+        self.run(name, "-c", program, seconds=seconds, ranks=ranks)
         return json.loads(out.read_text())
 
 
@@ -364,46 +364,34 @@ def graphs(machine: Machine) -> Iterator[Finding]:
         return
     test = "test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones"
     yield run_pytest(machine, "CUDA graphs, two ranks on one GPU", f"{GRAPHS}::{test}", seconds=300)
-    share = machine.measure(device_share, seconds=150)
+    share = machine.measure(device_share, seconds=150, ranks=1)
     words = f"the GPU computes for {share['device']:.1f} of {share['step']:.1f} ms of a step of the plain loop `bare`"
     yield Finding("host and device", words, "measured")
 
 
 def device_share(work: Path) -> dict[str, float]:
-    """Return the milliseconds of a step of our U-Net in a plain loop, CIFAR-10's sizes in bf16, and of its kernels."""
+    """Return the milliseconds of a step of the bench's row ``bare``, CIFAR-10's sizes in bf16, and of its kernels."""
     import torch
+    from rivals.measure import time_rounds
+    from rivals.rows import Setting
+    from rivals.unets import our_loop, switches_of
     from torch.profiler import ProfilerActivity, profile
 
-    from ddpm_ds.config.spec_file import load_spec
-    from ddpm_ds.unet.layers import unet_layers
-    from ddpm_ds.unet.model import UNet
+    from ddpm_ds.planning.run_plan import plan_run
+    from ddpm_ds.processes.process_group import process_group
 
-    spec, device = load_spec(SPECS / "cifar10.yaml"), torch.device("cuda")
-    layers = unet_layers(spec.unet, spec.data.interface)
-    unet = UNet(layers, spec.train.seed).to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
-    images = torch.randn(128, *spec.data.shape, device=device)
-    index, t = torch.arange(128, device=device), torch.zeros(128, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        unet(images, t, images=index).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS_TIMED):
-        step()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS_TIMED):
-            step()
-        torch.cuda.synchronize()
+    sized = [str(word) for word in CIFAR10_SIZED if word != "--set"]
+    plan = plan_run(SPECS / "cifar10.yaml", sized, CONFIGS / "zero2_bf16.json", world_size=1, stages=1)
+    setting = Setting.prepare(plan, torch.device("cuda"), verbose=False)
+    with process_group():
+        row = our_loop(setting, switches_of("bare", setting, ()))
+        timed = time_rounds([row.step], 2, STEPS_TIMED, torch.cuda.synchronize)  # a round to warm up
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(STEPS_TIMED):
+                row.step()
+            torch.cuda.synchronize()
     kernels = sum(event.self_device_time_total for event in profiler.key_averages())
-    return {"step": 1e3 * seconds / STEPS_TIMED, "device": 1e-3 * kernels / STEPS_TIMED}
+    return {"step": 1e3 * timed[0][-1], "device": 1e-3 * kernels / STEPS_TIMED}
 
 
 def kernels(machine: Machine) -> Iterator[Finding]:

@@ -355,8 +355,10 @@ if __name__ == "__main__":
     from ddpm_ds.pipeline import import_deepspeed
 
     import_deepspeed()
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (the first engine imports it)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
+    import ddpm_ds.observe.pictures
     import ddpm_ds.tracking.tracker
     import ddpm_ds.train.session
 

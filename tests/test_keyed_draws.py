@@ -1,4 +1,5 @@
-"""Draws by one kernel are those of PyTorch's operations: in Triton's interpreter on any machine and built on a GPU."""
+"""Draws by one kernel are those of PyTorch's operations, as built on a GPU. In Triton's interpreter
+``unet/test_interpreted.py`` compares them, on any machine."""
 
 from __future__ import annotations
 
@@ -14,10 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ddpm_ds import keyed
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.keyed import Draws, Stream
-from ddpm_ds.predict.costs import DRAWS
 from ddpm_ds.train.objective import Denoising
-from tests.alone import REPOSITORY, run_alone
-from tests.forking import PYTHON_PATH
+from tests.alone import REPOSITORY
 from tests.pipeline.batches import global_batch
 
 IMAGES = (0, 5, 5, 2**31, 2**32 - 1, 2**40 + 7, 2**63 - 1)
@@ -63,7 +62,7 @@ def launches_of_prepare() -> int:
         with _disable_current_modes():  # of which the interpreter is no part
             write(*tensors)
 
-    small = ["data.image_size=8", "unet.attention_resolutions=[4]"]
+    small = ["data.image_size=8", "unet.attention_resolutions=[4]", "train.batch_images=2"]
     spec = load_spec(REPOSITORY / "launch" / "specs" / "cifar10.yaml", small)
     assert spec.data.horizontal_flips and spec.unet.classes is None
     objective, batch = Denoising(spec, torch.device("cpu")), global_batch(spec, 0)
@@ -75,19 +74,14 @@ def launches_of_prepare() -> int:
     return launched.launches
 
 
-def interpret() -> None:
-    """Check the cases and the launches; the interpreter has no libdevice."""
+def interpreted() -> tuple[list[str], int]:
+    """The cases that differ and the launches, in Triton's interpreter, which has no libdevice."""
     import triton.language as tl
     from triton.language.extra import libdevice
 
     for name in ("log", "sin", "cos"):
         setattr(libdevice, name, lambda x, name=name: getattr(tl, name)(x))
-    assert differing("cpu", ROUNDING) == []
-    assert launches_of_prepare() == DRAWS <= 12
-
-
-def test_interpreted_every_draw_is_that_of_pytorch_in_a_dozen_launches_a_micro_batch() -> None:
-    run_alone("test_keyed_draws", "interpret()", TRITON_INTERPRET="1", PYTHONPATH=PYTHON_PATH)
+    return differing("cpu", ROUNDING), launches_of_prepare()
 
 
 def test_a_kernel_that_can_not_be_built_is_replaced_by_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,7 +354,8 @@ class DsConfig(Section):
     PyTorch's operations. "auto" is the faster one, timed when the run starts (docs/performance.md)."""
     graphs: Literal["auto"] | bool = "auto"
     """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where one process trains
-    alone on a GPU; true in any number of processes, which has not run on GPUs yet (docs/performance.md)."""
+    alone on a GPU; true in any number of processes, with messages between several graphs if they can't be captured,
+    which has not run on GPUs yet (docs/performance.md)."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """Only off."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None

@@ -32,7 +32,7 @@ from ddpm_ds.pipeline.flat_gradients import PassKind
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.gradients import Gradients
 from ddpm_ds.pipeline.graph import Pace, StepGraph
-from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, Start, at_once, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
@@ -309,14 +309,14 @@ class UnetPipelineEngine(PipelineEngine):
         if self.averages is not None:
             self.averages.begin_step(self.images_seen + batch_images, batch_images)
 
-    def execute_program(self, *, by_host: bool) -> Tensor:
+    def execute_program(self, *, by_host: bool, start: Start = at_once) -> Tensor:
         """Execute the instructions of this rank's step and return its mean loss, with messages on their way by the
-        hosts or not. Depends on nothing of the host that changes from one step to the next.
+        hosts or not, each started by ``start``. Depends on nothing of the host that changes from one step to the next.
         """
         self.loss_sum = torch.zeros((), device=self.device)
         self.gradients.clear()
         for channels in self._channels:
-            channels.begin(self.micro_batches, by_host=by_host)
+            channels.begin(self.micro_batches, by_host=by_host, start=start)
         self._flights.clear()
         for instruction in self.programs[self.stage_id]:
             self._run(instruction)
@@ -454,7 +454,8 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _weight_gradients(self, own: Instruction) -> None:
         with self.gradients.gathering(own.phase, "weights"):
-            self._waiting.compute(self._weighted_parts(own.phase), own.micro_batches, self.gradients.give)
+            parts = reversed(self._weighted_parts(own.phase))  # as buckets are: few gradients wait
+            self._waiting.compute(parts, own.micro_batches, self.gradients.give)
 
     def _send_gradients(self, own: Instruction) -> None:
         """Send the gradients of the received tensors, and zeros for emb if the last layers don't use it."""

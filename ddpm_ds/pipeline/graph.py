@@ -2,7 +2,8 @@
 
 A graph replays the operations of a step at the same addresses and with the same numbers of the host. So it needs a step
 that is a function of tensors: micro-batches are copied into the captured ones, and what else changes from one step to
-the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Messages and reductions are in the graph too::
+the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Messages and reductions are in the graph too. If messages
+can't be captured, a step is several graphs, between which the host sends and receives (:class:`Graphs`)::
 
     step   1  2     3                    4       5       ...  a step that is watched   next
            eager    trial, capture,      replay  replay       eager, without a graph   capture, replay
@@ -16,16 +17,20 @@ drawing. All of them need the memory of the graph, which is given back before.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.pipeline.flat_gradients import FlatGradients
+from ddpm_ds.pipeline.messages import Start, Work, at_once
 
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
@@ -38,6 +43,7 @@ class Steps(Protocol):
     """What a graph uses of :class:`ddpm_ds.pipeline.engine.UnetPipelineEngine`, or of DeepSpeed's engine below it."""
 
     device: Any
+    num_stages: Any
     gradients: Any
     micro_batches: Any
     basic_optimizer: Any
@@ -47,7 +53,7 @@ class Steps(Protocol):
     def reads_data(self) -> bool: ...
     def is_unobserved(self) -> bool: ...
     def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
-    def execute_program(self, *, by_host: bool) -> Tensor: ...
+    def execute_program(self, *, by_host: bool, start: Start) -> Tensor: ...
     def set_dataiterator(self, iterator: Any) -> Any: ...
     def wall_clock_breakdown(self) -> Any: ...
 
@@ -74,8 +80,70 @@ class Pace:
             self._ended.append(event)
 
 
+class Graphs:
+    """Operations of a step on the current stream, as one graph, or as one for each part between messages::
+
+        graph   post receive   graph   wait for it   graph   send   graph   ...
+
+    All graphs are in one pool of memory, which they use in the order of their capture. Messages between them keep their
+    memory as long as the graphs.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._calls: list[Callable[[], object]] = []
+
+    def capture(self, step: Callable[[], object]) -> None:
+        """Capture a step, without computing it."""
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two messages
+        self._begin()
+        try:
+            step()
+        finally:
+            self._graphs[-1].capture_end()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
+        self._calls.append(graph.replay)
+        # Threads of the loader and of NCCL ask after their events in the meantime.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def cut(self, call: Callable[[], object]) -> None:
+        """End a graph, to call this after its replay, and begin the next."""
+        self._graphs[-1].capture_end()
+        self._calls.append(call)
+        self._begin()
+
+    def replay(self) -> None:
+        """Compute the step."""
+        for call in self._calls:
+            call()
+
+    def reset(self) -> None:
+        """Give the memory back."""
+        self._calls.clear()
+        for graph in self._graphs:
+            graph.reset()
+
+
+class _BetweenGraphs:
+    """Send or receive that each replay starts and waits for anew."""
+
+    def __init__(self, graphs: Graphs, operation: Callable[[], Work]) -> None:
+        self._graphs, self._operation = graphs, operation
+        graphs.cut(self._begin)
+
+    def _begin(self) -> None:
+        self._work = self._operation()
+
+    def wait(self) -> None:
+        self._graphs.cut(lambda: self._work.wait())
+
+
 class StepGraph:
-    """Graph of an engine's step, captured when it is first wanted.
+    """Graphs of an engine's step, captured when they are first wanted.
 
     Args:
         engine: engine whose gradients are set.
@@ -89,7 +157,8 @@ class StepGraph:
         self.why_eager = why_eager(engine, asked)
         """Reason why steps are not captured, or nothing."""
         self._stream = None if self.why_eager else torch.cuda.Stream(engine.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Graphs | None = None
+        self._apart = False  # whether messages are between graphs
         self._proven = False
         self._inputs: list[Any] = []
         self._loss: Tensor | None = None
@@ -156,16 +225,17 @@ class StepGraph:
 
     def _begin(self) -> bool:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
-        gradients = self._gradients()
-        gradients.keep_memory(True)
+        self._gradients().keep_memory(True)
         eager = [] if self._proven else [self._tried(self._eagerly) for _ in range(2)]
-        why_not = self._agreed(self._capture())
-        if eager and not why_not:
-            assert self._graph is not None
-            why_not = self._agreed(differences(eager, self._tried(self._graph.replay), gradients.precision))
+        why_not = self._captured(eager)
+        if why_not and self._engine.num_stages > 1 and not self._apart:
+            self._apart = True
+            why_not = self._captured(eager)
         if not why_not:
             if not self._proven:
-                self.say("each step is one CUDA graph")
+                self.say(
+                    f"each step is {'CUDA graphs with messages between them' if self._apart else 'one CUDA graph'}"
+                )
             self._proven = True
             return True
         self._engine.set_dataiterator(iter(self._inputs))  # the eager step has the micro-batches that were loaded
@@ -185,25 +255,38 @@ class StepGraph:
         """Return the first rank's reason against a graph, or nothing; collective."""
         return next(filter(None, all_gather_objects(why_not, str)), "")
 
-    def _eagerly(self) -> None:
+    def _eagerly(self, start: Start = at_once) -> None:
         self._engine.set_dataiterator(iter(self._inputs))
-        self._loss = self._engine.execute_program(by_host=False)
+        self._loss = self._engine.execute_program(by_host=False, start=start)
+
+    def _start(self, operation: Callable[[], Work]) -> Work:
+        """Start a message of a step that is captured."""
+        assert self._graph is not None
+        return _BetweenGraphs(self._graph, operation) if self._apart else operation()
+
+    def _captured(self, eager: list[list[Tensor]]) -> str:
+        """Capture the step and compare it with eager ones, if there are any; return why that failed; collective."""
+        why_not = self._agreed(self._capture())
+        if eager and not why_not:
+            assert self._graph is not None
+            why_not = differences(eager, self._tried(self._graph.replay), self._gradients().precision)
+            why_not = self._agreed(why_not)
+        return why_not
 
     def _capture(self) -> str:
         """Capture the step; return why that failed, or nothing."""
-        graph, groups = torch.cuda.CUDAGraph(), self._engine.basic_optimizer.param_groups
+        self._graph, groups = Graphs(), self._engine.basic_optimizer.param_groups
         for group in groups:
             group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
+        wait_for_device(self._engine.device)
+        torch.cuda.empty_cache()
         try:
-            # Threads of the loader and of NCCL ask after their events in the meantime.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._eagerly()
+            self._graph.capture(partial(self._eagerly, self._start))
         except Exception as error:  # of any operator that can't be captured
             return f"capturing a step as a CUDA graph failed ({str(error).splitlines()[0]})"
         finally:
             for group in groups:
                 group["capturable"] = False
-        self._graph = graph
         return ""
 
     def _tried(self, step: Callable[[], None]) -> list[Tensor]:

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -72,6 +73,15 @@ class Work(Protocol):
         """Make everything that follows wait until the operation is complete."""
 
 
+Start = Callable[[Callable[[], Work]], Work]
+"""Function that starts a send or receive."""
+
+
+def at_once(operation: Callable[[], Work]) -> Work:
+    """Start an operation."""
+    return operation()
+
+
 class Posted(NamedTuple):
     """Posted send or receive, which keeps its message alive."""
 
@@ -113,9 +123,14 @@ class Channel:
         self._shapes = tuple(shapes)
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._dtype, self._device, self.p2p = dtype, device, p2p
-        self.by_host = False
-        """Whether messages go from host to host, so that waiting for the device does not wait for them."""
         self._most_in_flight = most_in_flight
+        self.begin(by_host=False)
+
+    def begin(self, *, by_host: bool, start: Start = at_once) -> None:
+        """Forget all messages, which a graph that could not be captured leaves here, and how they were sent."""
+        self.by_host = by_host
+        """Whether messages go from host to host, so that waiting for the device does not wait for them."""
+        self._start = start
         self._in_flight: deque[Posted] = deque()
         self._to_post = 0
         self._receives: deque[Posted] = deque()
@@ -172,16 +187,14 @@ class Channel:
         """Post a send."""
         if self.by_host:
             message = message.cpu()
-        work = dist.isend(message, dst=self.p2p.peer, **self._way())
-        assert work is not None
-        return Posted(work, message)
+        operation: Any = partial(dist.isend, message, dst=self.p2p.peer, **self._way())
+        return Posted(self._start(operation), message)
 
     def post_receive(self) -> Posted:
         """Post a receive of the next message, which has its memory from now on."""
         message = torch.empty(sum(self._sizes), dtype=self._dtype, device="cpu" if self.by_host else self._device)
-        work = dist.irecv(message, src=self.p2p.peer, **self._way())
-        assert work is not None
-        return Posted(work, message)
+        operation: Any = partial(dist.irecv, message, src=self.p2p.peer, **self._way())
+        return Posted(self._start(operation), message)
 
     def _way(self) -> dict[str, Any]:
         if self.by_host and self.p2p.host_group is not None:
@@ -217,14 +230,14 @@ class StageChannels:
     gradients_in: Channel | None = None
     gradients_out: Channel | None = None
 
-    def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True) -> None:
+    def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True, start: Start = at_once) -> None:
         """Begin forward passes of ``micro_batches`` micro-batches, and with ``gradients`` also backward passes.
 
         Either all ranks send ``by_host`` or none.
         """
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
-                channel.by_host = by_host
+                channel.begin(by_host=by_host, start=start)
         for channel in (self.activations_in, self.gradients_in if gradients else None):
             if channel is not None:
                 channel.start_receiving(micro_batches)

@@ -59,9 +59,7 @@ class Layer:
 
     @property
     def vectors(self) -> int:
-        """Number of all other trainable parameters: biases, scales, shifts, weights of labels and conditions, and those
-        of projections of the embedding.
-        """
+        """Number of all other trainable parameters: biases, scales, shifts, and weights of labels and conditions."""
         raise NotImplementedError
 
     @property
@@ -196,17 +194,21 @@ class BlockLayer(Layer):
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
-    def weights(self) -> int:
+    def _convolved(self) -> int:
+        """Number of elements of the convolutions' weights."""
         return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self.out_channels
 
     @property
+    def weights(self) -> int:
+        return self._convolved + self.embedding_channels * self.time_channels
+
+    @property
     def vectors(self) -> int:
-        projection = (self.embedding_channels + 1) * self.time_channels
-        return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + projection
+        return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + self.time_channels
 
     @property
     def macs(self) -> int:
-        return self.weights * self.pixels + self.embedding_channels * self.time_channels
+        return self._convolved * self.pixels + self.embedding_channels * self.time_channels
 
     @property
     def activation_elements(self) -> int:

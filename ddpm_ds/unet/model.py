@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet.blocks import Carry, module_of, walk
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.operations import draw_weights, set_image_index
+from ddpm_ds.unet.operations import EmbeddingProjection, draw_weights, set_image_index
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 
@@ -107,4 +107,5 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     torch._dynamo.config.recompile_limit = limit
     layer: Any
     for layer in modules:
-        layer.compute = Tapped(layer.compute, torch.compile(layer.compute, dynamic=False), weighted_parts(layer))
+        parts = [part for part in weighted_parts(layer) if not isinstance(part, EmbeddingProjection)]
+        layer.compute = Tapped(layer.compute, torch.compile(layer.compute, dynamic=False), parts)

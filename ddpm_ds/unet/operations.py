@@ -190,32 +190,32 @@ class Linear(Undrawn, Weighted, nn.Linear):
         self.bias.zero_()
 
 
-class EmbeddingProjection(Undrawn, nn.Linear):
-    """Linear layer on SiLU of the embedding, with bias; :func:`project` computes several."""
-
-    @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> None:
-        _variance_scaling(self.weight, 1, False, generator)
-        self.bias.zero_()
+class EmbeddingProjection(Linear):
+    """Linear layer on SiLU of the embedding; :func:`project` computes several."""
 
 
 def project(projections: Sequence[EmbeddingProjection], emb: Tensor) -> tuple[Tensor, ...]:
     """Return each projection of SiLU of emb (N, E): (N, out) in emb's dtype, by one product for all."""
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
-    together: Tensor = _Projections.apply(emb, *weights, *biases)
+    waiting = projections if projections[0].waits else None
+    together: Tensor = _Projections.apply(
+        emb, waiting, *(weight.detach() if waiting else weight for weight in weights), *biases
+    )
     return together.split([len(weight) for weight in weights], dim=1)
 
 
 class _Projections(torch.autograd.Function):
-    """Product of SiLU of emb (N, E) with the joined weights (O, E) and biases.
+    """Product of SiLU of emb (N, E) with the joined weights (O, E) and biases, whose backward defers the weight
+    gradients of the projections that are ``waiting``.
 
     The joined weights are made again in the backward: else each micro-batch in flight would hold a copy of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, emb: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, emb: Tensor, waiting: Sequence[EmbeddingProjection] | None, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(emb, *weights)
+        ctx.waiting = waiting
         return F.linear(F.silu(emb), torch.cat(weights).to(emb.dtype), torch.cat(biases).to(emb.dtype))
 
     @staticmethod
@@ -224,9 +224,13 @@ class _Projections(torch.autograd.Function):
         emb_gradient = None
         if ctx.needs_input_grad[0]:
             emb_gradient = torch.ops.aten.silu_backward(gradient @ torch.cat(weights).to(emb.dtype), emb)
-        of_weights, of_biases = gradient.t() @ F.silu(emb), gradient.sum(0)
         sizes, stored = [len(weight) for weight in weights], weights[0].dtype
-        return emb_gradient, *of_weights.to(stored).split(sizes), *of_biases.to(stored).split(sizes)
+        of_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if ctx.waiting is None:
+            of_weights = (gradient.t() @ F.silu(emb)).to(stored).split(sizes)
+        else:
+            ctx.waiting[0].waiting.put(ctx.waiting, F.silu(emb), gradient)
+        return emb_gradient, None, *of_weights, *gradient.sum(0).to(stored).split(sizes)
 
 
 class ConditionEmbedding(Undrawn, nn.Linear):
@@ -365,7 +369,7 @@ def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
     Variance scaling (fan_avg, uniform, scale 1); biases and the last layer of a residual branch are zero.
     """
     for part in module.modules():
-        if isinstance(part, Convolution | Linear | EmbeddingProjection | LabelEmbedding | ConditionEmbedding):
+        if isinstance(part, Convolution | Linear | LabelEmbedding | ConditionEmbedding):
             part.draw(generator)
 
 

@@ -2,8 +2,7 @@
 
 To defer its weight gradient, a convolution or linear layer (:class:`Weighted`) computes with the detached weight, and a
 node of the graph queues the two factors of the gradient: the layer's input, which autograd keeps anyway, and its
-output's gradient. Biases and normalisations have small gradients, which stay in the backward, as do those of the
-projections of the embedding, which all blocks have in one product.
+output's gradient. Biases and normalisations have small gradients, which stay in the backward.
 
 A compiled graph can't queue anything; it returns both tensors as the gradients of two more inputs (:class:`Tapped`).
 """
@@ -22,8 +21,15 @@ ENOUGH_PIXELS = {"cpu": 512, "cuda": 8192}
 """Pixels over all images beyond which a product gets no more efficient; micro-batches are joined up to this number.
 Measured on a CPU (docs/performance.md), estimated for a GPU."""
 
-Pair = tuple[Tensor, Tensor]
-"""A layer's input and its output's gradient."""
+
+class Waiting(NamedTuple):
+    """Factors of the weight gradient of a layer, or of several that have one product."""
+
+    layers: Sequence[Weighted]
+    x: Tensor
+    """Input."""
+    gradient: Tensor
+    """Gradient of the output, the outputs of several layers side by side."""
 
 
 def through_autograd(weight: Tensor, gradient: Tensor) -> None:
@@ -44,7 +50,7 @@ class WaitingGradients:
         """Micro-batch of the pass that is running."""
         self.open = True
         """Whether the weight gradients of this pass wait."""
-        self._queued: dict[int, dict[nn.Module, Pair]] = defaultdict(dict)
+        self._queued: dict[int, dict[Weighted, Waiting]] = defaultdict(dict)
 
     def begin(self, phase: int, number: int) -> None:
         """Set the phase and micro-batch of the next forward or backward."""
@@ -54,16 +60,17 @@ class WaitingGradients:
         """Return whether weight gradients are deferred in a phase: {True}, {False}, or both if only in some passes."""
         return {(phase, number) in self._split for number in range(micro_batches)}
 
-    def put(self, layer: Weighted, x: Tensor, gradient: Tensor) -> None:
-        """Queue a layer's input and its output's gradient.
+    def put(self, layers: Sequence[Weighted], x: Tensor, gradient: Tensor) -> None:
+        """Queue the input and the output's gradient of a layer, or of several that have one product.
 
         Raises:
-            RuntimeError: the layer was used twice for a micro-batch, and the two gradients would not be summed.
+            RuntimeError: a layer was used twice for a micro-batch, and the two gradients would not be summed.
         """
         queued = self._queued[self.number]
-        if layer in queued:
-            raise RuntimeError(f"a weight of shape {tuple(layer.weight.shape)} is used twice in a micro-batch")
-        queued[layer] = x, gradient
+        for layer in layers:
+            if layer in queued:
+                raise RuntimeError(f"a weight of shape {tuple(layer.weight.shape)} is used twice in a micro-batch")
+            queued[layer] = Waiting(layers, x, gradient)
 
     def compute(
         self,
@@ -72,15 +79,22 @@ class WaitingGradients:
         give: Callable[[Tensor, Tensor], None] = through_autograd,
     ) -> None:
         """Compute the weight gradients of some layers for several micro-batches at once, and ``give`` each weight its
-        sum, which is computed in the arithmetic's dtype, in its own.
+        sum, which is computed in the arithmetic's dtype, in its own. Layers of one product are computed with its first.
         """
         for layer in layers:
+            waiting = [self._queued[number].pop(layer) for number in numbers]
+            together = waiting[0].layers
+            if layer is not together[0]:
+                continue
             total: Tensor | None = None
-            for x, gradient in _joined([self._queued[number].pop(layer) for number in numbers]):
+            for x, gradient in _joined(waiting):
                 part = layer.weight_gradient(x, gradient)
                 total = part if total is None else total.add_(part)
             assert total is not None
-            give(layer.weight, total.to(layer.weight.dtype))
+            total = total.to(layer.weight.dtype)
+            totals = total.split([len(one.weight) for one in together]) if len(together) > 1 else [total]
+            for one, own in zip(together, totals, strict=True):
+                give(one.weight, own)
         for number in numbers:
             if not self._queued[number]:
                 del self._queued[number]
@@ -95,17 +109,17 @@ class WaitingGradients:
             raise RuntimeError(f"weight gradients of micro-batches {sorted(self._queued)} were never computed")
 
 
-def _joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """Yield the pairs of several micro-batches, small ones joined."""
-    waiting: list[Pair] = []
+def _joined(waiting: Sequence[Waiting]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the factors of several micro-batches, small ones joined."""
+    pairs: list[tuple[Tensor, Tensor]] = []
     pixels = 0
-    for number, (x, gradient) in enumerate(pairs, 1):
-        waiting.append((x, gradient))
+    for number, (_, x, gradient) in enumerate(waiting, 1):
+        pairs.append((x, gradient))
         pixels += gradient.numel() // gradient.shape[1 if gradient.ndim == 4 else -1]
-        if pixels >= ENOUGH_PIXELS[x.device.type] or number == len(pairs):
-            xs, gradients = zip(*waiting, strict=True)
-            yield waiting[0] if len(waiting) == 1 else (torch.cat(xs), torch.cat(gradients))
-            waiting, pixels = [], 0
+        if pixels >= ENOUGH_PIXELS[x.device.type] or number == len(waiting):
+            xs, gradients = zip(*pairs, strict=True)
+            yield pairs[0] if len(pairs) == 1 else (torch.cat(xs), torch.cat(gradients))
+            pairs, pixels = [], 0
 
 
 class Taps(NamedTuple):
@@ -132,9 +146,14 @@ class Weighted(nn.Module):
     taps: Taps | None = None
     """Inputs of compiled code in place of the weight while its gradient is deferred."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether the weight gradient of the pass that is running is deferred."""
+        return torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
+
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.to(x.dtype)
-        if not torch.is_grad_enabled() or self.waiting is None or not self.waiting.open:
+        if not self.waits:
             return self.product(x, self.weight.to(x.dtype), bias)
         weight = self.weight.detach() if self.taps is None else self.taps.weight
         y = self.product(x, weight.to(x.dtype), bias.detach())  # _Wait adds its backward
@@ -176,7 +195,7 @@ class _Wait(torch.autograd.Function):
         inside = gradient, None, gradient.sum([dim for dim in range(x.ndim) if dim != channels]), None
         if ctx.layer is None:
             return *inside, x, gradient
-        ctx.layer.waiting.put(ctx.layer, x, gradient)
+        ctx.layer.waiting.put([ctx.layer], x, gradient)
         return inside
 
 
@@ -209,8 +228,7 @@ class Tapped:
         """Compute, with taps if weight gradients are deferred."""
         # Code is compiled for one layout, and a block's projection of the embedding is a part of all blocks' product.
         inputs = tuple(one.contiguous() if isinstance(one, Tensor) and one.ndim == 2 else one for one in inputs)
-        waiting = self._parts[0].waiting
-        if not torch.is_grad_enabled() or waiting is None or not waiting.open:
+        if not self._parts[0].waits:
             return self._compiled(*inputs)
         taps = _MakeTaps.apply(torch.zeros((), requires_grad=True), self._parts, self._alike(inputs))
         for part, x, y in zip(self._parts, taps[::2], taps[1::2], strict=True):
@@ -250,5 +268,5 @@ class _MakeTaps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor) -> tuple[None, None, None]:
         for part, x, gradient in zip(ctx.parts, arrived[::2], arrived[1::2], strict=True):
-            part.waiting.put(part, x, gradient)
+            part.waiting.put([part], x, gradient)
         return None, None, None

@@ -66,7 +66,8 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(launch, "supervise", without_imports)
-    assert main(shlex.split(saved[2])[1:]) == 0
+    a_little = ["--set", f"train.images={int(saved[1].replace(',', '')) + 32}"]
+    assert main([*shlex.split(saved[2])[1:], *a_little]) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"ddpm-ds train: done; draw from it with: ddpm-ds sample {run_dir}"
 

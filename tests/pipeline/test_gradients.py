@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.flat_gradients import SUMMED, _match, norm_of
+from ddpm_ds.pipeline.schedule import accumulated, program
 from tests.launching import run_ranks, write_json
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import (
@@ -183,6 +184,26 @@ def test_weights_are_views_of_one_flat_tensor_without_gaps_and_stay_so(tmp_path:
         assert before == after == expected
 
 
+@pytest.mark.launch
+def test_replicas_send_the_gradient_of_a_weight_once_for_each_weight_gradient_pass(tmp_path: Path) -> None:
+    """Under ZeRO-2, whose gradients in 16 bits go around a ring of two, so that each rank sends two bytes of each."""
+    done = run_ranks(2, Path(__file__), str(write_json(tmp_path / "cases.json", [{"sends": True}])), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        ((elements, sent),) = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        in_whole_backwards = sent.pop(0)
+        saved = [in_whole_backwards - bytes_sent for bytes_sent in sent]
+        assert saved == [2 * elements * (MICRO_BATCHES - MICRO_BATCHES // together) for together in TOGETHER]
+
+
+@pytest.mark.launch
+def test_a_weight_gradient_pass_holds_no_more_gradients_than_a_bucket_and_one(tmp_path: Path) -> None:
+    done = run_ranks(1, Path(__file__), str(write_json(tmp_path / "cases.json", [{"holds": True}])), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    ((most, largest, everything),) = json.loads((tmp_path / "rank0.json").read_text())
+    assert largest <= most <= 2 * largest < everything / 2
+
+
 # -------------------------------------------------------------------------------- the ranks
 
 
@@ -283,7 +304,55 @@ def flattened(zero: int, precision: Precision) -> list[list[list[int]]]:
     return [before, places(), [[before[0][0], first] for first in accumulate(lengths[:-1], initial=0)]]
 
 
+MICRO_BATCHES, TOGETHER = 4, (1, 2, 4)
+"""Micro-batches of a step, and of a weight-gradient pass."""
+
+
+def sends() -> tuple[int, list[int]]:
+    """How many elements the weights have whose gradients can wait, all those of convolutions and linear layers; and the
+    bytes of collectives in a step of whole backwards, and in steps with weight-gradient passes.
+    """
+    spec = spec_of(compiled=False)
+    engine = Case(1, 2, 2, "bf16", 0, micro_batches=MICRO_BATCHES, fused=True).engine(spec)
+    found = []
+    for own in (program("1f1b", MICRO_BATCHES, 1, 0), *(accumulated(MICRO_BATCHES, together) for together in TOGETHER)):
+        engine.follow([own])
+        with SentBytes() as sent:
+            engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+        found.append(round(sent.collective_bytes))
+    weights = [weight for name, weight in engine.module.named_parameters() if "embedding.weight" not in name]
+    engine.destroy()
+    return sum(weight.numel() for weight in weights if weight.ndim > 1), found
+
+
+def holds() -> tuple[int, int, int]:
+    """Most elements of gradients that a weight-gradient pass holds before they are added, with buckets of the largest
+    gradient; elements of that one, and of all whose gradients wait.
+    """
+    spec = spec_of(compiled=False)
+    case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
+    zero = case.resolved(spec.train.batch_images).blocks["zero_optimization"]
+    engine = case.engine(spec, zero_optimization={**zero, "reduce_bucket_size": 1})
+    engine.follow([accumulated(1, 1)])
+    give, held = engine.gradients.give, []
+
+    def measured(weight: torch.nn.Parameter, gradient: Tensor) -> None:
+        waiting = [one.grad.numel() for one in engine.module.parameters() if one.grad is not None]
+        held.append(sum(waiting) + gradient.numel())
+        give(weight, gradient)
+
+    weights = engine.wanted_gradients(0, "weights")
+    with unittest.mock.patch.object(engine.gradients, "give", measured):
+        engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    engine.destroy()
+    return max(held), max(weight.numel() for weight in weights), sum(weight.numel() for weight in weights)
+
+
 def run(case: dict[str, Any]) -> Any:
+    if "holds" in case:
+        return holds()
+    if "sends" in case:
+        return sends()
     if "flattens" in case:
         return flattened(*case["flattens"])
     if "freezes" in case:

@@ -39,22 +39,34 @@ from tests.pipeline.random_programs import random_programs
 from tests.pipeline.test_ladder import LATER, LOSS_TOLERANCE
 from tests.pipeline.test_synchronisation import Poisoned
 
+SAID = "each step is one CUDA graph", "each step is CUDA graphs with messages between them"
 EAGER_STEP, BAD_STEP, STEPS = 4, 5, 7
 """Step that an observer watches, step whose loss is infinite, number of steps."""
 
 
 class Recording(TorchDispatchMode):
-    """Operations of a step on a CPU, kept like those of a CUDA graph."""
+    """Operations of a step on a CPU or of a part of one, kept like those of a CUDA graph."""
+
+    refused: tuple[str, ...] = ()
+    """Names of operators that can't be captured."""
 
     def __init__(self) -> None:
         super().__init__()
         self.replays = 0
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._calls: list[tuple[Any, Any, Any, list[Tensor], list[Tensor]]] = []
+
+    def capture_begin(self, **_: Any) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
         outputs = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self._calls.append((func, args, kwargs or {}, outputs))
+            self._calls.append((func, args, kwargs or {}, tensors((args, kwargs)), tensors(outputs)))
         return outputs
 
     @torch.no_grad()
@@ -63,8 +75,8 @@ class Recording(TorchDispatchMode):
         self.replays += 1
         under_way: dict[int, dist.Work] = {}  # by the address of what is received
         sends = []
-        for func, args, kwargs, outputs in self._calls:
-            for tensor in tensors((args, kwargs)):
+        for func, args, kwargs, given, outputs in self._calls:
+            for tensor in given if under_way else ():
                 if (work := under_way.pop(tensor.untyped_storage().data_ptr(), None)) is not None:
                     work.wait()
             fresh = func(*args, **kwargs)
@@ -78,7 +90,7 @@ class Recording(TorchDispatchMode):
                 else:
                     work.wait()
                 continue
-            for kept, new in zip(tensors(outputs), tensors(fresh), strict=True):
+            for kept, new in zip(outputs, tensors(fresh), strict=True):
                 if kept is not new:
                     kept.copy_(new)
         for work in [*under_way.values(), *sends]:
@@ -93,21 +105,21 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 class RecordedGraph(StepGraph):
-    """The graph of an engine on a CPU."""
+    """The graphs of an engine on a CPU."""
 
     def __init__(self, engine: UnetPipelineEngine) -> None:
         with unittest.mock.patch.object(graphs, "why_eager", lambda engine, asked: ""), no_streams():
             super().__init__(engine, "auto")
         self._stream = None
-        self.recordings: list[Recording] = []
+        self.recordings: list[list[Recording]] = []
 
     def _capture(self) -> str:
-        recording = Recording()
-        with self._engine.step_withheld(), recording:  # a recording runs what it records
-            self._eagerly()
-        self.recordings.append(recording)
-        self._graph = recording  # type: ignore[assignment]
-        return ""
+        on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None}
+        with self._engine.step_withheld(), unittest.mock.patch.multiple(torch.cuda, **on_cpu):
+            why_not = super()._capture()  # a recording runs what it records
+        assert self._graph is not None
+        self.recordings.append(self._graph._graphs)  # type: ignore[arg-type]
+        return why_not
 
 
 def no_streams() -> contextlib.AbstractContextManager[object]:
@@ -185,6 +197,10 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 
 
+def messages_that_can_not_be_captured() -> contextlib.AbstractContextManager[object]:
+    return unittest.mock.patch.object(Recording, "refused", ("send", "recv_"))
+
+
 def course(case: Case, recorded: bool) -> dict[str, Any]:
     """What some steps gave, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph."""
     spec = spec_of(compiled=False)
@@ -214,18 +230,24 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     result = {
         "steps": given,
         "weights": [[float(tensor.sum()), float(tensor.norm())] for tensor in kept],
-        "replays": [one.replays for one in engine.graph.recordings] if isinstance(engine.graph, RecordedGraph) else [],
+        "replays": [sorted({part.replays for part in parts}) for parts in recordings_of(engine)],
+        "parts": [len(parts) for parts in recordings_of(engine)],
         "said": said,
     }
     engine.destroy()
     return result
 
 
+def recordings_of(engine: UnetPipelineEngine) -> list[list[Recording]]:
+    return engine.graph.recordings if isinstance(engine.graph, RecordedGraph) else []
+
+
 def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     """The course of a case, eagerly and by a graph, the latter perhaps with a fault."""
     own = Case(**case["case"])
     eager = course(own, recorded=False)
-    with FAULTS[case["fault"]]() if case["fault"] else contextlib.nullcontext():
+    faults = {"": contextlib.nullcontext, APART: messages_that_can_not_be_captured, **FAULTS}
+    with faults[case["fault"]]():
         return [eager, course(own, recorded=True)]
 
 
@@ -233,6 +255,7 @@ def one(zero: int, precision: Precision, micro_batches: int = 2, checkpoint: int
     return Case(1, 1, zero, precision, checkpoint, micro_batches=micro_batches, fused=True, **others)
 
 
+APART = "messages between"
 CASES = [
     *(one(zero, precision) for zero in (1, 2) for precision in ("fp32", "bf16", "fp16")),
     one(0, "bf16", micro_batches=1, checkpoint=2),
@@ -241,6 +264,7 @@ CASES = [
     Case(2, 1, 2, "fp16", 0, fused=True),
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
     Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
+    Case(2, 1, 0, "bf16", 0, fused=True, micro_batches=2),
     Case(1, 2, 2, "bf16", 0, fused=True),
     Case(1, 2, 1, "fp16", 0, fused=True),
 ]
@@ -265,9 +289,10 @@ def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = [case for case in CASES if case.stages * case.replicas == request.param]
-    both = courses(tmp_path_factory.mktemp("graphs"), [(case, "") for case in cases])
-    return {name_of(case): ranks for case, ranks in zip(cases, both, strict=True)}
+    cases = [(case, "") for case in CASES if case.stages * case.replicas == request.param]
+    cases += [(case, APART) for case, _ in cases if case.stages > 1]
+    both = courses(tmp_path_factory.mktemp("graphs"), cases)
+    return {name_of(case) + apart: ranks for (case, apart), ranks in zip(cases, both, strict=True)}
 
 
 @pytest.mark.launch
@@ -284,8 +309,10 @@ def test_replayed_steps_give_the_bits_of_eager_ones_in_every_layout(found: dict[
 def test_each_step_that_nothing_asks_for_eagerly_is_a_replay(found: dict[str, Any]) -> None:
     for name, ranks in found.items():
         for _, replayed in ranks:
-            assert replayed["replays"] == [3, 1], name  # the first of them is the trial
-            assert replayed["said"] == ["each step is one CUDA graph"], name
+            apart = name.endswith(APART)
+            assert replayed["replays"] == [[0]] * apart + [[3], [1]], name  # the first of the three is the trial
+            assert [parts > 1 for parts in replayed["parts"]] == [False] * apart + [apart] * 2, name
+            assert replayed["said"] == [SAID[apart]], name
 
 
 @pytest.mark.launch
@@ -301,7 +328,7 @@ def check_on_gpus(folder: Path, cases: list[Case], **environment: str) -> None:
     for case, ranks in zip(cases, courses(folder, [(case, "") for case in cases], **environment), strict=True):
         slack = LATER[case.precision] * LOSS_TOLERANCE[case.precision]
         for eager, replayed in ranks:
-            assert replayed["said"] == ["each step is one CUDA graph"], name_of(case)
+            assert replayed["said"] in [[line] for line in SAID[: case.stages]], name_of(case)
             for one, other in zip(eager["steps"], replayed["steps"], strict=True):
                 assert other == pytest.approx(one, rel=slack, nan_ok=True), name_of(case)
 

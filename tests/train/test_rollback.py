@@ -28,7 +28,10 @@ from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
 
 SCRIPT = Path(__file__).with_name("faulty_train.py")
 IMAGES, SAVED, BAD = 640, 400, 403
-ROLLBACK = (f"train.images={IMAGES}", "checkpoint.every_images=80", "bad_numbers.policy=rollback")
+ROLLBACK = (
+    *(f"train.images={IMAGES}", "checkpoint.every_images=80", "bad_numbers.policy=rollback"),
+    *(f"samples.every_images={IMAGES // 2}", f"evaluation.every_images={IMAGES // 2}"),
+)
 
 
 def train(run_dir: Path, first: int, last: int, *changes: str, config: str, count: int) -> tuple[list[int], str]:

@@ -45,6 +45,7 @@ EDM = [
     "diffusion.objective=v",
     "samples.every_images=null",
     "evaluation.every_images=null",
+    "train.images=800",
 ]
 
 
@@ -268,17 +269,18 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(config: str, sa
     folder = tmp_path / "runs" / "bad"
     changes = ["unet.multipliers=[1]", "unet.attention_resolutions=[]", "samples.every_images=null"]
     changes += ["evaluation.every_images=null", "optimizer.learning_rate=1e6", "train.batch_images=8"]
+    changes += ["logging.log_every_images=40"]
     done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes])
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
     (line,) = error_lines(done.stderr)
     assert said in line and "learning_rate" in line
     assert "Traceback" not in done.stderr
     assert mlflow_run(folder)[1].info.status == "FAILED"
-    changes += ["optimizer.learning_rate=1e-3", "train.images=320"]
+    changes += ["optimizer.learning_rate=1e-3", "train.images=80"]
     again = train(1, folder, config=config, overrides=[*TINY, *changes])
     assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-4000:]
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(point["step"], point["train/lr"]) for point in points] == [(20, 1e-3), (40, 1e-3)]
+    assert [(point["step"], point["train/lr"]) for point in points] == [(5, 1e-3), (10, 1e-3)]
     assert all(point["train/loss"] < 2 for point in points), "none of what was left"
 
 

@@ -16,6 +16,7 @@ from ddpm_ds.unet.blocks import sinusoid
 from ddpm_ds.unet.layers import BlockLayer
 from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import EmbeddingProjection
+from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, narrowing, random_unet, rounding
 
 
@@ -106,6 +107,24 @@ def test_blocks_compute_together_what_each_does_alone_with_one_projection_each_w
         assert (found - expected).norm() <= 2 * rounding(layers) * (expected.norm() + 0.1), parameter
     assert apart.counts["addmm"] - together.counts["addmm"] == blocks - 1
     assert apart.counts["mm"] - together.counts["mm"] == 2 * (blocks - 1)
+
+
+def test_weight_gradients_of_projections_that_wait_are_one_product_for_all_blocks_and_micro_batches() -> None:
+    unet, waiting = random_unet(layers_of("ddpm")), WaitingGradients({(0, 0), (0, 1)})
+    parts = [part for layer in unet.layers for part in weighted_parts(layer)]
+    for part in parts:
+        part.waiting = waiting
+    for number in range(2):
+        waiting.begin(0, number)
+        unet(*batch("ddpm")).square().mean().backward()
+    given: list[torch.Tensor] = []
+    with Operators() as together:
+        waiting.compute(
+            [part for part in parts if isinstance(part, EmbeddingProjection)],
+            [1, 0],
+            lambda weight, _: given.append(weight),
+        )
+    assert len(given) == len(set(given)) > 1 and together.counts["mm"] == 1
 
 
 def test_a_micro_batch_in_flight_holds_no_copy_of_the_projections() -> None:

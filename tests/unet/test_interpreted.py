@@ -1,5 +1,5 @@
-"""Triton's kernels in its interpreter, on any machine: the fused GroupNorm + SiLU against float64, and dropout's masks
-bit for bit."""
+"""Triton's kernels in its interpreter, on any machine: the fused GroupNorm + SiLU against float64, dropout's masks
+bit for bit, and the draws of a micro-batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
+from ddpm_ds.predict.costs import DRAWS
+from tests import test_keyed_draws
 from tests.alone import run_alone
+from tests.forking import PYTHON_PATH
 from tests.unet import test_keyed_mask
 from tests.unet.test_fused_norm import CASES, report, same_as_eager, tolerance
 
@@ -26,6 +29,7 @@ def interpret(out: str, *names: str) -> None:
         "launches": lambda: [test_keyed_mask.launches(interval) for interval in (0, 4)],
         "same": same_as_eager,
         "drawn": lambda: test_keyed_mask.drawn_alike("cpu"),
+        "draws": test_keyed_draws.interpreted,
     }
     found: dict[str, Any] = {name: others[name]() if name in others else report(CASES[name]) for name in names}
     Path(out).write_text(json.dumps(found))
@@ -35,13 +39,14 @@ def interpreted(folder: Path, *names: str) -> Any:
     triton = pytest.importorskip("triton").__version__
     if Version(triton) < Version("3.7") and Version(np.__version__) >= Version("2.4"):
         pytest.skip(f"the interpreter of Triton {triton} makes no number of an array of NumPy {np.__version__}")
-    run_alone("unet.test_interpreted", f"interpret({str(folder / 'report.json')!r}, *{names})", TRITON_INTERPRET="1")
+    call, environment = f"interpret({str(folder / 'report.json')!r}, *{names})", {"PYTHONPATH": PYTHON_PATH}
+    run_alone("unet.test_interpreted", call, **environment, TRITON_INTERPRET="1")
     return json.loads((folder / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return interpreted(tmp_path_factory.mktemp("interpreted"), *CASES, "masks", "launches")
+    return interpreted(tmp_path_factory.mktemp("interpreted"), *CASES, "masks", "launches", "draws")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,6 +65,11 @@ def test_every_mask_is_the_reference_bit_for_bit(found: Any) -> None:
 def test_the_masks_of_all_layers_that_run_together_are_one_launch(found: Any) -> None:
     """Those of a stage without recomputation; else those of a group of layers, again when they are recomputed."""
     assert found["launches"] == [[8], [2, 3, 3, 3, 3, 2]]
+
+
+def test_every_draw_is_that_of_pytorch_in_a_dozen_launches_a_micro_batch(found: Any) -> None:
+    differing, launches = found["draws"]
+    assert differing == [] and launches == DRAWS <= 12
 
 
 @pytest.mark.long
