@@ -55,6 +55,15 @@ class ScheduleChoice(Choice):
 
 
 @dataclass(frozen=True)
+class ObjectiveChoice(Choice):
+    """What the U-Net predicts."""
+
+    diffuses: bool = True
+    """Whether images are noised. Without noise x_t and t are 0, and the U-Net, evaluated once, predicts the image from
+    its condition."""
+
+
+@dataclass(frozen=True)
 class SamplerChoice(Choice):
     """Kind of sampler, its default and the options that it reads."""
 
@@ -108,10 +117,11 @@ SCHEDULES = {
 }
 """Noise schedules by `diffusion.schedule`."""
 OBJECTIVES = {
-    "eps": Choice("the noise"),
-    "x0": Choice("the clean image"),
-    "v": Choice("Salimans and Ho; under edm what Karras et al. call -F"),
-    "velocity": Choice("noise minus image, flow matching"),
+    "eps": ObjectiveChoice("the noise"),
+    "x0": ObjectiveChoice("the clean image"),
+    "v": ObjectiveChoice("Salimans and Ho; under edm what Karras et al. call -F"),
+    "velocity": ObjectiveChoice("noise minus image, flow matching"),
+    "regression": ObjectiveChoice("the image from its condition alone, without noise", diffuses=False),
 }
 """What the U-Net predicts, by `diffusion.objective`."""
 SAMPLERS = {

@@ -290,7 +290,7 @@ class Interface:
     condition_channels: int = 0
     """Channels that are concatenated to x_t, after it, and never noised."""
     numbers: int = 0
-    """Size of the vector that is added to the time embedding, without that of augmentation, which follows it."""
+    """Size of the vector that is added to the time embedding, without the numbers of augmentation, which precede it."""
     told_level: bool = False
     """Whether the U-Net is told a second noise level, that of its condition."""
 
