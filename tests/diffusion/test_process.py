@@ -37,8 +37,10 @@ def test_prepare_maps_bytes_exactly_onto_minus_1_to_1() -> None:
     torch.testing.assert_close(x0.flatten(), expected, rtol=0.0, atol=3 * 2**-24)
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_input_alone(size: int | None) -> None:
+@pytest.mark.parametrize("size", [None, (3, 3), (4, 2)])
+def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_input_alone(
+    size: tuple[int, int] | None,
+) -> None:
     pixels, index = images(1000, size=4)
     before = pixels.clone()
     straight, flipped = (
@@ -51,26 +53,27 @@ def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_inp
     assert torch.equal(pixels, before)
 
 
-def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike() -> None:
+@pytest.mark.parametrize("stored", [(10, 10), (8, 16), (16, 8)])
+def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike(stored: tuple[int, int]) -> None:
     """Pixels say where they are, so that a crop says where it was cut."""
-    rows, columns = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
-    pixels = torch.stack((rows, columns)).to(torch.uint8).expand(4000, 2, 10, 10)
+    rows, columns = torch.meshgrid(*map(torch.arange, stored), indexing="ij")
+    pixels = torch.stack((rows, columns)).to(torch.uint8).expand(4000, 2, *stored)
     index = torch.arange(7, 4007)
-    x0 = process().prepare(pixels, process().draws(index, pixels.shape), flips=False, size=8)
+    x0 = process().prepare(pixels, process().draws(index, pixels.shape), flips=False, size=(8, 8))
     crops = x0.add(1.0).mul(127.5).round().long()
     assert crops.shape == (4000, 2, 8, 8)
     top, left = crops[:, 0, :1, :1], crops[:, 1, :1, :1]  # (N, 1, 1)
     assert torch.equal(crops[:, 0], top + torch.arange(8)[:, None].expand(8, 8))
     assert torch.equal(crops[:, 1], left + torch.arange(8).expand(8, 8))
-    counts = torch.bincount((top * 3 + left).flatten(), minlength=9)
+    counts = torch.bincount((top * (stored[1] - 7) + left).flatten(), minlength=9)
     assert len(counts) == 9 and counts.min() > 370 and counts.max() < 520  # of 444, five deviations
     again = process(objective="v").prepare(
-        pixels[:5], process(objective="v").draws(index[:5], pixels[:5].shape), flips=False, size=8
+        pixels[:5], process(objective="v").draws(index[:5], pixels[:5].shape), flips=False, size=(8, 8)
     )
     assert torch.equal(again.add(1.0).mul(127.5).round().long(), crops[:5])
     assert not torch.equal(
-        process(seed=1).prepare(pixels, process(seed=1).draws(index, pixels.shape), False, 8),
-        process().prepare(pixels, process().draws(index, pixels.shape), False, 8),
+        process(seed=1).prepare(pixels, process(seed=1).draws(index, pixels.shape), False, (8, 8)),
+        process().prepare(pixels, process().draws(index, pixels.shape), False, (8, 8)),
     )
 
 
@@ -80,7 +83,7 @@ def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) 
     diffusion = process(objective="v", loss=loss)
     pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
     index = torch.arange(4)
-    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=8)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=(8, 8))
     t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     x_t = diffusion.noised(x0, t, eps)
     prediction = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
@@ -108,7 +111,7 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
     pixels, index = images(12, size=11)
     shape = (12, 3, 8, 8)
     whole = (
-        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, 8),
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, (8, 8)),
         *diffusion.draw(diffusion.draws(index, shape), shape),
     )
     like = [process(seed=seed, objective="v", schedule="cosine") for seed in (0, 1)]
@@ -116,13 +119,13 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
     for drawn, alike, another in zip(whole[1:], same, other, strict=True):
         assert torch.equal(drawn, alike) and not torch.equal(drawn, another)
     assert torch.equal(
-        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, 11),
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, (11, 11)),
         diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True),
     )
     for size in (1, 4, 5):
         parts = [
             (
-                diffusion.prepare(some, diffusion.draws(at, some.shape), True, 8),
+                diffusion.prepare(some, diffusion.draws(at, some.shape), True, (8, 8)),
                 *diffusion.draw(diffusion.draws(at, (len(at), 3, 8, 8)), (len(at), 3, 8, 8)),
             )
             for some, at in zip(pixels.split(size), index.split(size), strict=True)
@@ -224,7 +227,7 @@ def test_labels_are_dropped_at_their_share_and_by_image() -> None:
 
 
 def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
-    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=6)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=(6, 6))
     t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     labels = diffusion.drop_labels(index % 10, diffusion.draws(index, (1, 1, 1, 1)), 0.1, none_label=10)
     x_t = diffusion.noised(x0, t, diffusion.perturbed(eps, index))

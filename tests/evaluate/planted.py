@@ -46,7 +46,7 @@ def trained_of(spec: RunSpec, seed: int = 1, dtype: torch.dtype = torch.float32)
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
-        image_shape=(spec.data.channels, spec.data.image_size, spec.data.image_size),
+        interface=spec.data.interface,
         origin="memory",
         digest=f"{seed:064}",
         weights="ema",

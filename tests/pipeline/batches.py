@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -21,7 +22,7 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
     """The images of one step, as a function of the step."""
     batch = spec.train.batch_images
     generator = torch.Generator().manual_seed(step)
-    shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
+    shape = (batch, *spec.data.shape)
     return MicroBatch(
         images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device()),
         labels=torch.randint(0, 10, (batch,), generator=generator).to(device()),
@@ -33,4 +34,4 @@ def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[Mic
     """The micro-batches of the engine's replica: one of each replica, then the next of each."""
     size, replicas = engine.micro_batch_size, engine.grid.get_data_parallel_world_size()
     for first in range(engine.grid.get_data_parallel_id() * size, len(batch.index), replicas * size):
-        yield MicroBatch(*(tensor[first : first + size] for tensor in batch))
+        yield batch.each(itemgetter(slice(first, first + size)))

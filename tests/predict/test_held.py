@@ -72,7 +72,7 @@ def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
 
 def micro_batches(spec: RunSpec, images: int) -> Iterator[MicroBatch]:
     """Black images without end."""
-    shape = (images, spec.data.channels, spec.data.image_size, spec.data.image_size)
+    shape = (images, *spec.data.shape)
     while True:
         labels = torch.zeros(images, dtype=torch.int64)
         yield MicroBatch(torch.zeros(shape, dtype=torch.uint8), labels, torch.arange(images))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -142,7 +143,7 @@ def micro_batches(engine: UnetPipelineEngine, spec: RunSpec) -> Any:
     batch, micro = global_batch(spec, 0), engine.micro_batch_size
     replicas, replica = engine.dp_world_size, engine.grid.get_data_parallel_id()
     firsts = [(number * replicas + replica) * micro for number in range(engine.micro_batches)]
-    return iter([type(batch)(*(tensor[first : first + micro] for tensor in batch)) for first in firsts])
+    return iter([batch.each(itemgetter(slice(first, first + micro))) for first in firsts])
 
 
 def run_case(look: Look) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ddpm_ds.unet.layers import Layer, condition_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
-IMAGE = {"image_channels": 3, "image_size": 16}
+INTERFACE = Interface(channels=3, size=(16, 16))
 
 VARIANTS = {
     # google/ddpm-cifar10-32, shrunk
@@ -34,7 +34,7 @@ VARIANTS = {
 
 
 def layers_of(name: str) -> tuple[Layer, ...]:
-    return unet_layers(VARIANTS[name], Interface(channels=3, size=(16, 16)))
+    return unet_layers(VARIANTS[name], INTERFACE)
 
 
 def rounding(layers: tuple[Layer, ...]) -> float:
@@ -76,9 +76,9 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     augmentation, their conditions.
     """
     generator = torch.Generator().manual_seed(seed)
-    x_t = torch.randn(2, 3, 16, 16, generator=generator)
+    x_t = torch.randn(2, *INTERFACE.shape, generator=generator)
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
     labels = () if classes is None else (torch.tensor([3, classes]),)
-    numbers = condition_numbers(VARIANTS[name], IMAGE["image_channels"])
+    numbers = condition_numbers(VARIANTS[name], INTERFACE.channels)
     return (x_t, t, *labels, *((torch.randn(2, numbers, generator=generator),) if numbers else ()))
