@@ -48,6 +48,7 @@ LatentChannels = Annotated[int, Field(ge=1, le=64)]
 Variable = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of an array in a file."""
 Normalise = Literal["statistics", "range"] | None
+HeldOut = Literal["random", "last", "ranges"]
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
@@ -218,7 +219,7 @@ class DataSpec(Section):
     mask: Variable | None = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
     elsewhere; or "nan", which masks what is not a number in the fields. Null refuses fields that are not finite."""
-    held_out: Literal["random", "last", "ranges"] = "random"
+    held_out: HeldOut = "random"
     """Which images are held out: random ones, the last, or evenly spaced ranges of neighbours, as for hours that
     resemble the hours beside them."""
     flips_negate: tuple[Variable | int, ...] = ()

@@ -192,7 +192,7 @@ def _train(
         recorder.finish("FINISHED")
         return
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
-    among, held_out = split(len(store), spec.data.held_out_images)
+    among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
     validation = Validation(spec, engine, ema, losses, watchdog, recorder)
 
