@@ -949,8 +949,8 @@ def _check_regression(spec: RunSpec) -> None:
             )
     if spec.data.condition.noise:
         raise ValueError(
-            f"data.condition.noise = {spec.data.condition.noise:g} makes samples of a diffusion robust, which objective "
-            f"{diffusion.objective} is not; use 0"
+            f"data.condition.noise = {spec.data.condition.noise:g} is for samplers, which objective "
+            f"{diffusion.objective} does not have; use 0"
         )
 
 
@@ -1029,9 +1029,9 @@ def check_sampler(
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    ``guide`` means that another U-Net guides, so that guidance needs no classes, and ``drops`` that conditions were
-    dropped in training, so that it needs none either; ``latents`` that the U-Net samples latents, and ``unbounded`` that
-    it samples fields, which are not in [-1, 1].
+    ``guide`` means that another U-Net guides, and ``drops`` that conditions were dropped in training: guidance needs no
+    classes then. ``latents`` means that the U-Net samples latents, and ``unbounded`` that it samples fields, which are
+    not in [-1, 1].
     """
     kind = SAMPLERS[sampler.kind]
     if unbounded and sampler.clip != "none":

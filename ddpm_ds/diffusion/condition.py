@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,27 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.config.spec import ConditionSpec, DataSpec, Normalise
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.keyed import Draws, Stream
 
 LUMA = (0.299, 0.587, 0.114)
 """Share of red, green and blue in a grey value (ITU-R BT.601)."""
 TOLD_LEVEL = 1000.0
-"""What the U-Net is told of a condition that is noise alone, on the scale for which the sinusoidal embedding is made."""
-
-
-class Statistics(Protocol):
-    """Numbers of each channel over a data set, (C,) each."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+"""Number by which the U-Net is told the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """Scale of stored values: ``shift`` is subtracted, then they are divided by ``size``; without these two, bytes go to
-    [-1, 1] and floats keep their values.
+    """Scale of stored values: ``shift`` is subtracted, then they are divided by ``size``.
+
+    Without these two, bytes go to [-1, 1] and floats keep their values.
     """
 
     shift: Tensor | float = 0.0

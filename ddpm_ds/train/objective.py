@@ -20,8 +20,9 @@ from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.config.spec import ConditionSpec, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.diffusion.augmentation import augmented, coloured
-from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Statistics, negated
+from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.keyed import Draws, Stream
 from ddpm_ds.unet.layers import augmentation_numbers
@@ -162,12 +163,15 @@ def replica_batches(
     replica: int,
     among: Indices | None = None,
     start_images: int = 0,
+    first: bool = True,
+    last: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device; see
-    :func:`ddpm_ds.data.loader.micro_batches`.
+    """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device of a rank that holds
+    the ``first`` stage, the ``last``, or both; see :func:`ddpm_ds.data.loader.micro_batches`.
     """
     batches = micro_batches(
         store,
+        fields=fields_read(spec.data, first=first, last=last),
         among=among,
         seed=spec.train.seed,
         window=spec.data.shuffle_images,

@@ -76,7 +76,7 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device),
+            Denoising(plan.spec, device, prepared.store.meta.statistics, prepared.store.constants),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -209,6 +209,8 @@ def _train(
             replica=engine.grid.get_data_parallel_id(),
             among=among,
             start_images=engine.next_index,
+            first=engine.is_first_stage(),
+            last=engine.stage_id == engine.loss_stage,
         )
 
     def finish() -> None:

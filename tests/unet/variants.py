@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.unet.layers import Layer, condition_numbers, unet_layers
+from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
@@ -80,5 +80,5 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
     labels = () if classes is None else (torch.tensor([3, classes]),)
-    numbers = condition_numbers(VARIANTS[name], INTERFACE.channels)
+    numbers = augmentation_numbers(VARIANTS[name], INTERFACE.channels)
     return (x_t, t, *labels, *((torch.randn(2, numbers, generator=generator),) if numbers else ()))
