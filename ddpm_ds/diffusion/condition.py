@@ -29,11 +29,11 @@ TOLD_LEVEL = 1000.0
 class Scale:
     """Scale of stored values: ``shift`` is subtracted, then they are divided by ``size``.
 
-    Without these two, bytes go to [-1, 1] and floats keep their values.
+    If these are no tensors, bytes go to [-1, 1] and floats keep their values.
     """
 
     shift: Tensor | float = 0.0
-    """(C, 1, 1) float32 on the device, or one number for all channels."""
+    """(C, 1, 1) float32 on the device, or a number: 127.5 for bytes, 0 for floats."""
     size: Tensor | float = 1.0
 
     @classmethod
@@ -56,10 +56,10 @@ class Scale:
     def to_unit(self, values: Tensor) -> Tensor:
         """Return stored values (N, C, H, W) on the U-Net's scale, float32 in channels-last memory format."""
         unit = values.to(torch.float32, memory_format=torch.channels_last)
-        if not values.is_floating_point() and isinstance(self.shift, float):
-            # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
-            return unit.div_(127.5).sub_(1.0)
-        return unit if self.shift == 0.0 else (unit - self.shift) / self.size
+        if isinstance(self.shift, Tensor):
+            return (unit - self.shift) / self.size
+        # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
+        return unit if values.is_floating_point() else unit.div_(127.5).sub_(1.0)
 
     def to_physical(self, unit: Tensor) -> Tensor:
         """Return values (N, C, H, W) in the units in which they are stored, float32."""

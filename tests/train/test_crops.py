@@ -41,9 +41,7 @@ def store(spec: RunSpec) -> DatasetCache:
 
 
 def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> list[Tensor]:
-    """x_t, t, labels, vector, x0 and eps of the first 48 images as all replicas prepare them, in the order in which they
-    are seen.
-    """
+    """x_t, t, labels, vector, x0, eps of the first 48 images as all replicas prepare them, in the order of training."""
     parts = []
     for replica in range(replicas):
         batches = micro_batches(
