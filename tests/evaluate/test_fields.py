@@ -137,7 +137,7 @@ def test_waves_of_one_length_have_one_wavenumber_in_either_direction_of_a_rectan
 
 
 def test_spectra_are_means_over_inputs_of_members_of_their_mean_and_of_the_truth() -> None:
-    members, truths, _ = ensembles()
+    members, truths, masks = ensembles()
     spectra = field_scores(members, truths).spectra
     assert spectra is not None
     mean = members.mean(axis=0)
@@ -146,6 +146,10 @@ def test_spectra_are_means_over_inputs_of_members_of_their_mean_and_of_the_truth
             each = [power_spectrum(torch.from_numpy(fields[:, n, channel])).mean(axis=0) for n in range(N)]
             assert np.allclose(found[channel], np.mean(each, axis=0), rtol=ROUNDING)
     assert sum(spectra.modes) == H * W and len(spectra.modes) == len(spectra.truth[0])
+    scorer = FieldScorer(["u", "v"])
+    scorer.add(members[:, 0], truths[0])
+    scorer.add(members[:, 1], truths[1], masks[1])
+    assert scorer.scores().spectra is None, "an input with holes has no Fourier modes"
 
 
 def test_psnr_and_ssim_equal_plain_loops() -> None:
