@@ -250,6 +250,8 @@ def test_the_posterior_is_that_of_the_information_form_and_observations_are_bloc
     seen = gaussian_fields.observe(fields, generator)
     noise = (seen - blocks).ravel()  # 64,000 draws: the standard deviation errs by 0.3 %
     assert noise.std() == pytest.approx(gaussian_fields.NOISE, rel=0.015) and abs(noise.mean()) < 0.005
+    at_length = gaussian_fields.covariance()[0, 4]
+    assert at_length == pytest.approx((1.0 + math.sqrt(3.0)) * math.exp(-math.sqrt(3.0)))
     h, precision = gaussian_fields.observing(), 1.0 / gaussian_fields.NOISE**2
     posterior = np.linalg.inv(np.linalg.inv(gaussian_fields.covariance()) + precision * h.T @ h)
     assert np.allclose(gaussian_fields.posterior_covariance(), posterior, atol=1e-10)
