@@ -34,12 +34,19 @@ VARIANTS = {
     "levels": UnetSpec(
         channels=16, multipliers=(1, 2, 1), attention_levels=(0, 2), norm_groups=8, downsample_padding="symmetric"
     ),
+    "level": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin"),
+    "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, colour_augmentation=0.1),
 }
+INTERFACES = {
+    "level": Interface(channels=3, size=(16, 16), condition_channels=4, told_level=True),
+    "vector": Interface(channels=3, size=(16, 16), condition_channels=2, numbers=5),
+}
+"""What the variants with a condition take and predict."""
 
 
 def interface_of(name: str) -> Interface:
     """The images of a variant: rectangles where attention is named by level."""
-    return RECTANGLES if VARIANTS[name].attention_levels else INTERFACE
+    return INTERFACES.get(name, RECTANGLES if VARIANTS[name].attention_levels else INTERFACE)
 
 
 def layers_of(name: str) -> tuple[Layer, ...]:
