@@ -732,7 +732,7 @@ def _check_condition(spec: RunSpec) -> None:
     if data.condition is None:
         return
     condition, usual = data.condition, ConditionSpec()
-    if not (condition.input_channels(data.channels) or condition.vector_size or condition.vector):
+    if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
         raise ValueError(
             "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
         )
