@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.config.section import Section
@@ -70,6 +71,19 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             ["data.image_column = image is not read by source torchvision", "use source huggingface"],
         ),
         ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
+        ({"data__crop_from": (8, 6)}, ["data.crop_from = [8,6]", "data.image_size = 8", "8 or more", "null"]),
+        (
+            {"data__image_size": (8, 16)},
+            ["unet.attention_resolutions = [4] are sides of squares", "[8,16]", "attention_levels, 0 to 1"],
+        ),
+        (
+            {"unet__attention_levels": (1,)},
+            ["attention_resolutions = [4] and unet.attention_levels = [1]", "remove one"],
+        ),
+        (
+            {"unet__attention_levels": (2,), "unet__attention_resolutions": []},
+            ["attention_levels has 2", "0 to 1"],
+        ),
         (
             {"unet__augmentation": 0.12, "data__horizontal_flips": True},
             ["data.horizontal_flips = true", "unet.augmentation = 0.12", "use false"],
@@ -101,6 +115,22 @@ def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any
     assert "\n" not in problem["msg"]
     for word in words:
         assert word in problem["msg"]
+
+
+@pytest.mark.parametrize("size", [33, 1, (33, 48), (30, 50), (3, 8191)])
+def test_the_sizes_named_for_one_that_can_not_be_halved_can_be(size: int | tuple[int, int]) -> None:
+    unet = {"unet__multipliers": (1,) * 4, "unet__attention_resolutions": []}
+    with pytest.raises(ValidationError) as caught:
+        spec(data__image_size=size, **unet)
+    advice = str(caught.value.errors()[0]["msg"]).partition("such as ")[2].partition(", or fewer")[0]
+    given = (size, size) if isinstance(size, int) else size
+    for named in advice.split(" or "):
+        typed = spec(data__image_size=yaml.safe_load(named), **unet).data.size
+        assert all(abs(one - other) < 8 for one, other in zip(typed, given, strict=True))
+
+
+def test_two_equal_sides_are_a_square() -> None:
+    assert spec(data__image_size=(8, 8)) == spec(data__image_size=8)
 
 
 def test_heads_only_have_to_divide_the_widths_that_are_attended() -> None:

@@ -25,7 +25,7 @@ from ddpm_ds.evaluate.diffusers.unet import (
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 from tests.launching import REPOSITORY
-from tests.unet.variants import INTERFACE, VARIANTS, batch, layers_of, random_unet, rounding
+from tests.unet.variants import INTERFACE, VARIANTS, batch, interface_of, layers_of, random_unet, rounding
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
     "_class_name": "UNet2DModel",
@@ -61,7 +61,7 @@ def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients
     name: str, diffusers: ModuleType
 ) -> None:
     layers = layers_of(name)
-    config = diffusers_config(VARIANTS[name], INTERFACE)
+    config = diffusers_config(VARIANTS[name], interface_of(name))
     assert unet_layers(*unet_spec_from_diffusers(json.loads(json.dumps(config)))) == layers
 
     ours, theirs = random_unet(layers).eval(), diffusers.UNet2DModel(**config)  # dropout differs by design

@@ -50,6 +50,8 @@ BY_TWO = [
     Case(2, 1, 1, "fp32", 1, process="edm"),
     Case(2, 1, 2, "fp32", 1, process="augmented"),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="augmented"),
+    Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
+    Case(2, 1, 2, "fp16", 0, process="rectangles"),
 ]
 BY_FOUR = [
     Case(2, 2, 1, "fp32", 1, across="replicas", process="augmented"),
@@ -60,6 +62,7 @@ BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3, process="edm"),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
+    Case(4, 1, 0, "fp32", 1, random_programs=10, process="rectangles"),
 ]
 """The core: every factor but the compiler, in both schedules the ones that their code treats differently."""
 

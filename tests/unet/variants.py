@@ -1,4 +1,4 @@
-"""Small U-Nets that between them use every option of the spec, for 16x16 RGB images."""
+"""Small U-Nets that between them use every option of the spec, for RGB images of 16x16, or of 8x16 pixels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
 INTERFACE = Interface(channels=3, size=(16, 16))
+RECTANGLES = Interface(channels=3, size=(8, 16))
 
 VARIANTS = {
     # google/ddpm-cifar10-32, shrunk
@@ -30,11 +31,19 @@ VARIANTS = {
         channels=16, multipliers=(1, 2), norm_groups=8, classes=3, augmentation=0.12, colour_augmentation=0.1
     ),
     "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
+    "levels": UnetSpec(
+        channels=16, multipliers=(1, 2, 1), attention_levels=(0, 2), norm_groups=8, downsample_padding="symmetric"
+    ),
 }
 
 
+def interface_of(name: str) -> Interface:
+    """The images of a variant: rectangles where attention is named by level."""
+    return RECTANGLES if VARIANTS[name].attention_levels else INTERFACE
+
+
 def layers_of(name: str) -> tuple[Layer, ...]:
-    return unet_layers(VARIANTS[name], INTERFACE)
+    return unet_layers(VARIANTS[name], interface_of(name))
 
 
 def rounding(layers: tuple[Layer, ...]) -> float:
@@ -76,7 +85,7 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     augmentation, their conditions.
     """
     generator = torch.Generator().manual_seed(seed)
-    x_t = torch.randn(2, *INTERFACE.shape, generator=generator)
+    x_t = torch.randn(2, *interface_of(name).shape, generator=generator)
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
     labels = () if classes is None else (torch.tensor([3, classes]),)

@@ -60,7 +60,10 @@ t = 1000 its rounding error is 1e-5.
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
-ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
+ANY_UNET = (
+    *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
+    *("head_channels=null", "norm_groups=1"),
+)
 """Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
 KINDS_OF_WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
 
@@ -70,7 +73,7 @@ CARD = """\
 
 # {{ title }}
 
-A diffusion U-Net for images of {{ shape }}, trained with ddpm_ds.
+A diffusion U-Net for images of {{ images }}, trained with ddpm_ds.
 {% if picture %}
 
 ![samples]({{ picture }})
@@ -106,7 +109,7 @@ scheduler.set_timesteps({{ steps }})
 {% if classes %}
 labels = torch.arange({{ classes }})
 {% endif %}
-x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ channels }}, {{ size }}, {{ size }}, dtype=unet.dtype)
+x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ shape | join(", ") }}, dtype=unet.dtype)
 for t in scheduler.timesteps:
     with torch.no_grad():
         prediction = unet(scheduler.scale_model_input(x, t), t{{ ", class_labels=labels" if classes }}).sample
@@ -327,7 +330,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
-    (channels, size, _), (colours, pixels, _) = trained.image_shape, trained.picture_shape
+    colours, height, width = trained.picture_shape
     diffusion, spec, autoencoder, losses = trained.diffusion, trained.spec, trained.autoencoder, last_losses(trained)
     classes, task = trained.unet_spec.classes, "unconditional-image-generation"
     continuous = SCHEDULES[diffusion.schedule].continuous
@@ -335,7 +338,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     front = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     if not classes:
         front["pipeline_tag"] = task
-    shape = f"{pixels}x{pixels} pixels and {colours} channel{'s' if colours > 1 else ''}"
+    images = f"{height}x{width} pixels and {colours} channel{'s' if colours > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     kind, _, length = trained.weights.partition("-")
     of_length = f" of relative length {length} by a power function (EDM2)" if length else ""
@@ -343,11 +346,12 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     if classes:
         facts["classes"] = f"{classes}, and no label"
     if autoencoder is not None:
-        facts["latents"] = f"{size}x{size} and {channels} channels, of the autoencoder {autoencoder.name}"
+        channels, rows, columns = trained.image_shape
+        facts["latents"] = f"{rows}x{columns} and {channels} channels, of the autoencoder {autoencoder.name}"
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
     if spec is not None:
-        facts["data"] = f"{spec.data.source}, {shape}"
+        facts["data"] = f"{spec.data.source}, {images}"
         facts["images seen"] = f"{trained.images_seen:,}, {spec.train.batch_images} per step"
     if "train/loss" in losses:
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
@@ -358,7 +362,8 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     return Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         front=yaml.safe_dump(front, sort_keys=False),
         title=spec.name if spec else Path(trained.origin).resolve().name,
-        shape=shape,
+        images=images,
+        shape=trained.image_shape,
         picture=picture,
         facts=facts,
         classes=classes,
@@ -367,8 +372,6 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         continuous=continuous,
         pipeline="DDPMPipeline" if autoencoder is None else "LDMPipeline",
         steps=EDM_STEPS if continuous else diffusion.timesteps,
-        channels=channels,
-        size=size,
         # This scheduler has no clipping, but its thresholding with the bound 1 has the same effect.
         clipping=", thresholding=True" if trained.sampler.clip == "static" else "",
     )
