@@ -226,6 +226,9 @@ def test_a_made_condition_depends_on_the_images_index_and_the_seed_alone(kind: s
     _, part, told_part = given_to(spec, batch_of(spec, count=COUNT - 40, first=40))
     assert torch.equal(whole[40:], part)
     assert all(torch.equal(one[40:], other) for one, other in zip(told, told_part, strict=True))
+    if kind == "reduced":
+        level, flag = told
+        assert torch.equal(level == 0.0, flag[:, 0] == 1.0), "a dropped condition has no level"
     other = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 4})})
     assert not torch.equal(given_to(other, batch_of(spec))[1], whole)
 
