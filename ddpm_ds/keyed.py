@@ -41,6 +41,10 @@ class Stream(IntEnum):
     PERTURBATION = 5
     AUGMENTATION = 6
     COLOUR = 8
+    CUT = 10
+    CONDITION_DROP = 11
+    CONDITION_LEVEL = 12
+    CONDITION_NOISE = 13
     DROPOUT = 16
     HELD_OUT = 2**20
     SAMPLE = 2**21

@@ -51,6 +51,7 @@ LatentChannels = Annotated[int, Field(ge=1, le=64)]
 Variable = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of an array in a file."""
 Normalise = Literal["statistics", "range"] | None
+HeldOut = Literal["random", "last", "ranges"]
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
@@ -136,13 +137,14 @@ class ConditionSpec(Section):
     """File or folder of the stored condition; null means `data.path`."""
     variables: tuple[Variable, ...] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
-    condition."""
+    condition, or the only one in a `path` of its own."""
     channels: Annotated[int, Field(ge=0, le=256)] = 0
     """Channels of the stored condition; those that are made are counted by themselves."""
     resize: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
     """How a condition of another size is brought to that of the image."""
     normalise: Normalise = None
-    """How the stored condition comes to the U-Net's scale, by statistics of its own; see `data.normalise`."""
+    """How the stored condition and the constants come to the U-Net's scale, each channel by statistics of its own; see
+    `data.normalise`."""
     factor: Annotated[int, Field(ge=2, le=64)] = 4
     """Pixels of the image, each way, in one of the reduced image."""
     noise: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -187,8 +189,9 @@ class DataSpec(Section):
 
     source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
-    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip` and
-    `arrays`; either for `webdataset` and `huggingface`. Other sources refuse a path."""
+    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip`,
+    `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
+    a path."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
     """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
@@ -219,13 +222,15 @@ class DataSpec(Section):
     prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
     mask: Variable | None = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
-    elsewhere; or "nan", which masks what is not a number in the fields. Null refuses fields that are not finite."""
-    held_out: Literal["random", "last", "ranges"] = "random"
-    """Which images are held out: random ones, the last, or evenly spaced ranges of neighbours, as for hours that
-    resemble the hours beside them."""
+    elsewhere; or "nan", which masks what is not a number in the fields. Masked values are read as the mean of their
+    channel, and those of a condition that are not a number too. Null refuses fields that are not finite."""
+    held_out: HeldOut = "random"
+    """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
+    resemble those beside them, such as hours of weather."""
     flips_negate: tuple[Variable | int, ...] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
-    from 0, or names in `variables`."""
+    from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
+    has one channel."""
     condition: ConditionSpec | None = None
     """What each image is conditioned on; null learns images alone."""
     autoencoder: FilePath | None = None
@@ -265,6 +270,11 @@ class DataSpec(Section):
         return (self.channels, *self.size)
 
     @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the prepared images."""
+        return (self.channels, *self.stored_size)
+
+    @property
     def interface(self) -> Interface:
         """What a U-Net for these data takes and predicts."""
         condition = self.condition or ConditionSpec()
@@ -281,6 +291,32 @@ class DataSpec(Section):
         """Whether the images are fields of floats instead of pictures of bytes."""
         return self.values != "bytes"
 
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether fields come to the U-Net with values beyond [-1, 1]."""
+        return self.are_fields and self.normalise != "range"
+
+    @property
+    def named_arrays(self) -> dict[str, Any]:
+        """Values of the keys that only a source of named arrays reads, by key, if they are given."""
+        condition = self.condition or ConditionSpec()
+        given = {
+            "data.values": self.values if self.are_fields else None,
+            "data.variables": self.variables,
+            "data.mask": self.mask,
+            "data.condition.kind": condition.kind if condition.kind == "stored" else None,
+            "data.condition.path": condition.path,
+            "data.condition.variables": condition.variables,
+            "data.condition.constants": condition.constants,
+            "data.condition.vector": condition.vector,
+        }
+        return {key: value for key, value in given.items() if value}
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether images are named arrays of their final size, instead of pictures that are decoded and scaled."""
+        return SOURCES[self.source].arrays and (not SOURCES[self.source].pictures or bool(self.named_arrays))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
@@ -293,7 +329,7 @@ class Interface:
     condition_channels: int = 0
     """Channels that are concatenated to x_t, after it, and never noised."""
     numbers: int = 0
-    """Size of the vector that is added to the time embedding, without that of augmentation, which follows it."""
+    """Size of the vector that is added to the time embedding, without the numbers of augmentation, which precede it."""
     told_level: bool = False
     """Whether the U-Net is told a second noise level, that of its condition."""
 
@@ -381,7 +417,8 @@ class DiffusionSpec(Section):
     huber_delta: Factor = 0.1
     """Error at which the Huber loss turns from squared to linear."""
     channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
-    """Weight of each channel in the loss, as a factor; [] weighs all alike."""
+    """Factor of each channel's errors in the loss, which are not divided by the sum of the factors; [] weighs all
+    alike."""
     weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
     For edm "uniform" is the paper's weighting."""
@@ -400,7 +437,9 @@ class DiffusionSpec(Section):
     def process_values(self) -> dict[str, Any]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
-        if not schedule.continuous:
+        if not OBJECTIVES[self.objective].diffuses:
+            keys = ["objective"]
+        elif not schedule.continuous:
             keys += [
                 "timesteps",
                 "zero_terminal_snr",
@@ -552,7 +591,9 @@ class SamplerSpec(Section):
         return self.guidance != 1.0 and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
-        """Return the number of steps from noise to image, with the default for null."""
+        """Return the number of steps from noise to image, with the default for null; a regression has one."""
+        if not OBJECTIVES[diffusion.objective].diffuses:
+            return 1
         usual = SAMPLERS[self.kind].steps
         if SCHEDULES[diffusion.schedule].continuous:
             steps = self.steps or usual
@@ -663,6 +704,34 @@ def _check_source(spec: RunSpec) -> None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
 
 
+def _check_arrays(spec: RunSpec) -> None:
+    """Refuse what is of named arrays for other sources, and what is of pictures for fields."""
+    data, unet = spec.data, spec.unet
+    for key, value in data.named_arrays.items():
+        if not SOURCES[data.source].arrays:
+            readers = " or ".join(name for name, other in SOURCES.items() if other.arrays)
+            written_value = f"[{', '.join(value)}]" if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{key} = {written_value} is of named arrays, which source {data.source} does not have; remove it or "
+                f"use source {readers}"
+            )
+    if data.reads_arrays and data.autoencoder is not None:
+        raise ValueError(
+            f"data.autoencoder = {data.autoencoder} encodes pictures, and data.source = {data.source} has named arrays "
+            "here; use null"
+        )
+    if data.reads_arrays and data.store == "encoded":
+        raise ValueError(f"data.store = encoded keeps image files, and data.source = {data.source} has none; use auto")
+    if data.normalise is not None and not data.are_fields:
+        raise ValueError(
+            f"data.normalise = {data.normalise} is for fields, and pictures (data.values = bytes) are always mapped to "
+            "[-1, 1]; use null"
+        )
+    for key in ("augmentation", "colour_augmentation"):
+        if data.are_fields and (value := getattr(unet, key)):
+            raise ValueError(f"unet.{key} = {value:g} is for pictures, and data.values = {data.values}; use 0")
+
+
 def _check_images(spec: RunSpec) -> None:
     data = spec.data
     if any(stored < cropped for stored, cropped in zip(data.stored_size, data.size, strict=True)):
@@ -670,10 +739,10 @@ def _check_images(spec: RunSpec) -> None:
             f"data.crop_from = {written(data.stored_size)} is below data.image_size = {written(data.size)}, the size "
             f"of the crops; use {written(data.size)} or more, or null for no crops"
         )
-    if data.autoencoder is None and data.channels not in (1, 3):
+    if data.autoencoder is None and not data.are_fields and data.channels not in (1, 3):
         raise ValueError(
             f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
-            "data.autoencoder, which is null"
+            "data.autoencoder, which is null, or of fields (data.values)"
         )
 
 
@@ -702,6 +771,90 @@ def _check_changes_of_images(spec: RunSpec) -> None:
                 raise ValueError(
                     f"{key} = {said} changes pixels, and a latent of data.autoencoder can't be changed alike; use {off}"
                 )
+
+
+def _check_condition(spec: RunSpec) -> None:
+    data, unet = spec.data, spec.unet
+    if data.mask is not None or data.condition is not None:
+        asked = "data.mask" if data.condition is None else "data.condition"
+        if data.autoencoder is not None:
+            raise ValueError(f"{asked} is of pixels or fields, and data.autoencoder makes latents of them; remove one")
+        made = data.condition is not None and data.condition.kind != "stored" and not data.condition.constants
+        if unet.augmentation and not (made and data.mask is None):
+            raise ValueError(
+                f"unet.augmentation = {unet.augmentation:g} turns and moves images, and a stored {asked} would stay; "
+                "use 0"
+            )
+    if data.condition is None:
+        return
+    condition, usual = data.condition, ConditionSpec()
+    if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
+        raise ValueError(
+            "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
+        )
+    reads_path = condition.kind == "stored" or condition.constants or condition.vector
+    for key, is_read, readers in (
+        ("path", reads_path, "a stored condition, constants or a vector"),
+        ("variables", condition.kind == "stored", "kind stored"),
+        ("channels", condition.kind == "stored", "kind stored"),
+        ("resize", condition.kind in ("stored", "reduced"), "kind stored or reduced"),
+        ("normalise", condition.kind == "stored" or condition.constants, "kind stored or constants"),
+        ("factor", condition.kind == "reduced", "kind reduced"),
+        ("noise", condition.kind == "reduced", "kind reduced"),
+        ("cut", condition.kind == "cut_out", "kind cut_out"),
+    ):
+        value, default = getattr(condition, key), getattr(usual, key)
+        if value != default and not is_read:
+            raise ValueError(f"data.condition.{key} = {_said(value)} is of {readers}; leave it at {_said(default)}")
+    if condition.kind == "stored" and not condition.channels:
+        raise ValueError("data.condition.channels = 0, but kind stored has channels; give their number")
+    for names, size in (("constants", "constant_channels"), ("vector", "vector_size")):
+        given, count = getattr(condition, names), getattr(condition, size)
+        if bool(given) != bool(count):
+            raise ValueError(
+                f"data.condition.{names} = {_said(given)} and {size} = {count} belong together; give both or neither"
+            )
+    if condition.kind == "grey" and data.channels != 3:
+        raise ValueError(f"data.condition.kind = grey needs 3 channels, and data.channels = {data.channels}")
+    if condition.kind == "reduced" and any(side % condition.factor for side in data.size):
+        raise ValueError(
+            f"data.condition.factor = {condition.factor} does not divide data.image_size = {written(data.size)}; use a "
+            "divisor"
+        )
+    if condition.cut[0] > condition.cut[1]:
+        raise ValueError(f"data.condition.cut = {_said(condition.cut)} should not fall; give the smaller side first")
+
+
+def _said(value: object) -> str:
+    """Return a value as a spec may say it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_said, value))}]"
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _check_flips(spec: RunSpec) -> None:
+    data, condition = spec.data, spec.data.condition or ConditionSpec()
+    if data.flips_negate and not (data.horizontal_flips and data.are_fields):
+        what = "data.values = bytes have no sign" if data.horizontal_flips else "data.horizontal_flips = false"
+        raise ValueError(f"data.flips_negate = {_said(data.flips_negate)}, but {what}; use []")
+    both = data.channels + condition.channels
+    named = [
+        name
+        for names, count in ((data.variables, data.channels), (condition.variables, condition.channels))
+        if len(names) == count
+        for name in names
+    ]
+    for one in data.flips_negate:
+        if isinstance(one, int) and not 0 <= one < both:
+            raise ValueError(
+                f"data.flips_negate has {one}, but the channels of the fields and of their stored condition are 0 to "
+                f"{both - 1}; use those"
+            )
+        if isinstance(one, str) and one not in named:
+            raise ValueError(
+                f"data.flips_negate has {one}, which is no variable of one channel; use a name in data.variables, if "
+                "each of them has one channel, or the channel's number"
+            )
 
 
 def check_extent(unet: UnetSpec) -> None:
@@ -784,7 +937,16 @@ def _check_trackers(spec: RunSpec) -> None:
 def _check_diffusion(spec: RunSpec) -> None:
     diffusion = spec.diffusion
     schedule = SCHEDULES[diffusion.schedule]
-    if schedule.continuous:
+    if len(diffusion.channel_weights) not in (0, spec.data.channels):
+        raise ValueError(
+            f"diffusion.channel_weights = {list(diffusion.channel_weights)} has {len(diffusion.channel_weights)} "
+            f"weights, and data.channels = {spec.data.channels}; give one for each channel, or []"
+        )
+    if diffusion.channel_weights and not any(diffusion.channel_weights):
+        raise ValueError(f"diffusion.channel_weights = {list(diffusion.channel_weights)} leaves no loss; use a weight")
+    if not OBJECTIVES[diffusion.objective].diffuses:
+        _check_regression(spec)
+    elif schedule.continuous:
         if diffusion.objective != schedule.objective:
             raise ValueError(
                 f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; "
@@ -821,8 +983,35 @@ def _check_diffusion(spec: RunSpec) -> None:
     if slopes and diffusion.timesteps < 2:
         what = "zero_terminal_snr = true" if diffusion.zero_terminal_snr else "weighting = sigmoid"
         raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
-    latents = spec.data.autoencoder is not None
-    check_sampler(spec.sampler, diffusion, classes=spec.unet.classes, latents=latents)
+    data = spec.data
+    latents, condition = data.autoencoder is not None, data.condition
+    drops = condition is not None and condition.drop > 0.0
+    check_sampler(
+        spec.sampler, diffusion, classes=spec.unet.classes, latents=latents, drops=drops, unbounded=data.is_unbounded
+    )
+
+
+def _check_regression(spec: RunSpec) -> None:
+    """Refuse what a regression does not have: it has neither noise nor noise levels."""
+    diffusion = spec.diffusion
+    if spec.data.condition is None:
+        raise ValueError(
+            f"diffusion.objective = {diffusion.objective} predicts an image from its condition, and data.condition is "
+            "null; give one, or use eps, x0 or v"
+        )
+    usual = DiffusionSpec()
+    for key in ("schedule", "zero_terminal_snr", "weighting", "input_perturbation"):
+        value, default = getattr(diffusion, key), getattr(usual, key)
+        if value != default:
+            raise ValueError(
+                f"diffusion.{key} = {value} is of noise, which objective {diffusion.objective} does not have; leave it "
+                f"at {default}"
+            )
+    if spec.data.condition.noise:
+        raise ValueError(
+            f"data.condition.noise = {spec.data.condition.noise:g} is for samplers, which objective "
+            f"{diffusion.objective} does not have; use 0"
+        )
 
 
 def _check_batch(spec: RunSpec) -> None:
@@ -889,14 +1078,31 @@ def _check_ema(spec: RunSpec) -> None:
 
 
 def check_sampler(
-    sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None, guide: bool = False, latents: bool = False
+    sampler: SamplerSpec,
+    diffusion: DiffusionSpec,
+    *,
+    classes: int | None,
+    guide: bool = False,
+    latents: bool = False,
+    drops: bool = False,
+    unbounded: bool = False,
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    ``guide`` means that another U-Net guides, so that guidance needs no classes; ``latents`` that the U-Net samples
-    latents, which are not in [-1, 1].
+    ``guide`` means that another U-Net guides, and ``drops`` that conditions were dropped in training: guidance needs no
+    classes then. ``latents`` means that the U-Net samples latents, and ``unbounded`` that it samples fields, which are
+    not in [-1, 1].
     """
     kind = SAMPLERS[sampler.kind]
+    if unbounded and sampler.clip != "none":
+        raise ValueError(
+            f"sampler.clip = {sampler.clip} keeps values in [-1, 1], and fields are beyond it unless data.normalise is "
+            "range; use none"
+        )
+    if not OBJECTIVES[diffusion.objective].diffuses and sampler.steps not in (None, 1):
+        raise ValueError(
+            f"sampler.steps = {sampler.steps}, but objective {diffusion.objective} evaluates the U-Net once; use null"
+        )
     if latents and sampler.clip != "none":
         raise ValueError(
             f"sampler.clip = {sampler.clip} keeps pixels in [-1, 1], and latents of an autoencoder are beyond it; use "
@@ -920,7 +1126,11 @@ def check_sampler(
             "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
             "trailing"
         )
-    if kind.corrects and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr):
+    if (
+        kind.corrects
+        and OBJECTIVES[diffusion.objective].diffuses
+        and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr)
+    ):
         beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
         raise ValueError(
             f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
@@ -942,10 +1152,10 @@ def check_sampler(
             f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
             "timesteps; use churn 0"
         )
-    if sampler.guidance != 1.0 and classes is None and not guide:
+    if sampler.guidance != 1.0 and classes is None and not guide and not drops:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
-            "with unet.classes and train.label_drop"
+            "with unet.classes and train.label_drop, or with data.condition.drop"
         )
     low, high = sampler.guidance_between
     if low >= high:
@@ -954,8 +1164,11 @@ def check_sampler(
 
 _CHECKS = (
     _check_source,
+    _check_arrays,
     _check_images,
     _check_changes_of_images,
+    _check_condition,
+    _check_flips,
     _check_levels,
     _check_widths,
     _check_diffusion,

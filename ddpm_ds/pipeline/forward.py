@@ -38,7 +38,7 @@ class ForwardPipeline:
         self._back = StageChannels()
         """Way back of predictions, if the last stage is on another rank than the first."""
         if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
-            shape = (images, *engine.module.unet_layers[0].output_shape)
+            shape = (images, *engine.module.unet_layers[-1].output_shape)
             back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
             self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
         self._under_way: deque[Carry] = deque()

@@ -90,7 +90,7 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device),
+            Denoising(plan.spec, device, prepared.store.meta.statistics, prepared.store.constants),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -206,7 +206,7 @@ def _train(
         recorder.finish("FINISHED")
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
-    among, held_out = split(len(store), spec.data.held_out_images)
+    among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
     validation = Validation(spec, engine, ema, losses, watchdog, recorder)
 
@@ -223,6 +223,8 @@ def _train(
             replica=engine.grid.get_data_parallel_id(),
             among=among,
             start_images=engine.next_index,
+            first=engine.is_first_stage(),
+            last=engine.stage_id == engine.loss_stage,
         )
 
     def finish() -> None:

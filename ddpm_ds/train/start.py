@@ -188,7 +188,7 @@ def check_store(store: DatasetCache, spec: RunSpec) -> None:
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    split(len(store), spec.data.held_out_images)
+    split(len(store), spec.data.held_out_images, spec.data.held_out)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):

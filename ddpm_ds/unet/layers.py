@@ -84,31 +84,37 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Embedding of timestep, label and condition: ``(x_t, t[, label][, condition])`` to a carry whose h is x_t."""
+    """Embedding of what the U-Net is told: ``(x_t, t[, label][, level][, vector])`` to a carry whose h is x_t.
+
+    ``in_channels`` are those of x_t and of the condition that is concatenated to it.
+    """
 
     sinusoid_channels: int
     sine_first: bool
     sinusoid_shift: int
     classes: int | None
-    conditions: int = 0
-    """Size of the condition that describes a training image's augmentation; 0 means none."""
+    told_level: bool = False
+    """Whether a second noise level, that of the condition, is embedded as the timestep is."""
+    numbers: int = 0
+    """Size of the vector that is added to the embedding: a training image's augmentation, then the numbers of the data;
+    0 means none."""
 
     @property
     def weights(self) -> int:
-        return (self.sinusoid_channels + self.embedding_channels) * self.embedding_channels
+        return (1 + self.told_level) * (self.sinusoid_channels + self.embedding_channels) * self.embedding_channels
 
     @property
     def vectors(self) -> int:
         labels = 0 if self.classes is None else self.classes + 1
-        return (2 + labels + self.conditions) * self.embedding_channels
+        return (2 * (1 + self.told_level) + labels + self.numbers) * self.embedding_channels
 
     @property
     def macs(self) -> int:
-        return self.weights + self.conditions * self.embedding_channels
+        return self.weights + self.numbers * self.embedding_channels
 
     @property
     def activation_elements(self) -> int:
-        return self.sinusoid_channels + 2 * self.embedding_channels + self.conditions
+        return (1 + self.told_level) * (self.sinusoid_channels + 2 * self.embedding_channels) + self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +251,8 @@ class AttentionLayer(Layer):
         return (6 * self.in_channels + self.heads) * self.pixels + 2 * self.groups
 
 
-def condition_numbers(unet: UnetSpec, image_channels: int) -> int:
-    """Return the size of the condition that describes a training image's augmentation: the numbers of
+def augmentation_numbers(unet: UnetSpec, image_channels: int) -> int:
+    """Return how many numbers describe a training image's augmentation: those of
     :func:`ddpm_ds.diffusion.augmentation.augmented`, then of ``coloured``.
     """
     colours = 3 if image_channels == 1 else 6
@@ -302,7 +308,8 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
         sine_first=unet.sinusoid_order == "sin_cos",
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
-        conditions=condition_numbers(unet, interface.channels) + interface.numbers,
+        told_level=interface.told_level,
+        numbers=augmentation_numbers(unet, interface.channels) + interface.numbers,
     )
     add(InputLayer, "conv_in", widths[0], size, pushes=True)
     for level, width in enumerate(widths):
@@ -325,6 +332,13 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
             add(UpsampleLayer, f"up.{level}.upsample", width, sizes[level - 1])
     add(OutputLayer, "out", interface.channels, size, **norm)
     return tuple(layers)
+
+
+def first_cut(layers: Sequence[Layer]) -> int:
+    """Return the first layer before which the list may be cut: 1, or 2 if h has a condition up to the first
+    convolution, since a condition is never sent.
+    """
+    return 2 if layers[0].out_channels > layers[-1].out_channels else 1
 
 
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:

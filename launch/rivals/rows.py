@@ -183,7 +183,7 @@ class RandomDenoising(Denoising):
             images = torch.where(flips[:, None, None, None], images.flip(-1), images)
         x0 = images.float().div_(127.5).sub_(1.0)
         t = torch.randint(self._spec.diffusion.timesteps, (len(images),), device=self._device)
-        return Noised(x0, t, torch.randn_like(x0), None if self._spec.unet.classes is None else labels, None, index)
+        return Noised(x0, t, torch.randn_like(x0), None if self._spec.unet.classes is None else labels, index)
 
 
 class Loop:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.keyed import Stream, integers
-from ddpm_ds.unet.layers import condition_numbers
+from ddpm_ds.unet.layers import augmentation_numbers
 
 Shape = tuple[int, int]
 """Height and width."""
@@ -110,7 +110,7 @@ def test_every_image_has_the_colours_that_its_condition_says(channels: int) -> N
     pictures = torch.rand((400, channels, 8, 8), generator=torch.Generator().manual_seed(0)) * 2 - 1
     images, conditions = coloured(pictures, torch.arange(400), 0, 0.6)
     unet = UnetSpec(channels=16, multipliers=(1,), colour_augmentation=0.6)
-    assert conditions.shape == (400, condition_numbers(unet, channels)) == (400, 6 if channels == 3 else 3)
+    assert conditions.shape == (400, augmentation_numbers(unet, channels)) == (400, 6 if channels == 3 else 3)
     assert conditions.dtype == images.dtype == torch.float32
     assert conditions.abs().max(dim=0).values.min() > 0.9, "every change was seen"
     for image, picture, condition in zip(images, pictures, conditions.double().tolist(), strict=True):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.unet.layers import Layer, condition_numbers, unet_layers
+from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
@@ -34,12 +34,19 @@ VARIANTS = {
     "levels": UnetSpec(
         channels=16, multipliers=(1, 2, 1), attention_levels=(0, 2), norm_groups=8, downsample_padding="symmetric"
     ),
+    "level": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin"),
+    "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, colour_augmentation=0.1),
 }
+INTERFACES = {
+    "level": Interface(channels=3, size=(16, 16), condition_channels=4, told_level=True),
+    "vector": Interface(channels=3, size=(16, 16), condition_channels=2, numbers=5),
+}
+"""What the variants with a condition take and predict."""
 
 
 def interface_of(name: str) -> Interface:
     """The images of a variant: rectangles where attention is named by level."""
-    return RECTANGLES if VARIANTS[name].attention_levels else INTERFACE
+    return INTERFACES.get(name, RECTANGLES if VARIANTS[name].attention_levels else INTERFACE)
 
 
 def layers_of(name: str) -> tuple[Layer, ...]:
@@ -81,13 +88,16 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
-    """Two images x_t, their t and, where the variant has classes, labels of which the last is "no label"; where it has
-    augmentation, their conditions.
+    """Two images x_t with their condition, their t and what else the variant is told: labels, of which the last is "no
+    label", a level, and a vector.
     """
-    generator = torch.Generator().manual_seed(seed)
-    x_t = torch.randn(2, *interface_of(name).shape, generator=generator)
+    generator, interface = torch.Generator().manual_seed(seed), interface_of(name)
+    channels = interface.channels + interface.condition_channels
+    x_t = torch.randn(2, channels, *interface.size, generator=generator)
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
-    labels = () if classes is None else (torch.tensor([3, classes]),)
-    numbers = condition_numbers(VARIANTS[name], INTERFACE.channels)
-    return (x_t, t, *labels, *((torch.randn(2, numbers, generator=generator),) if numbers else ()))
+    told = [] if classes is None else [torch.tensor([3, classes])]
+    told += [torch.tensor([0.0, 321.5])] if interface.told_level else []
+    numbers = augmentation_numbers(VARIANTS[name], interface.channels) + interface.numbers
+    told += [torch.randn(2, numbers, generator=generator)] if numbers else []
+    return (x_t, t, *told)

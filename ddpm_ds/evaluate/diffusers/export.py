@@ -38,6 +38,7 @@ from ddpm_ds.config.spec import RunSpec, written
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.condition import TOLD_LEVEL
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.evaluate.diffusers.folder import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder
@@ -93,13 +94,17 @@ loop is
 written out.
 {% elif autoencoder %}
 The U-Net draws latents, which the autoencoder in this folder decodes to images.
+{% elif conditions %}
+The U-Net takes {{ conditions }} channels of a condition after those of x{{ ", and the level of the condition's noise, \
+times 1000, as its class label" if told_level }}. \
+`DDPMPipeline` gives it none, so the loop is written out.
 {% elif continuous %}
 `DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
 {% endif %}
 In this folder, in Python:
 
 ```python
-{% if classes or autoencoder or continuous %}
+{% if classes or autoencoder or continuous or conditions %}
 import torch
 from diffusers import {{ pipeline }}
 
@@ -108,11 +113,20 @@ unet, scheduler = pipeline.unet, pipeline.scheduler
 scheduler.set_timesteps({{ steps }})
 {% if classes %}
 labels = torch.arange({{ classes }})
+{% elif told_level %}
+labels = torch.zeros({{ count }})
+{% endif %}
+{% if conditions %}
+condition = torch.zeros({{ count }}, {{ conditions }}, {{ shape[1:] | join(", ") }}, dtype=unet.dtype)  # yours
 {% endif %}
 x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ shape | join(", ") }}, dtype=unet.dtype)
 for t in scheduler.timesteps:
+    x_t = scheduler.scale_model_input(x, t)
+{% if conditions %}
+    x_t = torch.cat((x_t, condition), dim=1)
+{% endif %}
     with torch.no_grad():
-        prediction = unet(scheduler.scale_model_input(x, t), t{{ ", class_labels=labels" if classes }}).sample
+        prediction = unet(x_t, t{{ ", class_labels=labels" if classes or told_level }}).sample
     x = scheduler.step(prediction, t, x).prev_sample
 {% if autoencoder %}
 with torch.no_grad():
@@ -230,14 +244,20 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     diffusers.utils.logging.disable_progress_bar()
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     generator = torch.Generator().manual_seed(0)
-    x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
+    shape = (trained.interface.channels + trained.interface.condition_channels, *trained.interface.size)
+    given = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    x_t = given[:, : trained.interface.channels]
     if SCHEDULES[trained.diffusion.schedule].continuous:
         t = torch.randn(4, generator=generator)
     else:
         t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
     classes = trained.unet_spec.classes
-    inputs = (x_t, t) if classes is None else (x_t, t, torch.randint(0, classes + 1, (4,), generator=generator))
-    theirs = pipeline.unet.double()(*inputs).sample
+    inputs = (given, t) if classes is None else (given, t, torch.randint(0, classes + 1, (4,), generator=generator))
+    if trained.interface.told_level:
+        inputs = (given, t, TOLD_LEVEL * torch.rand(4, generator=generator))
+    unet = pipeline.unet.double()
+    unet.time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for class labels
+    theirs = unet(*inputs).sample
     ours = copy.deepcopy(trained.unet).double()(*inputs)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
     schedule, compared = _schedule_difference(trained, pipeline.scheduler, x_t, t, ours)
@@ -306,6 +326,17 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
         "data.channels": (before.data.channels, folder.interface.channels),
         "data.image_size": (written(before.data.size), written(folder.interface.size)),
     }
+    asked, found = before.data.interface, folder.interface
+    if asked.numbers:
+        raise SpecError(
+            f"{base}: data.condition has a vector or drop, and the model of {folder.path} takes no vector; remove them"
+        )
+    if (asked.condition_channels, asked.told_level) != (found.condition_channels, found.told_level):
+        told = {True: ", whose noise it is told", False: ""}
+        raise SpecError(
+            f"{base}: data.condition has {asked.condition_channels} channels{told[asked.told_level]}, but the model of "
+            f"{folder.path} takes {found.condition_channels}{told[found.told_level]}; change data.condition"
+        )
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes
     for key, (value, wanted) in pairs.items():
@@ -372,6 +403,8 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         continuous=continuous,
         pipeline="DDPMPipeline" if autoencoder is None else "LDMPipeline",
         steps=EDM_STEPS if continuous else diffusion.timesteps,
+        conditions=trained.interface.condition_channels,
+        told_level=trained.interface.told_level,
         # This scheduler has no clipping, but its thresholding with the bound 1 has the same effect.
         clipping=", thresholding=True" if trained.sampler.clip == "static" else "",
     )
