@@ -151,7 +151,7 @@ class Format(Generic[S]):
         if near := difflib.get_close_matches(name, self._free(sections), n=1):
             return self.dotted([*sections, near[0]])
         elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
-        return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 3) else ""
+        return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 4) else ""
 
     def all_keys(self, within: tuple[str, ...] = ()) -> Iterable[str]:
         """Return all dotted keys, a section before those in it."""

@@ -321,7 +321,7 @@ def spec_faults(*overrides: str) -> list[str]:
         *((f"train.{name}", key) for name, key in SYNONYMS.items() if "." not in name),
         ("data.channel", "data.channels"),
         ("ema.half_life", "ema.halflife_images"),
-        ("channels", "data.channels or unet.channels"),
+        ("channels", "data.channels or data.condition.channels or unet.channels"),
         ("sampler.step", "sampler.steps"),
         ("train.dropout", "unet.dropout"),
     ],
