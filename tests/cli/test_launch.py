@@ -137,7 +137,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     monkeypatch.setattr(train, "new_run_dir", lambda name: Path("runs", f"20261101-120000-{name}"))
     monkeypatch.setattr(launch, "supervise", supervised)
     monkeypatch.setattr("ddpm_ds.train.start.started", started)
-    monkeypatch.setattr("ddpm_ds.train.session.run_training", lambda *arguments: None)
+    monkeypatch.setattr("ddpm_ds.train.session.run_training", lambda *arguments: contextlib.nullcontext())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("HOME", str(tmp_path))):
         monkeypatch.setenv(name, value)
     words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--device", "cpu"]
