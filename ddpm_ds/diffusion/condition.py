@@ -6,6 +6,7 @@ All of it is made on the device from stored values, by the stage that makes x_t,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from ddpm_ds.keyed import Draws, Stream
 
 LUMA = (0.299, 0.587, 0.114)
 """Share of red, green and blue in a grey value (ITU-R BT.601)."""
+REST_SEED = 0
+"""Seed of what is cut out of held-out images and of those that images are drawn for, independent of the run's."""
 TOLD_LEVEL = 1000.0
 """Number by which the U-Net is told the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
 
@@ -115,6 +118,19 @@ class Given(NamedTuple):
     """Whether conditions are dropped and noised, as in training alone"""
 
 
+class Condition(NamedTuple):
+    """What a U-Net takes of the conditions of images beside x_t, t and labels."""
+
+    channels: Tensor
+    """(N, C', H, W) float32, which follow those of x_t"""
+    told: tuple[Tensor, ...]
+    """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
+        """Return a condition with changed tensors."""
+        return Condition(change(self.channels), tuple(map(change, self.told)))
+
+
 class Conditions:
     """Makes the conditions of images.
 
@@ -189,6 +205,24 @@ class Conditions:
             if given.trained:
                 dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
         return self.told(x0, parts, level, given.vector, given.augmentation, dropped)
+
+    def at_rest(self, x0: Tensor, stored: Tensor | None, vector: Tensor | None, index: Tensor) -> Condition:
+        """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
+
+        ``x0`` (N, C, H, W) are clean images, of which only those count that a condition is made from; ``stored`` and
+        ``vector`` are as in :class:`Given`, and rectangles are cut out by ``index`` (N,).
+        """
+        draws = Draws(REST_SEED, index, {Stream.CUT: 4})
+        channels, *told = self.channels(x0, Given(stored, vector, None, draws, Moves(self._shape[1:]), trained=False))
+        return Condition(channels, tuple(told))
+
+    def dropped(self, condition: Condition) -> Condition | None:
+        """Return zeros and the flag in the place of conditions; None if none was dropped in training."""
+        if not self.spec.drop:
+            return None
+        zeros = condition.each(torch.zeros_like)
+        zeros.told[-1][:, -1] = 1.0
+        return zeros
 
     def told(
         self,
