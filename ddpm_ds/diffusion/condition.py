@@ -6,7 +6,7 @@ All of it is made on the device from stored values, by the stage that makes x_t,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ class Given(NamedTuple):
     """What the condition of a micro-batch is made of."""
 
     stored: Tensor | None
-    """(N, c, h, w), as it is stored; None without a stored condition"""
+    """(N, c, h, w), as it is stored, or the pixels (N, 1, H, W), bool, that are cut out; None without either"""
     vector: Tensor | None
     """(N, K) float32 of the data"""
     augmentation: Tensor | None
@@ -195,7 +195,7 @@ class Conditions:
             case "grey":
                 parts.append((x0 * self._luma).sum(dim=1, keepdim=True))
             case "cut_out":
-                hole = self._hole(draws.uniform(Stream.CUT))  # (N, 1, H, W)
+                hole = self._hole(draws.uniform(Stream.CUT)) if given.stored is None else given.stored  # (N, 1, H, W)
                 parts += [x0 * ~hole, hole.float()]
         if self._fixed is not None:
             parts.append(given.moves.of(self._fixed.expand(len(x0), -1, -1, -1)))
@@ -206,14 +206,25 @@ class Conditions:
                 dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
         return self.told(x0, parts, level, given.vector, given.augmentation, dropped)
 
-    def at_rest(self, x0: Tensor, stored: Tensor | None, vector: Tensor | None, index: Tensor) -> Condition:
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the fields of which the conditions of drawn images are made."""
+        made = () if self.spec.kind is None else ("condition",) if self.spec.kind == "stored" else ("images",)
+        return (*made, "vector") if self.spec.vector_size else made
+
+    def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
         """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
 
-        ``x0`` (N, C, H, W) are clean images, of which only those count that a condition is made from; ``stored`` and
-        ``vector`` are as in :class:`Given`, and rectangles are cut out by ``index`` (N,).
+        ``fields`` are those of :attr:`reads` as they are stored, on the device, and ``scale`` is that of the images.
+        Rectangles are cut out by ``index`` (N,); a field ``hole`` (N, 1, H, W), bool, cuts out these pixels instead.
         """
+        moves = Moves(self._shape[1:])
+        x0 = torch.zeros(1, device=index.device).expand(len(index), *self._shape)
+        if "images" in fields:
+            x0 = scale.to_unit(moves.of(fields["images"]))
         draws = Draws(REST_SEED, index, {Stream.CUT: 4})
-        channels, *told = self.channels(x0, Given(stored, vector, None, draws, Moves(self._shape[1:]), trained=False))
+        stored = fields.get("hole", fields.get("condition"))
+        channels, *told = self.channels(x0, Given(stored, fields.get("vector"), None, draws, moves, trained=False))
         return Condition(channels, tuple(told))
 
     def dropped(self, condition: Condition) -> Condition | None:
