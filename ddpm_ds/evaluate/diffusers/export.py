@@ -78,7 +78,7 @@ CARD = """\
 
 # {{ title }}
 
-A diffusion U-Net for images of {{ shape }}, trained with ddpm_ds.
+A diffusion U-Net for images of {{ images }}, trained with ddpm_ds.
 {% if picture %}
 
 ![samples]({{ picture }})
@@ -121,9 +121,9 @@ labels = torch.arange({{ classes }})
 labels = torch.zeros({{ count }})
 {% endif %}
 {% if conditions %}
-condition = torch.zeros({{ count }}, {{ conditions }}, {{ height }}, {{ width }}, dtype=unet.dtype)  # yours
+condition = torch.zeros({{ count }}, {{ conditions }}, {{ shape[1:] | join(", ") }}, dtype=unet.dtype)  # yours
 {% endif %}
-x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ channels }}, {{ height }}, {{ width }}, dtype=unet.dtype)
+x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ shape | join(", ") }}, dtype=unet.dtype)
 for t in scheduler.timesteps:
     x_t = scheduler.scale_model_input(x, t)
 {% if conditions %}
@@ -365,7 +365,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
-    (channels, height, width), (colours, *pixels) = trained.image_shape, trained.picture_shape
+    colours, height, width = trained.picture_shape
     diffusion, spec, autoencoder, losses = trained.diffusion, trained.spec, trained.autoencoder, last_losses(trained)
     classes, task = trained.unet_spec.classes, "unconditional-image-generation"
     continuous = SCHEDULES[diffusion.schedule].continuous
@@ -373,7 +373,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     front = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     if not classes:
         front["pipeline_tag"] = task
-    shape = f"{pixels[0]}x{pixels[1]} pixels and {colours} channel{'s' if colours > 1 else ''}"
+    images = f"{height}x{width} pixels and {colours} channel{'s' if colours > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     kind, _, length = trained.weights.partition("-")
     of_length = f" of relative length {length} by a power function (EDM2)" if length else ""
@@ -381,11 +381,12 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     if classes:
         facts["classes"] = f"{classes}, and no label"
     if autoencoder is not None:
-        facts["latents"] = f"{height}x{width} and {channels} channels, of the autoencoder {autoencoder.name}"
+        channels, rows, columns = trained.image_shape
+        facts["latents"] = f"{rows}x{columns} and {channels} channels, of the autoencoder {autoencoder.name}"
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
     if spec is not None:
-        facts["data"] = f"{spec.data.source}, {shape}"
+        facts["data"] = f"{spec.data.source}, {images}"
         facts["images seen"] = f"{trained.images_seen:,}, {spec.train.batch_images} per step"
     if "train/loss" in losses:
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
@@ -396,7 +397,8 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     return Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         front=yaml.safe_dump(front, sort_keys=False),
         title=spec.name if spec else Path(trained.origin).resolve().name,
-        shape=shape,
+        images=images,
+        shape=trained.image_shape,
         picture=picture,
         facts=facts,
         classes=classes,
@@ -405,9 +407,6 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         continuous=continuous,
         pipeline="DDPMPipeline" if autoencoder is None else "LDMPipeline",
         steps=EDM_STEPS if continuous else diffusion.timesteps,
-        channels=channels,
-        height=height,
-        width=width,
         conditions=trained.interface.condition_channels,
         told_level=trained.interface.told_level,
         # This scheduler has no clipping, but its thresholding with the bound 1 has the same effect.
