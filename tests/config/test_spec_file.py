@@ -137,7 +137,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         (
             "data.source=mnist",
             'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays" or "webdataset" or '
-            '"huggingface" or "torchvision"',
+            '"huggingface" or "torchvision" or "hdf5" or "zarr" or "netcdf"',
         ),
         (
             "data.name=a b",

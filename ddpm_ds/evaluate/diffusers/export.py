@@ -62,12 +62,8 @@ SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = (
-    "channels=2",
-    "multipliers=[1]",
-    "attention_resolutions=[]",
-    "attention_levels=[]",
-    "head_channels=null",
-    "norm_groups=1",
+    *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
+    *("head_channels=null", "norm_groups=1"),
 )
 """Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
 KINDS_OF_WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
