@@ -21,7 +21,7 @@ from ddpm_ds.command_line import OneLineParser, add_spec_options, aligned, batch
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.data.loader import Residence, micro_batches
-from ddpm_ds.data.prepare import by_processes, decoding_of, prepare
+from ddpm_ds.data.prepare import Decoding, by_processes, decoding_of, prepare
 from ddpm_ds.errors import UserError
 
 WAITS = 100
@@ -115,13 +115,15 @@ def wait_share(reads: Iterator[int], work_seconds: float) -> float:
 def preparation(spec: RunSpec, seconds: float) -> None:
     """Print how fast one process, and one for each core, decode images from different places of the source."""
     decoding = decoding_of(spec.data, progress=True)
-    images, cores = decoding.plan.images, len(os.sched_getaffinity(0)) if decoding.shareable else 1
+    several = isinstance(decoding, Decoding) and decoding.shareable
+    images, cores = decoding.plan.images, len(os.sched_getaffinity(0)) if several else 1
     few = (range(first, min(first + FEW_IMAGES, images)) for first in range(0, images, FEW_IMAGES))
-    alone = (len(chunk.images) + len(chunk.skipped) for chunk in map(decoding.chunk, itertools.cycle(few)))
+    read = itertools.chain.from_iterable(map(decoding.chunks, itertools.cycle(few)))
+    alone = (len(chunk.images) + len(chunk.skipped) for chunk in read)
     next(alone)  # imports decoders
     one_core = rate(alone, seconds)
     print(f"1 core    {one_core:,.0f} images/s of {images:,}")
-    if cores > 1:
+    if isinstance(decoding, Decoding) and cores > 1:
         with by_processes(decoding, cores) as chunks:
             passes = itertools.chain([images // 2], itertools.repeat(0))
             decoded = itertools.chain.from_iterable(chunks(range(first, images)) for first in passes)

@@ -31,6 +31,10 @@ class SourceChoice(Choice):
     """Where the labels come from, for an error."""
     keys: tuple[str, ...] = ()
     """Other keys that it reads, among `split`, `image_column` and `label_column`."""
+    pictures: bool = True
+    """Whether it has pictures, which are decoded and scaled."""
+    arrays: bool = False
+    """Whether it has arrays by name: fields, conditions, masks and vectors, each of its own size."""
 
     def reads(self, key: str) -> bool:
         """Return whether it reads a key of the spec."""
@@ -75,6 +79,7 @@ class SamplerChoice(Choice):
     """Whether each step but the last is corrected by a second evaluation at its end."""
 
 
+LABELS_ARRAY = "they are the array labels, (N,)"
 SOURCES = {
     "digits": SourceChoice("scikit-learn's, 8x8 pixels"),
     "cifar10": SourceChoice("torchvision's, downloaded"),
@@ -89,7 +94,10 @@ SOURCES = {
         labels="its dataset.json has them, or else its folders are classes",
     ),
     "arrays": SourceChoice(
-        "`path` is a .npy or .npz of images", path="FILE", labels="they are the array labels of a .npz"
+        "`path` is a .npy or .npz of images or fields",
+        path="FILE",
+        labels="they are the array labels of a .npz",
+        arrays=True,
     ),
     "webdataset": SourceChoice(
         "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg"
@@ -102,6 +110,19 @@ SOURCES = {
         keys=("split", "image_column", "label_column"),
     ),
     "torchvision": SourceChoice("one of torchvision's by `name`, downloaded", name="CIFAR100", keys=("split",)),
+    "hdf5": SourceChoice(
+        "fields in the HDF5 file `path`", path="FILE", labels=LABELS_ARRAY, pictures=False, arrays=True
+    ),
+    "zarr": SourceChoice(
+        "fields in the Zarr folder `path`", path="FOLDER", labels=LABELS_ARRAY, pictures=False, arrays=True
+    ),
+    "netcdf": SourceChoice(
+        "fields in the NetCDF file `path`, or in a Zarr folder that xarray has written",
+        path="PATH",
+        labels=LABELS_ARRAY,
+        pictures=False,
+        arrays=True,
+    ),
 }
 """Sources by `data.source`."""
 SCHEDULES = {

@@ -134,7 +134,7 @@ class ConditionSpec(Section):
     """File or folder of the stored condition; null means `data.path`."""
     variables: tuple[Variable, ...] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
-    condition."""
+    condition, or the only one in a `path` of its own."""
     channels: Annotated[int, Field(ge=0, le=256)] = 0
     """Channels of the stored condition; those that are made are counted by themselves."""
     resize: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
@@ -186,8 +186,9 @@ class DataSpec(Section):
 
     source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
-    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip` and
-    `arrays`; either for `webdataset` and `huggingface`. Other sources refuse a path."""
+    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip`,
+    `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
+    a path."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
     """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
@@ -218,10 +219,11 @@ class DataSpec(Section):
     prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
     mask: Variable | None = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
-    elsewhere; or "nan", which masks what is not a number in the fields. Null refuses fields that are not finite."""
+    elsewhere; or "nan", which masks what is not a number in the fields. Masked values are read as the mean of their
+    channel, and those of a condition that are not a number too. Null refuses fields that are not finite."""
     held_out: HeldOut = "random"
-    """Which images are held out: random ones, the last, or evenly spaced ranges of neighbours, as for hours that
-    resemble the hours beside them."""
+    """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
+    resemble those beside them, such as hours of weather."""
     flips_negate: tuple[Variable | int, ...] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
     from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
@@ -269,6 +271,11 @@ class DataSpec(Section):
         return (self.channels, *self.size)
 
     @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the prepared images."""
+        return (self.channels, *self.stored_size)
+
+    @property
     def interface(self) -> Interface:
         """What a U-Net for these data takes and predicts."""
         condition = self.condition or ConditionSpec()
@@ -289,6 +296,27 @@ class DataSpec(Section):
     def is_unbounded(self) -> bool:
         """Whether fields come to the U-Net with values beyond [-1, 1]."""
         return self.are_fields and self.normalise != "range"
+
+    @property
+    def named_arrays(self) -> dict[str, Any]:
+        """Values of the keys that only a source of named arrays reads, by key, if they are given."""
+        condition = self.condition or ConditionSpec()
+        given = {
+            "data.values": self.values if self.are_fields else None,
+            "data.variables": self.variables,
+            "data.mask": self.mask,
+            "data.condition.kind": condition.kind if condition.kind == "stored" else None,
+            "data.condition.path": condition.path,
+            "data.condition.variables": condition.variables,
+            "data.condition.constants": condition.constants,
+            "data.condition.vector": condition.vector,
+        }
+        return {key: value for key, value in given.items() if value}
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether images are named arrays of their final size, instead of pictures that are decoded and scaled."""
+        return SOURCES[self.source].arrays and (not SOURCES[self.source].pictures or bool(self.named_arrays))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -677,6 +705,34 @@ def _check_source(spec: RunSpec) -> None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
 
 
+def _check_arrays(spec: RunSpec) -> None:
+    """Refuse what is of named arrays for other sources, and what is of pictures for fields."""
+    data, unet = spec.data, spec.unet
+    for key, value in data.named_arrays.items():
+        if not SOURCES[data.source].arrays:
+            readers = " or ".join(name for name, other in SOURCES.items() if other.arrays)
+            written_value = f"[{', '.join(value)}]" if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{key} = {written_value} is of named arrays, which source {data.source} does not have; remove it or "
+                f"use source {readers}"
+            )
+    if data.reads_arrays and data.autoencoder is not None:
+        raise ValueError(
+            f"data.autoencoder = {data.autoencoder} encodes pictures, and data.source = {data.source} has named arrays "
+            "here; use null"
+        )
+    if data.reads_arrays and data.store == "encoded":
+        raise ValueError(f"data.store = encoded keeps image files, and data.source = {data.source} has none; use auto")
+    if data.normalise is not None and not data.are_fields:
+        raise ValueError(
+            f"data.normalise = {data.normalise} is for fields, and pictures (data.values = bytes) are always mapped to "
+            "[-1, 1]; use null"
+        )
+    for key in ("augmentation", "colour_augmentation"):
+        if data.are_fields and (value := getattr(unet, key)):
+            raise ValueError(f"unet.{key} = {value:g} is for pictures, and data.values = {data.values}; use 0")
+
+
 def _check_images(spec: RunSpec) -> None:
     data = spec.data
     if any(stored < cropped for stored, cropped in zip(data.stored_size, data.size, strict=True)):
@@ -776,7 +832,9 @@ def _check_residual(spec: RunSpec) -> None:
         return
     given = f"data.residual_of = {data.residual_of}"
     if not data.are_fields:
-        raise ValueError(f"{given} is for fields, and data.values = bytes has no negative numbers; use float32, or null")
+        raise ValueError(
+            f"{given} is for fields, and data.values = bytes has no negative numbers; use float32, or null"
+        )
     if data.condition is None:
         raise ValueError(f"{given} predicts from a condition, and data.condition is null; give one, or use null")
     if data.condition.kind not in (None, "stored"):
@@ -1131,6 +1189,7 @@ def check_sampler(
 
 _CHECKS = (
     _check_source,
+    _check_arrays,
     _check_images,
     _check_changes_of_images,
     _check_condition,

@@ -94,6 +94,11 @@ class StoredField(BaseModel):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def field_of(kind: Kind, shape: tuple[int, int, int]) -> StoredField:
+    """Return the only field of a cache of pictures or latents."""
+    return StoredField(shape=shape, values="float16" if kind == "latents" else "uint8")
+
+
 class Coordinate(BaseModel):
     """Positions along one dimension of the images, as the source has them, for what is written beside it."""
 
@@ -163,9 +168,7 @@ class CacheMeta(BaseModel):
 
     def field(self, name: str) -> StoredField:
         """Return the shape and type of a field."""
-        if name == IMAGES and not self.fields:
-            return StoredField(shape=self.shape, values="float16" if self.kind == "latents" else "uint8")
-        return self.fields[name]
+        return self.fields[name] if self.fields else field_of(self.kind, self.shape)
 
     def files_of(self, name: str) -> tuple[str, ...]:
         """Names of the files of a field."""

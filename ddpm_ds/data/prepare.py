@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Lock
@@ -26,12 +27,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, Look, Origin, damaged
+from ddpm_ds.data.cache import (
+    DECODING,
+    IMAGES,
+    META,
+    CacheMeta,
+    DatasetCache,
+    Kind,
+    Look,
+    Origin,
+    StoredField,
+    damaged,
+    field_of,
+)
 from ddpm_ds.data.decoding import ALONE, decoded
+from ddpm_ds.data.fields import FieldSource, check_fields, open_fields
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, UnreadableImage, printable
-from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, lock_of, locked, tidy, write_cache
+from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -69,6 +83,9 @@ def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
     name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
+    keys |= spec.named_arrays
+    if (beside := keys.pop("data.condition.path", None)) is not None:
+        keys["data.condition.path"] = os.path.realpath(beside)
     named = {key: value for key, value in keys.items() if value is not None}
     path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
     if path or named:  # else the source has pixels, and no files to decode
@@ -109,9 +126,10 @@ def prepare(
     trained on: if those of an earlier version's cache are the same, that cache is returned.
 
     Raises:
-        DataError: the source fails, has changed since it was prepared (unless ``learned`` is given or ``verify`` is
-            False), too many images are unreadable, ``store_root`` is not writable or full, the cache is damaged, the
-            autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
+        DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
+            ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
+            or full, the cache is damaged, the autoencoder can't be used, or latents are of other pixels, or missing
+            without ``encode_on``.
     """
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
@@ -120,10 +138,10 @@ def prepare(
     if os.path.exists(path):  # False if a folder above it can't be entered, which is reported below
         verify_source = verify is not False
         if verify is None:
-            verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
+            verify = sum(file.stat().st_size for file in path.glob("*.*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)
-        if found.meta.shape != (shape := (spec.channels, *spec.stored_size)):
-            raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {shape}")
+        if found.meta.shape != spec.stored_shape:
+            raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {spec.stored_shape}")
         with suppress(OSError):  # somebody else's folder
             tidy(path)
         if verify_source and found.meta.sha256 != learned:
@@ -132,6 +150,7 @@ def prepare(
             now = prepare(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
                 raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
+        check_fields(spec, found.meta)
         return found
     if (autoencoder := autoencoder_of(spec)) is not None and encode_on is None:
         raise DataError(
@@ -154,6 +173,7 @@ def prepare(
     made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
     if progress:
         print(f"{path.name}: {made.summary}", file=sys.stderr)
+    check_fields(spec, made.meta)
     return made
 
 
@@ -164,14 +184,15 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
             return path
         decoding = decoding_of(spec, progress)
     plan = decoding.plan
-    path = cache_path(spec.model_copy(update={"store": plan.kind}))
+    path = cache_path(spec.model_copy(update={"store": "encoded" if plan.kind == "encoded" else "pixels"}))
     if plan.kind == "encoded" and spec.store == "auto" and progress:
         kept, pixels = (f"{size / 1024:,.0f} KiB" for size in (plan.image_bytes, math.prod(plan.shape)))
         print(f"data.store: encoded, {kept} an image instead of {pixels}; data.workers decode them", file=sys.stderr)
-    several = processes > 1 and decoding.shareable
-    with by_processes(decoding, processes) if several else nullcontext(decoding.chunks) as chunks:
-        made_of = {DECODING: DECODING_VERSION} if plan.kind == "encoded" else None
-        write_cache(path, plan, chunks, spec, decoding.source.classes, progress, made_of, decoding.origin)
+    chunking: AbstractContextManager[Chunks] = nullcontext(decoding.chunks)
+    if isinstance(decoding, Decoding) and decoding.shareable and processes > 1:
+        chunking = by_processes(decoding, processes)
+    with chunking as chunks:
+        write_cache(path, plan, chunks, spec, decoding.facts, progress)
     return path
 
 
@@ -180,31 +201,37 @@ def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpe
     shape = spec.shape
     made_of = sources_of(pixels, coder.autoencoder)
     origin = sha256(repr(sorted(made_of.items())).encode()).hexdigest()
-    plan = _plan("latents", shape, len(pixels), 2 * math.prod(shape), origin)
+    plan = _plan("latents", {IMAGES: field_of("latents", shape)}, len(pixels), 2 * math.prod(shape), origin)
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [])
 
-    write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of, pixels.meta.origin)
+    write_cache(path, plan, chunks, spec, Facts(pixels.meta.classes, made_of, pixels.meta.origin), progress)
 
 
-def _plan(kind: Kind, shape: tuple[int, int, int], images: int, image_bytes: float, origin: str) -> CachePlan:
-    return CachePlan(kind, shape, images, image_bytes, max(1, int(SHARD_BYTES / image_bytes)), origin)
+def _plan(kind: Kind, fields: Mapping[str, StoredField], images: int, image_bytes: float, origin: str) -> CachePlan:
+    return CachePlan(kind, fields, images, image_bytes, max(1, int(SHARD_BYTES / image_bytes)), origin)
 
 
-def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
-    """Return the decoding of the source of ``spec``, with the plan of its cache, before anything is decoded or written.
+def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
+    """Return what reads the source of ``spec``, with the plan of its cache, before anything is decoded or written.
 
     Raises:
-        DataError: the source fails, or has no encoded images to keep.
+        DataError: the source fails, has no encoded images to keep, or has other fields than the spec says.
     """
-    looks = None if spec.path is None else looks_of(spec.path)  # before it is read, since it may change meanwhile
-    source = open_source(spec, progress)
-    shape = (spec.channels, *spec.stored_size)
-    images, image_bytes = len(source.labels), float(math.prod(shape))
-    content, encoded_bytes = _sampled(source)
-    keep_encoded = spec.store == "encoded"
+    beside = None if spec.condition is None else spec.condition.path
+    looks, beside_looks = ({} if path is None else looks_of(path) for path in (spec.path, beside))  # before it is read
+    source: FieldSource | Source
+    if spec.reads_arrays:
+        source = fields = open_fields(spec)
+        content, encoded_bytes, keep_encoded = fields.content, None, False
+        image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
+    else:
+        source = open_source(spec, progress)
+        content, encoded_bytes = _sampled(source)
+        image_bytes, keep_encoded = float(math.prod(spec.stored_shape)), spec.store == "encoded"
+    images = len(source.labels)
     if encoded_bytes is None and keep_encoded:
         raise DataError(f"data.store = encoded, but data.source = {spec.source} has pixels; --set data.store=pixels")
     if encoded_bytes is not None and spec.store == "auto":
@@ -212,10 +239,28 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
     if keep_encoded:
         image_bytes = max(1.0, encoded_bytes or 0.0)
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
-    of_file = f"{content} {looks}" if spec.path is not None and spec.path.is_file() else content
-    plan = _plan("encoded" if keep_encoded else "pixels", shape, images, image_bytes, of_file)
-    origin = None if looks is None else Origin(content=content, looks=looks)
-    return Decoding(source, plan, shareable=encoded_bytes is not None, origin=origin)
+    of_files = [str(look) for path, look in ((spec.path, looks), (beside, beside_looks)) if path and path.is_file()]
+    origin = None if spec.path is None else Origin(content=content, looks=looks, condition_looks=beside_looks)
+    if isinstance(source, FieldSource):
+        kind: Kind = "fields" if spec.are_fields else "pixels"
+        plan = _plan(kind, source.fields, images, image_bytes, " ".join([content, *of_files]))
+        masked = spec.mask is not None
+        return Reading(
+            plan, source.chunks, Facts(source.classes, {}, origin, source.constants, source.coordinates, masked)
+        )
+    kind = "encoded" if keep_encoded else "pixels"
+    plan = _plan(kind, {IMAGES: field_of(kind, spec.stored_shape)}, images, image_bytes, " ".join([content, *of_files]))
+    facts = Facts(source.classes, {DECODING: DECODING_VERSION} if keep_encoded else {}, origin)
+    return Decoding(source, plan, shareable=encoded_bytes is not None, facts=facts)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Reading of a source's fields, by one process, since nothing is decoded."""
+
+    plan: CachePlan
+    chunks: Chunks
+    facts: Facts
 
 
 def _sampled(source: Source) -> tuple[str, float | None]:
@@ -273,11 +318,14 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
     if spec.path is None or (origin := found.meta.origin) is None:
         return
     looks = [(before, _look(spec.path / name)) for name, before in origin.looks.items()]
+    if spec.condition is not None and (beside := spec.condition.path) is not None:
+        looks += [(before, _look(beside / name)) for name, before in origin.condition_looks.items()]
     if all(before == now for before, now in looks):
         return
     if all(now is None or before[0] == now[0] for before, now in looks):
         try:
-            if _sampled(open_source(spec, progress))[0] == origin.content:
+            read = open_fields(spec).content if spec.reads_arrays else _sampled(open_source(spec, progress))[0]
+            if read == origin.content:
                 return
         except (DataError, OSError) as error:
             if progress and os.path.lexists(spec.path):
@@ -292,8 +340,8 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
 class Decoding:
     """Decoding of a source's images, shared by several processes."""
 
-    def __init__(self, source: Source, plan: CachePlan, shareable: bool, origin: Origin | None = None) -> None:
-        self.source, self.plan, self.origin = source, plan, origin
+    def __init__(self, source: Source, plan: CachePlan, shareable: bool, facts: Facts) -> None:
+        self.source, self.plan, self.facts = source, plan, facts
         self.shareable = shareable and plan.images > FEW_IMAGES
         """Whether several processes are faster than one."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(plan.shape)))
@@ -310,19 +358,19 @@ class Decoding:
 
     def chunk(self, numbers: range) -> Chunk:
         """Decode images, even if they are kept encoded, to find those that are unreadable."""
-        chunk = Chunk([], [], [])
+        images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
         channels, *size = self.plan.shape
         for i in numbers:
             try:
                 pixels = decoded(self.source, i, (size[0], size[1]), channels, self.large)
             except UnreadableImage as error:
-                chunk.skipped.append((error.name, error.reason))
+                skipped.append((error.name, error.reason))
                 continue
             content = self.source.read(i) if self.plan.kind == "encoded" else pixels.transpose(2, 0, 1).tobytes()
             assert isinstance(content, bytes)
-            chunk.images.append(content)
-            chunk.labels.append(int(self.source.labels[i]))
-        return chunk
+            images.append(content)
+            labels.append(int(self.source.labels[i]))
+        return Chunk(images, labels, skipped)
 
 
 _decoding: Decoding
