@@ -30,7 +30,7 @@ def smooth(count: int, length: float, generator: np.random.Generator) -> NDArray
 
 
 def make(path: Path, count: int, seed: int) -> None:
-    """Write ``t2m`` (N, 32, 32) and ``coarse`` (N, 8, 8) in kelvin, and ``height`` (32, 32) in metres, to a .npz file."""
+    """Write a .npz file: ``t2m`` (N, 32, 32) and ``coarse`` (N, 8, 8) in kelvin, ``height`` (32, 32) in metres."""
     generator = np.random.default_rng(seed)
     height = 1000.0 * np.maximum(smooth(1, 5.0, generator)[0] + 0.5, 0.0)
     lapse = LAPSE_K_PER_KM + LAPSE_SPREAD * generator.standard_normal((count, 1, 1))
