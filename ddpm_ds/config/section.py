@@ -321,7 +321,7 @@ def expected(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return f"a {schema['$ref'].rpartition('/')[2]}"
     if "anyOf" in schema:
-        return " or ".join(expected(option) for option in schema["anyOf"])
+        return " or ".join(option.get("description") or expected(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " or ".join(map(json.dumps, _choices(schema)))
     match schema["type"]:

@@ -39,8 +39,11 @@ MOST_SIDE = 8192
 Pixels = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 MOST_CHANNELS = 2**16
 Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
-Size = Pixels | tuple[Pixels, Pixels]
-"""Side of a square, or height and width."""
+Size = Annotated[
+    Pixels | Annotated[tuple[Pixels, Pixels], Field(description="two of these, [height, width]")],
+    AfterValidator(lambda size: size[0] if isinstance(size, tuple) and size[0] == size[1] else size),
+]
+"""Side of a square, or height and width; two equal sides are one, so that a square is written in one way."""
 ImageChannels = Annotated[int, Field(ge=1, le=256)]
 """Channels of images, fields or latents; published latents have 4 to 32."""
 LatentChannels = Annotated[int, Field(ge=1, le=64)]
@@ -789,7 +792,7 @@ def _check_condition(spec: RunSpec) -> None:
     if data.condition is None:
         return
     condition, usual = data.condition, ConditionSpec()
-    if not (condition.input_channels(data.channels) or condition.vector_size or condition.vector):
+    if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
         raise ValueError(
             "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
         )
@@ -905,11 +908,12 @@ def _check_levels(spec: RunSpec) -> None:
     unet, size, levels = spec.unet, spec.data.size, len(spec.unet.multipliers)
     step = 2 ** (levels - 1)
     if any(side % step for side in size):
-        near = dict.fromkeys(tuple(max(step, round(side / step + offset) * step) for side in size) for offset in (0, 1))
+        below = (max(step, size[0] // step * step), max(step, size[1] // step * step))
+        above = (-(-size[0] // step) * step, -(-size[1] // step) * step)
+        near = " or ".join(map(written, dict.fromkeys((below, above))))
         raise ValueError(
             f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
-            f"unet.multipliers ask; use a multiple of {step}, such as {' or '.join(map(written, near))}, or fewer "
-            "levels"
+            f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels"
         )
     if unet.attention_resolutions and unet.attention_levels:
         raise ValueError(

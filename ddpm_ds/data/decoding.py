@@ -114,8 +114,9 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
     order = -1 if orientation in (5, 6, 7, 8) else 1
     (width, height), shown = image.size[::order], (extent or image.size)[::order]
     rows_out, columns_out = size
-    scale = min(shown[0] / columns_out, shown[1] / rows_out)  # pixels of the image in one of the result
-    wide, high = scale * columns_out, scale * rows_out
+    # Products by a quotient of 1 are exact, so squares are cut to the pixel, and no rounding leads beyond the edge.
+    wide = min(shown[0], shown[1] * (columns_out / rows_out))
+    high = min(shown[1], shown[0] * (rows_out / columns_out))
     before = (orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8))  # whether turning puts the padding first
     left = (shown[0] - wide) / 2 + before[0] * (width - shown[0])
     top = (shown[1] - high) / 2 + before[1] * (height - shown[1])
@@ -124,7 +125,7 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
         whole = _coloured(_upright(image, orientation, 0, height), mode)
         fitted = whole.resize((columns_out, rows_out), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
         return np.array(fitted).reshape(*size, channels)  # (H, W, C)
-    reach = 3 * max(1.0, scale) + 1  # rows that Lanczos reads beyond a strip
+    reach = 3 * max(1.0, high / rows_out) + 1  # rows that Lanczos reads beyond a strip
     first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + high + reach))
     narrow = Image.new(mode, (columns_out, height), None)  # the other rows take no memory
     rows = max(1, STRIP_PIXELS // width)

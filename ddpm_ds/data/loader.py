@@ -259,8 +259,11 @@ class _Reads(Dataset[_Read]):
 
     def _read(self, field: StoredImages, positions: Indices) -> Tensor:
         """Return a field of the images at ``positions``."""
+        shape = (len(positions), *field.shape[1:])
+        if not self.pin_memory:  # numpy asks for huge pages, torch does not: a quarter of the time for large fields
+            return torch.from_numpy(field.read(positions, np.empty(shape, field.dtype)))
         dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
-        found = torch.empty((len(positions), *field.shape[1:]), dtype=dtype, pin_memory=self.pin_memory)
+        found = torch.empty(shape, dtype=dtype, pin_memory=True)
         field.read(positions, found.numpy())
         return found
 

@@ -50,13 +50,13 @@ def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.I
 
     The title's lines are above, and the labels, one for each image or none at all, below their images.
     """
-    columns = math.ceil(math.sqrt(len(images)))
+    columns = min(len(images), math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3])))
     rows = math.ceil(len(images) / columns)
     factor = math.ceil(SMALLEST_SIDE_PIXELS / max(columns * images.shape[3], rows * images.shape[2]))
     images = images.cpu().repeat_interleave(factor, 2).repeat_interleave(factor, 3)
     _, channels, height, width = images.shape
     blank = torch.full((rows * columns - len(images), channels, height, width), GREY, dtype=torch.uint8)
-    title_size = columns * width // 30
+    title_size = max(1, columns * width // 30)
     title_font = ImageFont.load_default(title_size)
     font = ImageFont.load_default(max(SMALLEST_LABEL_PIXELS, min(title_size, height // 6)))
     label_height = _line_height(font) if labels else 0

@@ -73,4 +73,4 @@ def _block(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float,
     low, high, mean = float(values.min()), float(values.max()), float(values.mean())
     if np.isfinite(mean):
         values -= mean
-    return len(values), mean, float(values @ values), low, high
+    return len(values), mean, float(np.square(values, out=values).sum()), low, high

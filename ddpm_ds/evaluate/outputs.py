@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -57,6 +57,10 @@ class Request(BaseModel):
     count: int = 0
     batch_images: int = 0
     """Number of images per batch; another number gives the same images only up to rounding."""
+    inputs: str | None = None
+    """Checksum of the inputs that images are drawn for; None without."""
+    members: int = 1
+    """Number of images of each input: image i is one of input i // members."""
 
     @classmethod
     def of(
@@ -66,7 +70,7 @@ class Request(BaseModel):
         labels: Sequence[int] | None,
         guide: Trained | None = None,
         /,
-        **numbers: int,
+        **numbers: Any,
     ) -> Self:
         """Return a request for images of ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are
         ``seed``, ``first``, ``count`` and ``batch_images``.
@@ -104,7 +108,9 @@ class Request(BaseModel):
     @property
     def key(self) -> str:
         """Checksum of everything that determines the images, up to rounding."""
-        followed = self.model_dump_json(exclude={"origin", "weights", "images_seen", "guide", "batch_images"})
+        conditional = set() if self.inputs is not None else {"inputs", "members"}  # which once were not
+        exclude = {"origin", "weights", "images_seen", "guide", "batch_images", *conditional}
+        followed = self.model_dump_json(exclude=exclude)
         return hashlib.sha256(followed.encode()).hexdigest()[:8]
 
 

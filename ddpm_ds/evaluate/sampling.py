@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from ddpm_ds.config.spec import Batch, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
+from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
@@ -44,15 +46,28 @@ def draw(
     labels: Tensor | None,
     seed: int,
     guide: Trained | None = None,
+    inputs: Inputs | None = None,
+    members: int = 1,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Draw the images with the numbers ``index`` (N,) int64 as one batch; return uint8 (N, C, H, W) on the CPU.
+    """Draw the images with the numbers ``index`` (N,) int64 as one batch; return (N, C, H, W) on the CPU, uint8, or
+    float32 in physical units for fields.
 
     ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
-    ``after_step`` is called with the numbers of U-Net evaluations per image: those done, and all.
+    Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net needs that was trained with
+    a condition of each image. ``after_step`` is called with the numbers of U-Net evaluations per image: those done,
+    and all.
     """
     device = next(trained.unet.parameters()).device
+    condition, dropped, base = None, None, None
     with torch.inference_mode():
+        if inputs is not None:
+            numbers = (index // members).tolist()
+            condition, base = inputs.condition(numbers, device), inputs.base(numbers)
+        elif trained.takes_condition:
+            condition = trained.conditions.at_rest({}, index.to(device), trained.scale)
+        if condition is not None:
+            dropped = trained.conditions.dropped(condition)
         drawing = Drawing(
             Sampler(sampler, trained.diffusion),
             seed=seed,
@@ -60,13 +75,47 @@ def draw(
             shape=trained.image_shape,
             labels=None if labels is None else labels.to(device),
             no_label=trained.unet_spec.classes,
+            condition=condition,
+            dropped=dropped,
             guide=None if guide is None else guide.unet,
         )
         for number in range(drawing.calls):
             drawing.take(trained.unet(*drawing.inputs()))
             if after_step is not None:
                 after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
-        return trained.to_pixels(drawing.images()).cpu()
+        images = trained.finished(drawing.images()).cpu()
+        return images if base is None else images + base
+
+
+def draw_ensembles(
+    trained: Trained,
+    sampler: SamplerSpec,
+    inputs: Inputs,
+    numbers: Sequence[int],
+    members: int,
+    *,
+    seed: int,
+    batch_images: int,
+    guide: Trained | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each input in turn with its ``members``, (K, C, H, W) float32 on the CPU: fields in physical
+    units, pictures from 0 to 255. They are those of ``ddpm-ds sample``, up to rounding, whatever is drawn at once.
+
+    Raises:
+        LayoutError: the device has no memory for ``batch_images`` at once.
+    """
+    wanted = [number * members + member for number in numbers for member in range(members)]
+    known = None if inputs.labels is None else [int(inputs.labels[number]) for number in numbers]
+    left: list[Tensor] = []
+    waiting = iter(numbers)
+    for first in range(0, len(wanted), batch_images):
+        index = torch.tensor(wanted[first : first + batch_images])
+        labels = None if known is None else torch.tensor(known)[torch.arange(first, first + len(index)) // members]
+        how: dict[str, Any] = {"labels": labels, "seed": seed, "guide": guide, "inputs": inputs, "members": members}
+        left += _drawn_at_once(batch_images, partial(draw, trained, sampler, index, **how)).float()
+        while len(left) >= members:
+            yield next(waiting), torch.stack(left[:members])
+            del left[:members]
 
 
 def sample(
@@ -119,24 +168,36 @@ def _draw_batch(
     request: Request,
     index: Sequence[int],
     guide: Trained | None,
+    inputs: Inputs | None = None,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
-    try:
-        return draw(
+    return _drawn_at_once(
+        request.batch_images,
+        partial(
+            draw,
             trained,
             request.sampler,
             torch.tensor(index),
             labels=request.labels_of(index),
             seed=request.seed,
             guide=guide,
+            inputs=inputs,
+            members=request.members,
             after_step=after_step,
-        )
+        ),
+    )
+
+
+def _drawn_at_once(batch_images: int, drawn: Callable[[], Tensor]) -> Tensor:
+    """Return what is drawn; raises LayoutError if the device has no memory for ``batch_images`` at once."""
+    try:
+        return drawn()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise LayoutError(
-            f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
+            f"--batch-images = {batch_images}: the device has no memory for so many images at once; use fewer"
         ) from None
 
 
@@ -180,9 +241,10 @@ def draw_missing(
     world_size: int = 1,
     *,
     guide: Trained | None = None,
+    inputs: Inputs | None = None,
 ) -> None:
     """Draw the images of a request that are not there, and return when all processes have finished. Process i draws
-    every batch whose number is i modulo ``world_size``. ``guide`` must be that of the request.
+    every batch whose number is i modulo ``world_size``. ``guide`` and ``inputs`` must be those of the request.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
@@ -192,13 +254,13 @@ def draw_missing(
     if rank == 0 and (done := drawn.count):
         print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     if world_size == 1:
-        draw_share(trained, request, drawn, 0, 1, guide=guide)
+        draw_share(trained, request, drawn, 0, 1, guide=guide, inputs=inputs)
         return
     use_interface_towards(os.environ["MASTER_ADDR"])
     store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     try:
-        draw_share(trained, request, drawn, rank, world_size, guide=guide)
+        draw_share(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs)
         try:
             dist.monitored_barrier(timeout=WAIT_LIMIT)
         except RuntimeError:
@@ -210,7 +272,14 @@ def draw_missing(
 
 
 def draw_share(
-    trained: Trained, request: Request, drawn: DrawnImages, rank: int, world_size: int, *, guide: Trained | None = None
+    trained: Trained,
+    request: Request,
+    drawn: DrawnImages,
+    rank: int,
+    world_size: int,
+    *,
+    guide: Trained | None = None,
+    inputs: Inputs | None = None,
 ) -> None:
     """Draw what is missing of this rank's share, every ``world_size``-th batch; do not wait for other ranks."""
     missing = set(drawn.missing())
@@ -231,5 +300,5 @@ def draw_share(
 
         for batch in request.batches[rank::world_size]:
             if batch in missing:
-                drawn.keep(batch, _draw_batch(trained, request, batch, guide, show))
+                drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, show))
                 bar.update(drawn.count - bar.n)  # includes the images of other processes

@@ -5,13 +5,16 @@ The package diffusers is not needed to read such a folder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
@@ -21,6 +24,7 @@ from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import (
+    DataSpec,
     DiffusionSpec,
     FilePath,
     GivenPath,
@@ -30,13 +34,17 @@ from ddpm_ds.config.spec import (
     SamplerSpec,
     UnetSpec,
 )
+from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.data.sources.base import map_array
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.device import DTYPES, usable_device
+from ddpm_ds.diffusion.condition import Conditions, Scale
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
 from ddpm_ds.files import expanded, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 Weights = Literal["ema", "raw"]
@@ -70,6 +78,10 @@ class Trained:
     """Spec of the run; None for an export."""
     autoencoder: Autoencoder | None = None
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
+    facts: FieldFacts | None = None
+    """Scales and names of fields; None for pictures and latents."""
+    constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    """(C, H, W), channels of the condition that are the same for all images."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -85,6 +97,61 @@ class Trained:
     def to_pixels(self) -> ToPixels:
         """Function from the U-Net's images or latents to uint8 pixels."""
         return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
+
+    @property
+    def data(self) -> DataSpec:
+        """The run's images and conditions; raises SpecError for an export, which does not say them."""
+        if self.spec is None:
+            raise SpecError(f"{self.origin} is an export, which does not say its condition; name the run's folder")
+        return self.spec.data
+
+    @property
+    def is_conditioned(self) -> bool:
+        """Whether the U-Net takes something of each image's own that is no label: images are drawn for inputs."""
+        condition = None if self.spec is None else self.spec.data.condition
+        return condition is not None and (condition.kind is not None or condition.vector_size > 0)
+
+    @property
+    def takes_condition(self) -> bool:
+        """Whether the U-Net takes anything beside x_t, t and labels; what is constant needs no inputs."""
+        return bool(self.interface.condition_channels or self.interface.numbers)
+
+    @functools.cached_property
+    def conditions(self) -> Conditions:
+        """What makes the conditions of images."""
+        return Conditions(
+            self.data,
+            augmentation_numbers(self.unet_spec, self.interface.channels),
+            next(self.unet.parameters()).device,
+            statistics=self._statistics("condition"),
+            constants=self.constants,
+        )
+
+    @functools.cached_property
+    def scale(self) -> Scale:
+        """Scale of the images."""
+        data = None if self.spec is None else self.spec.data
+        device = next(self.unet.parameters()).device
+        if data is None or not data.are_fields:
+            return Scale.of(None, None, device, pictures=True)
+        return Scale.of(data.normalise, self._statistics("images"), device)
+
+    @functools.cached_property
+    def regression(self) -> Trained | None:
+        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images."""
+        if self.facts is None or self.facts.residual_of is None:
+            return None
+        stored = next(self.unet.parameters())
+        return load_trained(Path(self.facts.residual_of), device=stored.device, dtype=stored.dtype)
+
+    def finished(self, images: Tensor) -> Tensor:
+        """Return drawn images (N, C, H, W) as they are kept: fields in physical units, float32, others as uint8."""
+        if self.spec is not None and self.spec.data.are_fields:
+            return self.scale.to_physical(images)
+        return self.to_pixels(images)
+
+    def _statistics(self, name: str) -> Statistics | None:
+        return None if self.facts is None else self.facts.statistics.get(name)
 
     @property
     def picture_shape(self) -> tuple[int, int, int]:
@@ -226,6 +293,26 @@ def _load_checkpoint(
         run_dir=run_dir if in_run else None,
         spec=spec,
         autoencoder=autoencoder,
+        facts=reader.manifest.fields,
+        constants=_constants(data, path, run_dir),
+    )
+
+
+def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None:
+    """Read the constant channels of the condition, if it has some, from the first of ``folders`` that holds them."""
+    if data.condition is None or not data.condition.constant_channels:
+        return None
+    shape = (data.condition.constant_channels, *data.stored_size)
+    for file in (folder / CONSTANTS for folder in folders):
+        if file.exists():
+            with contextlib.suppress(OSError):
+                found = map_array(file)
+                if found.shape == shape and found.dtype == np.float32:
+                    return np.array(found)
+            raise CheckpointError(f"{file} is damaged; copy it again from the folder of the run")
+    raise CheckpointError(
+        f"checkpoint {folders[0]} has constants in its condition, which are in {CONSTANTS} of the run's folder; copy "
+        "that file into the checkpoint's"
     )
 
 

@@ -173,7 +173,7 @@ def recorded(
     line: ProgressLine,
     spec: RunSpec,
     *,
-    files: Mapping[str, str],
+    files: Mapping[str, str | bytes],
     settings: Mapping[str, object],
     tags: Mapping[str, str],
     dataset: Mapping[str, str],
@@ -185,15 +185,15 @@ def recorded(
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
-    ``files`` are texts to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
+    ``files`` is what to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
     ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings that have changed since;
     ``note`` is the reason for a new run, ``parent`` the identity of its parent run. ``sender`` is as in
     :meth:`Tracker.start`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(run_dir)
-    for name, text in files.items():  # a full disk must not cut off those of the start before
-        replace_file(run_dir / name, text.encode())
+    for name, content in files.items():  # a full disk must not cut off those of the start before
+        replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
     flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
     params = parameters(flat, own)
     own |= {name: value for name, value in flat.items() if name.startswith(DERIVED) and name not in params}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, fault_said
 from ddpm_ds.files import DS_CONFIG, SPEC, VERDICT
@@ -107,20 +108,22 @@ def _recorded(
     """Return what records the run on rank 0, with the ``kernels`` that were chosen for it."""
     plan, store = prepared.plan, prepared.store
     spec, config = plan.spec.model_dump(mode="json"), replace(plan.ds, kernels=kernels).as_json()
-    files = {
+    kept: dict[str, str | bytes] = {
         SPEC: yaml.safe_dump(spec, sort_keys=False),
         DS_CONFIG: json.dumps(config, indent=2) + "\n",
         **files,
         RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
     }
+    if store.constants is not None:
+        kept[CONSTANTS] = (store.path / CONSTANTS).read_bytes()
     if plan.programs is not None:
-        files[PROGRAMS] = written(plan.programs)
+        kept[PROGRAMS] = written(plan.programs)
     images = Path(store.meta.folder).name if store.meta.folder else store.meta.source
     return recorded(
         prepared.claim.run_dir,
         line,
         plan.spec,
-        files=files,
+        files=kept,
         settings={**spec, "ds_config": config, "derived": _derived(plan, prepared.device)},
         tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
         dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
@@ -166,7 +169,7 @@ def _train(
                 ema,
                 run_dir,
                 spec.checkpoint,
-                described(plan, store.meta.sha256),
+                described(plan, store.meta.sha256, store.meta.facts),
                 log=recorder.log,
                 groups=groups,
                 store=watchdog.store,

@@ -15,6 +15,7 @@ from ddpm_ds.errors import SpecError
 from tests.launching import REPOSITORY
 
 DIGITS = SPECS / "digits.yaml"
+SIZE = "a whole number from 1 to 8,192 or two of these, [height, width]"
 
 
 def error_of(*overrides: str, path: Path = DIGITS) -> str:
@@ -136,13 +137,16 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         (
             "data.source=mnist",
             'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays" or "webdataset" or '
-            '"huggingface" or "torchvision"',
+            '"huggingface" or "torchvision" or "hdf5" or "zarr" or "netcdf"',
         ),
         (
             "data.name=a b",
             'data.name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._/-]+ or null',
         ),
-        ("data.channels=65", "data.channels = 65 should be a whole number from 1 to 64"),
+        ("data.image_size=[32]", f"data.image_size = [32] should be {SIZE}"),
+        ("data.image_size=9000", f"data.image_size = 9000 should be {SIZE}"),
+        ("data.crop_from=[8,0]", f"data.crop_from = [8, 0] should be {SIZE} or null"),
+        ("data.channels=257", "data.channels = 257 should be a whole number from 1 to 256"),
         ("name=a b", 'name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._-]+'),
         ('logging.experiment="a\\nb"', 'logging.experiment = "a\\nb" should be text of 1 to 200 printable characters'),
         ("unet=3", "unet is a section; set one of its keys, such as unet.channels"),

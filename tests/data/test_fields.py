@@ -18,7 +18,7 @@ import zarr
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.data import fields, prepare, writing
+from ddpm_ds.data import cache, fields, prepare, writing
 from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path
@@ -70,12 +70,11 @@ def write(source: str, path: Path, arrays: Arrays, **chunks: tuple[int, ...]) ->
         for name, array in arrays.items():
             group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks.get(name, "auto"))[:] = array
         return path / "a.zarr"
-    dimensions = ("time", "y", "x") if source == "netcdf" else ()
     variables = {}
     for name, array in arrays.items():
         names = [f"{name}{axis}" for axis in range(array.ndim)]
-        if array.ndim > 2 and array.shape[-2:] == SIZE:
-            names[0], names[-2], names[-1] = dimensions
+        if array.ndim > 2 and (len(array), *array.shape[-2:]) == (COUNT, *SIZE):
+            names[0], names[-2], names[-1] = "time", "y", "x"
         variables[name] = (names, array)
     coordinates = {
         "time": xarray.date_range("2026-01-01", periods=COUNT, freq="6h"),
@@ -295,13 +294,17 @@ def test_each_chunk_of_a_file_is_read_once(
     assert (store.images[:] == values.astype(np.float32)).all()
 
 
-def test_preparation_holds_few_images_at_a_time(tmp_path: Path, spec_of: SpecOf) -> None:
-    """Of 8 images of 8 MB never more than 4 are in memory, from float64 to float32, so that 200 MB fit 1 GiB."""
+def test_preparation_holds_few_images_at_a_time(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of images of 8 MB, which are 16 MB in the file, never more than two are held, so that 200 MB fit in 1 GiB."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", (8, 8, 512, 512), "f8", chunks=(1, 8, 512, 512))
         for i in range(8):
             file["images"][i] = RANDOM.normal(size=(8, 512, 512))
     spec = spec_of(source="hdf5", path=tmp_path / "a.h5", values="float32", channels=8, image_size=512)
+    monkeypatch.setattr(cache, "MOST_META_BYTES", 2**20)  # what is read of a text counts as if it were so long
+    monkeypatch.setattr(writing, "MOST_RECORD_BYTES", 2**20)
     tracemalloc.start()
     prepared(spec)
     _, most = tracemalloc.get_traced_memory()
@@ -313,6 +316,8 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = prepared(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), mask="sea", **NAMED))
+    given: dict[str, Any] = {"seed": 3, "batch_images": 8, "micro_batch_images": 4, "replicas": 1, "replica": 0}
+    whole = list(itertools.islice(micro_batches(store, fields=store.fields.keys(), **given), 5))
     reads, read = list[str](), StoredImages.read
 
     def counting(self: StoredImages, *arguments: Any, **options: Any) -> Any:
@@ -320,34 +325,20 @@ def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
         return read(self, *arguments, **options)
 
     monkeypatch.setattr(StoredImages, "read", counting)
-    for asked in (("mask",), ("images", "condition", "vector"), ("condition",), ()):
-        for workers in (0, 1) if asked == ("mask",) else (0,):
-            reads.clear()
-            batches = micro_batches(
-                store,
-                fields=frozenset(asked),
-                seed=3,
-                batch_images=8,
-                micro_batch_images=4,
-                replicas=1,
-                replica=0,
-                workers=workers,
-            )
-            whole = micro_batches(
-                store, fields=store.fields.keys(), seed=3, batch_images=8, micro_batch_images=4, replicas=1, replica=0
-            )
-            taken = list(itertools.islice(batches, 5))
-            assert workers or set(reads) == set(asked)
-            for batch, other in zip(taken, itertools.islice(whole, 5), strict=False):
-                assert (batch.index == other.index).all() and (batch.labels == other.labels).all()
-                for name in ("images", "condition", "mask", "vector"):
-                    found, wanted = getattr(batch, name), getattr(other, name)
-                    if name in asked:
-                        assert (found == wanted).all() and len(found) == 4
-                    else:
-                        assert found is None or found.shape == (4, 0)
+    cases = [(("mask",), 0), (("mask",), 1), (("images", "condition", "vector"), 0), (("condition",), 0), ((), 0)]
+    for asked, workers in cases:
+        reads.clear()
+        batches = micro_batches(store, fields=frozenset(asked), **given, workers=workers)
+        taken = list(itertools.islice(batches, 5))
+        del batches  # ends its threads
+        assert set(reads) == (set() if workers else set(asked)), "workers count in their own process"
+        for batch, other in zip(taken, whole, strict=True):
+            assert (batch.index == other.index).all() and (batch.labels == other.labels).all()
+            for name in ("images", "condition", "mask", "vector"):
+                found, wanted = getattr(batch, name), getattr(other, name)
+                assert (found == wanted).all() if name in asked else found is None or found.shape == (4, 0)
     with pytest.raises(KeyError, match="depth"):
-        micro_batches(store, fields={"depth"}, seed=3, batch_images=8, micro_batch_images=4, replicas=1, replica=0)
+        micro_batches(store, fields={"depth"}, **given)
 
 
 def test_fields_of_several_files_are_those_of_one_and_a_killed_preparation_goes_on(
@@ -355,12 +346,12 @@ def test_fields_of_several_files_are_those_of_one_and_a_killed_preparation_goes_
 ) -> None:
     path = write("hdf5", tmp_path, ARRAYS)
     whole = prepared(spec_of(source="hdf5", path=path, mask="sea", **NAMED))
-    monkeypatch.setattr(prepare, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 2000)
     spec = spec_of(source="hdf5", path=path, mask="sea", store_root=tmp_path / "other", **NAMED)
-    chunk, made = fields.FieldSource._chunk, list[int]()
+    chunk, made, alive = fields.FieldSource._chunk, list[int](), [3]
 
     def killed(self: Any, rows: Any, numbers: range) -> Any:
-        if len(made) == 3:
+        if len(made) == alive[0]:
             raise KeyboardInterrupt
         made.append(numbers.start)
         return chunk(self, rows, numbers)
@@ -369,11 +360,7 @@ def test_fields_of_several_files_are_those_of_one_and_a_killed_preparation_goes_
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(spec)
     before = list(made)
-    monkeypatch.setattr(
-        fields.FieldSource,
-        "_chunk",
-        lambda self, rows, numbers: (made.append(numbers.start), chunk(self, rows, numbers))[1],
-    )
+    alive[0] = COUNT + 1
     several = prepared(spec)
     assert made == sorted(set(made)) and before == made[:3] and len(several.meta.counts) == len(made) > 4
     for name in whole.fields:
@@ -427,7 +414,7 @@ def test_packed_numbers_of_zarr_are_left_to_xarray(tmp_path: Path, spec_of: Spec
         and "is packed by scale_factor, which --set data.source=netcdf" in line
     )
     store = prepared(spec.model_copy(update={"source": "netcdf"}))
-    assert np.abs(store.images[:, 0] - values).max() < 0.0051
+    assert np.abs(store.images[:][:, 0] - values).max() < 0.0051
 
 
 def specified(*changes: str) -> RunSpec:
@@ -459,6 +446,6 @@ def test_a_spec_of_fields_is_checked_before_anything_is_read(changes: list[str],
 def test_a_full_disk_is_told_of_all_fields_together(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = writing.shutil._ntuple_diskusage(10**9, 10**9, 4 * 3 * 60 * COUNT)  # type: ignore[attr-defined]
+    usage = writing.shutil._ntuple_diskusage(10**9, 10**9, 4 * 3 * 60 * COUNT)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
     assert "and the images take" in line_of(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), **NAMED))

@@ -316,7 +316,7 @@ def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, s
         (["unet.augmentation=0.1"], "unet.augmentation = 0.1 changes pixels, .* use 0"),
         (["unet.colour_augmentation=0.1"], "unet.colour_augmentation = 0.1 changes pixels, .* use 0"),
         (["sampler.clip=static"], "sampler.clip = static keeps pixels in .* use none"),
-        (["data.channels=65"], "data.channels = 65 should be a whole number from 1 to 64"),
+        (["data.channels=257"], "data.channels = 257 should be a whole number from 1 to 256"),
     ],
 )
 def test_what_latents_can_not_have_is_refused_by_the_spec(changes: list[str], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds import keyed
-from ddpm_ds.config.spec import DiffusionSpec
+from ddpm_ds.config.choices import SAMPLERS
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import Stream
 
 
@@ -165,6 +168,61 @@ def test_loss_weighs_each_image_by_its_timestep() -> None:
     expected = sum(min(ratio, 5.0) * error for ratio, error in zip(snr, (1.0, 2.0, 3.0), strict=True)) / 3
     # Weights, their products, two sums and a quotient are rounded to fp32.
     assert diffusion.loss(prediction, x0, torch.zeros_like(x0), t).item() == pytest.approx(expected, rel=5 * 2**-24)
+
+
+@pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
+def test_masked_elements_do_not_count_and_channels_weigh_what_is_asked(loss: str) -> None:
+    """By hand, image by image: weights multiply errors, and the mean is over the elements that count."""
+    generator = torch.Generator().manual_seed(2)
+    prediction, x0, eps = (torch.randn(4, 3, 5, 6, generator=generator) for _ in range(3))
+    t, channel_weights = torch.tensor([0, 5, 500, 999]), (0.5, 0.0, 3.0)
+    mask = (torch.rand(4, 1, 5, 6, generator=generator) < 0.4).to(torch.uint8)
+    mask[2] = 0
+    spec: dict[str, Any] = {"loss": loss, "objective": "v", "weighting": "p2"}
+    diffusion = process(**spec, channel_weights=channel_weights)
+    errors = diffusion.errors(prediction, x0, eps, t).permute(0, 3, 1, 2).double()  # (N, C, H, W)
+    for one in (mask, mask.expand(4, 3, 5, 6), (torch.rand(4, 3, 5, 6, generator=generator) < 0.4).to(torch.uint8)):
+        expected, plain = [], []
+        for image in range(4):
+            counted = [
+                (errors[image, channel, row, column].item(), channel_weights[channel])
+                for channel, row, column in product(range(3), range(5), range(6))
+                if one.expand(4, 3, 5, 6)[image, channel, row, column]
+            ]
+            count = max(len(counted), 1)
+            expected.append(sum(error * weight for error, weight in counted) / count)
+            plain.append(sum(error for error, _ in counted) / count)
+        torch.testing.assert_close(diffusion.distances(prediction, x0, eps, t, one), torch.tensor(plain))
+        found = diffusion.loss(prediction.requires_grad_(), x0, eps, t, one)
+        torch.testing.assert_close(found, (diffusion.levels.weights(t) * torch.tensor(expected)).mean())
+        (gradient,) = torch.autograd.grad(found, prediction)
+        assert gradient.isfinite().all() and (gradient[one.expand(4, 3, 5, 6) == 0] == 0.0).all()
+        assert (gradient[:, 1] == 0.0).all(), "its weight is 0"
+    ones = torch.ones(4, 1, 5, 6, dtype=torch.uint8)
+    torch.testing.assert_close(
+        process(**spec).loss(prediction, x0, eps, t, ones), process(**spec).loss(prediction, x0, eps, t)
+    )
+    by_channel = mean_error(diffusion.errors(prediction, x0, eps, t), mask, by_channel=True)
+    torch.testing.assert_close(by_channel.mean(1), diffusion.distances(prediction, x0, eps, t, mask))
+
+
+def test_a_regression_is_the_squared_error_of_one_evaluation_without_noise() -> None:
+    spec = DiffusionSpec(objective="regression")
+    diffusion, (pixels, index) = Diffusion(spec, 0, "cpu"), images(5)
+    draws = diffusion.draws(index, pixels.shape)
+    x0 = diffusion.prepare(pixels, draws, flips=False)
+    t, eps = diffusion.draw(draws, x0.shape)
+    assert (t == 0.0).all() and (diffusion.noised(x0, t, eps) == 0.0).all()
+    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(diffusion.loss(prediction, x0, eps, t), (prediction - x0).square().mean())
+    for kind in SAMPLERS:
+        sampler = SamplerSpec(kind=kind, clip="none")
+        assert sampler.steps_of(spec) == sampler.evaluations_of(spec) == 1
+        drawing = Drawing(Sampler(sampler, spec), seed=0, index=index, shape=(3, 8, 8), labels=None, no_label=None)
+        x_t, told = drawing.inputs()
+        assert drawing.calls == 1 and (x_t == 0.0).all() and (told == 0.0).all()
+        drawing.take(prediction)
+        assert torch.equal(drawing.images(), prediction)
 
 
 def test_perturbed_noise_is_keyed_by_the_image_and_a_share_wider() -> None:

@@ -100,11 +100,18 @@ OF_EDM: dict[str, Any] = {
     "diffusion": {"schedule": "edm", "objective": "v", "sigma_data": 0.3},
     "sampler": {"sigma_min": 0.01, "sigma_max": 120.0, "rho": 5.0},
 }
+RECTANGLES: dict[str, Any] = {
+    **UNLABELLED,
+    "data": {"image_size": [8, 16]},
+    "unet": {**UNLABELLED["unet"], "attention_resolutions": [], "attention_levels": [1]},
+}
 LEVELS = {"sigma_min", "sigma_max", "rho"}
 """Fields of the sampler that EDM's scheduler stores."""
 
 
-@pytest.mark.parametrize("sections", [{}, COLOUR, ODD, OF_EDM], ids=["classes", "colour", "odd", "edm"])
+@pytest.mark.parametrize(
+    "sections", [{}, COLOUR, ODD, OF_EDM, RECTANGLES], ids=["classes", "colour", "odd", "edm", "rectangles"]
+)
 def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(**sections)
     checkpoint, hub, imported = checkpoint_of(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
@@ -116,7 +123,7 @@ def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, 
     pipeline = diffusers.DDPMPipeline.from_pretrained(hub)
     if spec.unet.classes is None and spec.diffusion.schedule != "edm":
         images = pipeline(batch_size=2, num_inference_steps=2, output_type="np").images
-        assert images.shape == (2, 8, 8, spec.data.channels) and not (images != images).any()
+        assert images.shape == (2, *spec.data.size, spec.data.channels) and not (images != images).any()
     inputs = examples(trained)
     assert_close(pipeline.unet.double()(*inputs).sample, copy.deepcopy(trained.unet).double()(*inputs))
 

@@ -48,10 +48,10 @@ from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal["plain", "edm", "flow", "augmented", "stored", "reduced", "regression"]
-"""DDPM, EDM, flow matching, or DDPM whose images are augmented, inputs perturbed and losses weighed; or masked fields
-of 8x16 pixels with weighed channels, constants, a grid, a vector and a condition that is stored, or made and noised, or
-from which they are regressed."""
+Process = Literal["plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression"]
+"""DDPM, EDM, flow matching, DDPM whose images are augmented, inputs perturbed and losses weighed, or DDPM of images
+that are wider than high; or masked fields of 8x16 pixels with weighed channels, constants, a grid, a vector and a
+condition that is stored, or made and noised, or from which they are regressed."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -252,6 +252,9 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
+    if process == "rectangles":
+        unet |= {"attention_resolutions": [], "attention_levels": [1]}
+        return tiny_spec(unet=unet, data={"image_size": (8, 16)})
     return tiny_spec(unet=unet)
 
 
@@ -291,7 +294,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     seen = watch_gradients(engine, sent)
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
-    counting, records = not case.compile and case.process in ("plain", "stored"), []
+    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored"), []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas

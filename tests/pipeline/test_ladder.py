@@ -53,6 +53,8 @@ BY_TWO = [
     Case(2, 1, 1, "fp32", 1, process="stored"),
     Case(2, 1, 2, "fp16", 0, schedule="folded", process="stored"),
     Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
+    Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
+    Case(2, 1, 2, "fp16", 0, process="rectangles"),
 ]
 BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
@@ -65,6 +67,7 @@ BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3, process="edm"),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
+    Case(4, 1, 0, "fp32", 1, random_programs=10, process="rectangles"),
 ]
 """The core: every factor but the compiler, in both schedules the ones that their code treats differently."""
 
@@ -86,8 +89,6 @@ MORE_BY_TWO = [
 ]
 MORE_BY_FOUR = [
     Case(4, 1, 1, "fp16", 2, schedule="folded", process="stored"),
-    Case(4, 1, 0, "fp32", 0, process="stored"),
-    Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
     Case(2, 2, 0, "fp16", 1, across="replicas"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
     Case(4, 1, 2, "fp32", 1, reentrant=True, micro_batches=1),

@@ -69,8 +69,11 @@ def store_of(spec: RunSpec) -> DatasetCache:
     """Sixty images that any process makes alike."""
     draws = np.random.default_rng(5)
     images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
-    prepared = SimpleNamespace(images=images, labels=draws.integers(0, 10, 60))
-    prepared.centre = lambda size: prepared
+    fields = {"images": SimpleNamespace(read=lambda positions: images[positions])}
+    meta = SimpleNamespace(statistics={})
+    prepared = SimpleNamespace(
+        images=images, fields=fields, labels=draws.integers(0, 10, 60), meta=meta, constants=None
+    )
     return cast(DatasetCache, prepared)
 
 

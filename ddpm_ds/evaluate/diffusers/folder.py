@@ -56,7 +56,7 @@ class DiffusersFolder:
             raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
         self.unet, self.interface = found
         self.layers = unet_layers(self.unet, self.interface)
-        self.class_rows: int | None = config.get("num_class_embeds")
+        self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
         """Number of rows of the class embedding."""
         files = [model / name for name in WEIGHTS if (model / name).is_file()]
         if not files:

@@ -47,6 +47,16 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
             f"unet.sinusoid_shift = 1 with a first width of {widths[0]}: diffusers divides by zero in its sinusoidal "
             f"embedding; only a U-Net of sinusoid_shift 0 or a first width of 4 and more can be held"
         )
+    if interface.numbers:
+        raise ValueError(
+            "data.condition tells the U-Net a vector (data.condition.vector, or the flag of data.condition.drop), and "
+            "a UNet2DModel takes none"
+        )
+    if interface.told_level and unet.classes is not None:
+        raise ValueError(
+            f"unet.classes = {unet.classes} and data.condition.noise are both told to the U-Net, and a UNet2DModel is "
+            "told one of them"
+        )
     attended = unet.attended_levels(interface.size)
     attends = [level in attended for level in range(len(widths))]
     height, width = interface.size
@@ -72,6 +82,7 @@ def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
         "downsample_padding": 1 if unet.downsample_padding == "symmetric" else 0,
         # The row after the last class is "no label".
         "num_class_embeds": None if unet.classes is None else unet.classes + 1,
+        **({"class_embed_type": "timestep"} if interface.told_level else {}),
     }
 
 
@@ -84,8 +95,8 @@ class _UnetArguments(Arguments):
     class_names: ClassVar[tuple[str, ...]] = ("UNet2DModel",)
 
     sample_size: Pixels | tuple[Pixels, Pixels] | None = None
-    in_channels: ImageChannels = 3
-    out_channels: Channels = 3
+    in_channels: Channels = 3
+    out_channels: ImageChannels = 3
     center_input_sample: Literal[False] = False
     time_embedding_type: Literal["positional"] = "positional"
     time_embedding_dim: Channels | None = None
@@ -111,7 +122,7 @@ class _UnetArguments(Arguments):
     norm_eps: Small = 1e-5
     resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
     add_attention: bool = True
-    class_embed_type: None = None
+    class_embed_type: Literal["timestep"] | None = None
     num_class_embeds: Classes | None = None
     num_train_timesteps: Timesteps | None = None
     """Number of timesteps; has no effect on a positional embedding."""
@@ -125,7 +136,7 @@ def unet_spec_from_diffusers(
     config: Mapping[str, Any], *, last_label_is_class: bool = False
 ) -> tuple[UnetSpec, Interface]:
     """Return the U-Net that equals a ``UNet2DModel``, and what it takes and predicts: input channels beyond those of
-    the output are a condition. Missing keys take its defaults.
+    the output are a condition, and a timestep as its class is the noise level of that. Missing keys take its defaults.
 
     The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
     ``last_label_is_class``.
@@ -140,7 +151,8 @@ def unet_spec_from_diffusers(
     size = _size(found)
     attends = _attention(found)
     _check_widths(found, attends)
-    classes = found.num_class_embeds
+    told_level = found.class_embed_type is not None
+    classes = None if told_level else found.num_class_embeds  # which has no effect beside it
     if classes is not None and not last_label_is_class:
         if classes == 1:
             raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
@@ -170,7 +182,9 @@ def unet_spec_from_diffusers(
     except ValueError as error:
         raise refused("layers_per_block", found.layers_per_block, str(error)) from None
     conditions = found.in_channels - found.out_channels
-    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions)
+    if told_level and not conditions:
+        raise refused("class_embed_type", "timestep", "ours is the noise level of a condition, and this model has none")
+    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, told_level=told_level)
 
 
 def _size(found: _UnetArguments) -> tuple[int, int]:
@@ -287,6 +301,9 @@ def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, .
         case EmbedLayer():
             yield "linear1", ("time_embedding.linear_1",)
             yield "linear2", ("time_embedding.linear_2",)
+            if layer.told_level:
+                yield "level1", ("class_embedding.linear_1",)
+                yield "level2", ("class_embedding.linear_2",)
         case InputLayer():
             yield "conv", ("conv_in",)
         case OutputLayer():

@@ -1,0 +1,142 @@
+"""What images are conditioned on, by number: the held-out images of a run, or a file or folder of conditions.
+
+Image number I of a request with K members is member I % K of input I // K.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ddpm_ds.checkpoint.manifest import read_manifest
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import Indices, split
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.diffusion.condition import Condition, Moves
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.evaluate.trained import Trained
+
+HELD_OUT = "held-out"
+"""Value of ``--conditions`` for the images that a run has held out."""
+
+
+class Stored(Protocol):
+    """A field of images on disk."""
+
+    def read(self, positions: Indices, /) -> npt.NDArray[Any]:
+        """Return the values (n, ...) at ``positions`` (n,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What images of ``trained`` are conditioned on; input i is what is stored at ``positions[i]``."""
+
+    trained: Trained
+    fields: Mapping[str, Stored] = field(repr=False)
+    """Fields by name: condition, vector, images where conditions are made from images or truths are known, mask."""
+    positions: Indices
+    key: str
+    """Changes whenever the inputs do."""
+    labels: Indices | None = None
+    """(inputs,) int64, if classes are known."""
+    are_known: bool = False
+    """Whether the true images are."""
+
+    @classmethod
+    def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
+        """Open the held-out images of a run, in its prepared data set or the copy of it at ``dataset``.
+
+        Raises:
+            DataError: the data set is missing, damaged, or not the one that the run has learned.
+            SpecError: the run has no condition, or has held out no image.
+        """
+        data = _conditioned(trained)
+        if not data.held_out_images:
+            raise SpecError(
+                f"--conditions {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
+                "file or folder"
+            )
+        learned = read_manifest(Path(trained.origin)).data_sha256
+        store = prepare(data, True, learned=learned) if dataset is None else DatasetCache.open(dataset, progress=True)
+        if store.meta.sha256 != learned:
+            raise DataError(f"{store.path} holds other images than those that {trained.origin} learned; use theirs")
+        _, positions = split(len(store), data.held_out_images, data.held_out)
+        key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
+        labels = None if trained.unet_spec.classes is None else store.labels[positions]
+        return cls(trained, store.fields, positions, key, labels, are_known=True)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def condition(self, numbers: Sequence[int], device: torch.device) -> Condition:
+        """Return what the U-Net takes of the inputs with these ``numbers``, those of an ensemble once for each member.
+
+        Each input is read once.
+        """
+        different, places = np.unique(np.asarray(numbers, np.int64), return_inverse=True)
+        trained, conditions = self.trained, self.trained.conditions
+        fields = {
+            name: self._read(name, different).to(device) for name in (*conditions.reads, "hole") if self._has(name)
+        }
+        found = conditions.at_rest(fields, torch.from_numpy(different).to(device), trained.scale)
+        every = torch.from_numpy(places).to(device)
+        return found.each(lambda tensor: tensor[every])
+
+    def truth(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255; None if they are
+        not known. Values that are masked are the mean of their channel.
+        """
+        if not self.are_known:
+            return None
+        images = Moves(self.trained.data.size).of(self._read("images", np.asarray(numbers, np.int64))).float()
+        base = self.base(numbers)
+        return images if base is None else images + base
+
+    def mask(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return the mask of the true images (n, 1 or C, H, W), uint8, 1 where a pixel counts; None if all do."""
+        if not self.are_known or not self._has("mask"):
+            return None
+        return Moves(self.trained.data.size).of(self._read("mask", np.asarray(numbers, np.int64)))
+
+    def base(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return what is added to images that are residuals, (n, C, H, W) float32 on the CPU: the predictions of their
+        regression. None if the U-Net draws whole images.
+        """
+        regression = self.trained.regression
+        if regression is None:
+            return None
+        device = next(regression.unet.parameters()).device
+        with torch.inference_mode():
+            drawing = Drawing(
+                Sampler(regression.sampler, regression.diffusion),
+                seed=0,
+                index=torch.tensor(numbers, device=device),
+                shape=regression.image_shape,
+                condition=replace(self, trained=regression).condition(numbers, device),
+            )
+            for _ in range(drawing.calls):
+                drawing.take(regression.unet(*drawing.inputs()))
+            return regression.finished(drawing.images()).float().cpu()
+
+    def _has(self, name: str) -> bool:
+        return name in self.fields
+
+    def _read(self, name: str, numbers: Indices) -> Tensor:
+        return torch.from_numpy(self.fields[name].read(self.positions[numbers]))
+
+
+def _conditioned(trained: Trained) -> Any:
+    """Return the data section of a run that images are drawn for inputs with; raises SpecError for another."""
+    if not trained.is_conditioned:
+        raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")
+    return trained.data
