@@ -113,20 +113,23 @@ class Inputs:
         regression. None if the U-Net draws whole images.
         """
         regression = self.trained.regression
-        if regression is None:
-            return None
-        device = next(regression.unet.parameters()).device
+        return None if regression is None else replace(self, trained=regression).predictions(numbers)
+
+    def predictions(self, numbers: Sequence[int]) -> Tensor:
+        """Return what a regression predicts, (n, C, H, W) float32 on the CPU, as :meth:`Trained.finished` has it."""
+        trained = self.trained
+        device = next(trained.unet.parameters()).device
         with torch.inference_mode():
             drawing = Drawing(
-                Sampler(regression.sampler, regression.diffusion),
+                Sampler(trained.sampler, trained.diffusion),
                 seed=0,
                 index=torch.tensor(numbers, device=device),
-                shape=regression.image_shape,
-                condition=replace(self, trained=regression).condition(numbers, device),
+                shape=trained.image_shape,
+                condition=self.condition(numbers, device),
             )
             for _ in range(drawing.calls):
-                drawing.take(regression.unet(*drawing.inputs()))
-            return regression.finished(drawing.images()).float().cpu()
+                drawing.take(trained.unet(*drawing.inputs()))
+            return trained.finished(drawing.images()).float().cpu()
 
     def _has(self, name: str) -> bool:
         return name in self.fields
