@@ -180,8 +180,9 @@ class DrawnImages:
 
     def _join_batches(self) -> None:
         temporary = self._whole.with_name(".images.npy.tmp")
-        shape = np.load(self._path(self._request.batches[0]), mmap_mode="r").shape[1:]
-        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(self._request.count, *shape))
+        first = np.load(self._path(self._request.batches[0]), mmap_mode="r")
+        shape = self._request.count, *first.shape[1:]
+        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=first.dtype, shape=shape)
         for batch in self._request.batches:
             start = batch.start - self._request.first
             whole[start : start + len(batch)] = np.load(self._path(batch))
