@@ -169,7 +169,9 @@ def _prepare(options: argparse.Namespace) -> None:
         regression = TrainedRegression(data, device) if residual else None
     store = prepare(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
     skipped = f", {store.meta.skipped:,} left out (skipped.txt)" if store.meta.skipped else ""
-    what = f"latents of {'x'.join(map(str, store.meta.shape))}" if store.meta.kind == "latents" else "images"
+    what = "images" if data.residual_of is None else "residuals"
+    if store.meta.kind == "latents":
+        what = f"latents of {'x'.join(map(str, store.meta.shape))}"
     print(f"{store.path}: {len(store):,} {what}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
         print(notice)
