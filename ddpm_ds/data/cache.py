@@ -133,8 +133,6 @@ class FieldFacts(BaseModel):
     statistics: dict[str, Statistics]
     coordinates: tuple[Coordinate, ...]
     """Those of height and width."""
-    residual_of: str | None = None
-    """Folder of the run of a regression whose predictions were subtracted from the images; samples add them again."""
 
 
 class CacheMeta(BaseModel):
@@ -163,8 +161,6 @@ class CacheMeta(BaseModel):
     coordinates: tuple[Coordinate, ...] = ()
     masked: bool = False
     """Whether values can be NaN, which are read as the mean of their channel."""
-    residual_of: str | None = None
-    """As in :class:`FieldFacts`."""
 
     @classmethod
     def read(cls, cache: Path) -> CacheMeta:
@@ -177,9 +173,7 @@ class CacheMeta(BaseModel):
         if not self.fields:
             return None
         beside = tuple(each for each in self.coordinates if each.along != "image")
-        return FieldFacts(
-            fields=self.fields, statistics=self.statistics, coordinates=beside, residual_of=self.residual_of
-        )
+        return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=beside)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Image number I of a request with K members is member I % K of input I // K.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.inputs import HOLE, open_inputs
 from ddpm_ds.data.loader import Indices, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.condition import Condition, Moves
@@ -43,14 +45,16 @@ class Inputs:
 
     trained: Trained
     fields: Mapping[str, Stored] = field(repr=False)
-    """Fields by name: condition, vector, images where conditions are made from images or truths are known, mask."""
+    """Fields by name: those of which conditions are made, and a mask of the true images, if they have one."""
     positions: Indices
     key: str
     """Changes whenever the inputs do."""
+    truths: Callable[[Indices], npt.NDArray[Any] | None] = lambda positions: None
+    """Function that returns the true images at positions, None if they are not known."""
     labels: Indices | None = None
     """(inputs,) int64, if classes are known."""
-    are_known: bool = False
-    """Whether the true images are."""
+    are_residuals: bool = False
+    """Whether true images are residuals, if the U-Net draws such."""
 
     @classmethod
     def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
@@ -73,7 +77,19 @@ class Inputs:
         _, positions = split(len(store), data.held_out_images, data.held_out)
         key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
         labels = None if trained.unet_spec.classes is None else store.labels[positions]
-        return cls(trained, store.fields, positions, key, labels, are_known=True)
+        return cls(trained, store.fields, positions, key, store.images.read, labels, are_residuals=True)
+
+    @classmethod
+    def at(cls, path: Path, trained: Trained) -> Inputs:
+        """Open the conditions in a file or folder, of the kind that the run learned.
+
+        Raises:
+            DataError: it can't be read, or is of another size, number or kind than the run learned.
+            SpecError: the run has no condition.
+        """
+        found = open_inputs(_conditioned(trained), trained.facts, path)
+        key = hashlib.sha256(found.key.encode()).hexdigest()
+        return cls(trained, found.fields, np.arange(found.count), key, found.truths)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -85,9 +101,8 @@ class Inputs:
         """
         different, places = np.unique(np.asarray(numbers, np.int64), return_inverse=True)
         trained, conditions = self.trained, self.trained.conditions
-        fields = {
-            name: self._read(name, different).to(device) for name in (*conditions.reads, "hole") if self._has(name)
-        }
+        names = [name for name in (*conditions.reads, HOLE) if name in self.fields]
+        fields = {name: self._read(name, different).to(device) for name in names}
         found = conditions.at_rest(fields, torch.from_numpy(different).to(device), trained.scale)
         every = torch.from_numpy(places).to(device)
         return found.each(lambda tensor: tensor[every])
@@ -96,15 +111,16 @@ class Inputs:
         """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255; None if they are
         not known. Values that are masked are the mean of their channel.
         """
-        if not self.are_known:
+        found = self.truths(self.positions[np.asarray(numbers, np.int64)])
+        if found is None:
             return None
-        images = Moves(self.trained.data.size).of(self._read("images", np.asarray(numbers, np.int64))).float()
-        base = self.base(numbers)
+        images = Moves(self.trained.data.size).of(torch.from_numpy(found)).float()
+        base = self.base(numbers) if self.are_residuals else None
         return images if base is None else images + base
 
     def mask(self, numbers: Sequence[int]) -> Tensor | None:
         """Return the mask of the true images (n, 1 or C, H, W), uint8, 1 where a pixel counts; None if all do."""
-        if not self.are_known or not self._has("mask"):
+        if "mask" not in self.fields:
             return None
         return Moves(self.trained.data.size).of(self._read("mask", np.asarray(numbers, np.int64)))
 
@@ -113,10 +129,10 @@ class Inputs:
         regression. None if the U-Net draws whole images.
         """
         regression = self.trained.regression
-        return None if regression is None else replace(self, trained=regression).predictions(numbers)
+        return None if regression is None else replace(self, trained=regression).predicted(numbers)
 
-    def predictions(self, numbers: Sequence[int]) -> Tensor:
-        """Return what a regression predicts, (n, C, H, W) float32 on the CPU, as :meth:`Trained.finished` has it."""
+    def predicted(self, numbers: Sequence[int]) -> Tensor:
+        """Return the predictions of ``trained``, a regression, (n, C, H, W) float32 in physical units on the CPU."""
         trained = self.trained
         device = next(trained.unet.parameters()).device
         with torch.inference_mode():
@@ -131,14 +147,11 @@ class Inputs:
                 drawing.take(trained.unet(*drawing.inputs()))
             return trained.finished(drawing.images()).float().cpu()
 
-    def _has(self, name: str) -> bool:
-        return name in self.fields
-
     def _read(self, name: str, numbers: Indices) -> Tensor:
         return torch.from_numpy(self.fields[name].read(self.positions[numbers]))
 
 
-def _conditioned(trained: Trained) -> Any:
+def _conditioned(trained: Trained) -> DataSpec:
     """Return the data section of a run that images are drawn for inputs with; raises SpecError for another."""
     if not trained.is_conditioned:
         raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")

@@ -48,7 +48,7 @@ class TrainedRegression:
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""
         inputs = Inputs(self._trained, fields.fields, positions, key="")
-        found: npt.NDArray[np.float32] = inputs.predictions(range(len(positions))).numpy()
+        found: npt.NDArray[np.float32] = inputs.predicted(range(len(positions))).numpy()
         return found
 
 

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
 from ddpm_ds.checkpoint.groups import checkpoint_at
-from ddpm_ds.checkpoint.manifest import MANIFEST
+from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import (
@@ -36,6 +36,7 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.data.residuals import REGRESSION
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.device import DTYPES, usable_device
@@ -138,11 +139,21 @@ class Trained:
 
     @functools.cached_property
     def regression(self) -> Trained | None:
-        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images."""
-        if self.facts is None or self.facts.residual_of is None:
+        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images.
+
+        Raises:
+            CheckpointError: there is none, or the residuals were made by other weights.
+        """
+        if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
         stored = next(self.unet.parameters())
-        return load_trained(Path(self.facts.residual_of), device=stored.device, dtype=stored.dtype)
+        found = load_trained(path, device=stored.device, dtype=stored.dtype)
+        if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
+            raise CheckpointError(
+                f"data.residual_of = {path}: {found.origin} has other weights than the residuals that {self.origin} "
+                "has learned were made by; bring those back"
+            )
+        return found
 
     def finished(self, images: Tensor) -> Tensor:
         """Return drawn images (N, C, H, W) as they are kept: fields in physical units, float32, others as uint8."""

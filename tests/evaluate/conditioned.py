@@ -87,8 +87,12 @@ def plant_fields(folder: Path, condition: dict[str, Any] | None = CONDITION, **s
 
 def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec) -> Planted:
     """Save a checkpoint of a run on prepared images, with what a run keeps of them."""
-    sections = {name: value for name, value in spec.model_dump(mode="json").items() if name != "name"}
-    plant(run_dir, data_sha256=dict(store.meta.sha256), facts=store.meta.facts, **sections)
+    plant(run_dir, data_sha256=dict(store.meta.sha256), facts=store.meta.facts, **sections_of(spec))
     if store.constants is not None:
         shutil.copy(store.path / CONSTANTS, run_dir / CONSTANTS)
     return Planted(run_dir, spec, store)
+
+
+def sections_of(spec: RunSpec) -> dict[str, Any]:
+    """The sections of a spec, by name."""
+    return {name: value for name, value in spec.model_dump(mode="json").items() if name != "name"}
