@@ -92,7 +92,7 @@ def evaluate_ensembles(
     Raises:
         EvaluationError: the true images of the inputs are not known.
     """
-    if not inputs.are_known:
+    if inputs.truth([0]) is None:
         raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
     labels = None if inputs.labels is None else np.repeat(inputs.labels[:count], members).tolist()
     numbers = {"seed": seed, "count": count * members, "batch_images": batch_images, "members": members}

@@ -42,7 +42,7 @@ class Halving:
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         self.seen += positions.tolist()
         coarse = fields.fields["condition"].read(positions)[:, :1]
-        return (coarse.repeat(2, axis=2).repeat(2, axis=3) / 2.0 + self.more).astype(np.float32)
+        return coarse.repeat(2, axis=2).repeat(2, axis=3).astype(np.float32) / 2.0 + np.float32(self.more)
 
 
 @pytest.fixture
