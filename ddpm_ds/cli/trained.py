@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
@@ -109,8 +110,8 @@ def add_evaluate(verbs: Verbs) -> None:
     parser.add_argument(
         "--conditions",
         type=file_path,
-        metavar="PATH",
-        help="file or folder of inputs with their true images, instead of the held-out ones",
+        metavar="PATH|held-out",
+        help="file or folder of inputs with their true images (default: the run's held-out images)",
     )
     parser.add_argument(
         "--metrics",
@@ -200,7 +201,7 @@ def _of_ensembles(
 ) -> Evaluated:
     """Evaluate weights with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
-    from ddpm_ds.evaluate.inputs import Inputs
+    from ddpm_ds.evaluate.inputs import HELD_OUT, Inputs
 
     for option in ("metrics", "inception_weights"):
         if (value := getattr(options, option)) is not None:
@@ -213,7 +214,7 @@ def _of_ensembles(
     members = options.members or (MEMBERS if diffuses else 1)
     if members > 1 and not diffuses:
         raise SpecError(f"--members {members}: {trained.origin} is a regression, which has one answer; leave it out")
-    if options.conditions is None:
+    if options.conditions in (None, Path(HELD_OUT)):
         inputs = Inputs.held_out(trained, options.dataset)
     else:
         inputs = Inputs.at(options.conditions, trained)
