@@ -1,26 +1,56 @@
-"""Scores of conditional runs: ensembles against held-out truths, as a table, JSON, pictures and metrics for MLflow."""
+"""Scores of conditional runs: ensembles against true images, as a table, JSON, pictures and metrics for MLflow."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ddpm_ds.evaluate.fields import SSIM_WINDOW, Spectra, psnr, ssim
+from ddpm_ds.command_line import aligned
+from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.errors import EvaluationError
+from ddpm_ds.evaluate.fields import SSIM_WINDOW, FieldScorer, FieldScores, Spectra, psnr, ssim
+from ddpm_ds.evaluate.inputs import Inputs
+from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, writing
+from ddpm_ds.evaluate.sampling import draw_missing
+from ddpm_ds.evaluate.scores import guidance_said, rounded
+from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.files import write_file
+from ddpm_ds.train.validation import channel_names
+from ddpm_ds.version import __version__
 
 BYTES = 255.0
 """Difference of the largest and the smallest value of a picture."""
-COLOURS = ("red", "green", "blue")
+COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
+"""Names of a picture's channels."""
 MOST_PLOTS = 9
 """Maximum number of channels whose spectra are drawn."""
 LINES = {"truth": "#2b2b2b", "members": "#e07b39", "mean": "#3b7dd8"}
 """Spectra in a plot, with the colours of their lines."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores of the ensembles of a request."""
+
+    request: Request
+    scores: FieldScores
+    pictures: Mapping[str, float]
+    """PSNR and SSIM by name; empty for fields."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Scores by their names in MLflow."""
+        return {**self.scores.metrics(), **{f"eval/{name}": value for name, value in self.pictures.items()}}
 
 
 @dataclass
@@ -41,6 +71,109 @@ class PictureScores:
         """Return the means by name; without the PSNR if a member equals its truth, and the SSIM of tiny pictures."""
         means = {name: float(np.mean(values)) for name, values in vars(self).items() if values}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+def evaluate_ensembles(
+    trained: Trained,
+    sampler: SamplerSpec,
+    guide: Trained | None,
+    inputs: Inputs,
+    members: int,
+    out: Path | None,
+    *,
+    count: int,
+    seed: int,
+    batch_images: int,
+) -> Evaluated:
+    """Draw, score and record ``members`` for each of the first ``count`` inputs, in a folder of their own.
+
+    It is in ``out``, by default among the run's evaluations.
+
+    Raises:
+        EvaluationError: the true images of the inputs are not known.
+    """
+    if inputs.truth([0]) is None:
+        raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
+    labels = None if inputs.labels is None else np.repeat(inputs.labels[:count], members).tolist()
+    numbers = {"seed": seed, "count": count * members, "batch_images": batch_images, "members": members}
+    request = Request.of(trained, sampler, labels, guide, inputs=inputs.key, **numbers)
+    origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
+    folder = out or (trained.run_dir or Path()) / "evaluations"
+    folder /= f"{origin}-{request.weights}-{kind}-{steps}-{count}x{members}-{request.key}"
+    print(
+        f"weights    {request.weights} of {trained.origin}, {request.precision}\n"
+        f"sampler    {kind} in {steps} steps, seed {seed}\n"
+        f"inputs     {count:,}, with {members} member{'s' if members > 1 else ''} each\n"
+        f"outputs    {folder}",
+        flush=True,
+    )
+    drawn = DrawnImages(folder / "drawn", request)
+    try:
+        draw_missing(trained, request, drawn, guide=guide, inputs=inputs)
+        found = scored(trained, inputs, request, drawn.images())
+    except KeyboardInterrupt:
+        print("interrupted: what is drawn is kept, and the same command continues from there")
+        raise
+    facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
+    facts["version"] = {"ddpm_ds": __version__, "torch": torch.__version__}
+    with writing(folder):
+        files = write_report(folder, facts, found)
+    record_child(trained, "evaluate", facts, metrics=found.metrics, artifacts=dict.fromkeys(files, ""))
+    return found
+
+
+def scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarray) -> Evaluated:
+    """Return the scores of images (N K, C, H, W), which are K members of each of N inputs."""
+    data = trained.data
+    names = channel_names(data) if data.are_fields else COLOURS.get(data.channels) or channel_names(data)
+    scorer, pictures = FieldScorer(names), PictureScores()
+    for number in range(request.count // request.members):
+        first = number * request.members
+        members = torch.from_numpy(np.array(images[first : first + request.members])).float()
+        truth, mask = inputs.truth([number]), inputs.mask([number])
+        assert truth is not None, "the true images are known"
+        scorer.add(members, truth[0], None if mask is None else mask[0])
+        if not data.are_fields:
+            pictures.add(members, truth[0])
+    return Evaluated(request, scorer.scores(), pictures.means())
+
+
+def write_report(folder: Path, facts: Mapping[str, Any], found: Evaluated) -> list[Path]:
+    """Write ``scores.json``, the scores with ``facts`` about them, and the plot ``spectra.png``, unless pixels are
+    masked; return the files.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    path, plot, scores = folder / "scores.json", folder / "spectra.png", found.scores
+    content = {**facts, "scores": {**asdict(scores), **found.pictures}}
+    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    if scores.spectra is None:
+        return [path]
+    spectra_plot(scores.spectra, list(scores.channels), plot)
+    return [path, plot]
+
+
+def ensemble_table(results: Sequence[Evaluated]) -> str:
+    """Return a table with a line for each channel of some evaluations, and all that it depends on."""
+    rows: list[tuple[str, ...]] = []
+    for found in results:
+        request, scores = found.request, found.scores
+        header, *lines = scores.rows()
+        shown = {name.upper(): rounded(found.pictures.get(name)) for name in ("psnr", "ssim") if found.pictures}
+        how = {
+            **shown,
+            "inputs": f"{scores.inputs:,}",
+            "members": str(scores.members),
+            "sampler": request.sampler.kind,
+            "steps": str(request.sampler.steps),
+            "weights": request.weights,
+            "guidance": guidance_said(request),
+        }
+        rows = rows or [(*header, *how)]
+        rows += [(*line, *how.values()) for line in lines]
+    left = {number for number, name in enumerate(rows[0]) if name in ("channel", "sampler", "weights")}
+    return "\n".join(aligned(rows, left))
 
 
 def spectra_plot(spectra: Spectra, channels: Sequence[str], path: Path) -> None:

@@ -42,14 +42,14 @@ class Halving:
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         self.seen += positions.tolist()
         coarse = fields.fields["condition"].read(positions)[:, :1]
-        return coarse.repeat(2, axis=2).repeat(2, axis=3) / 2.0 + np.float32(self.more)
+        return coarse.repeat(2, axis=2).repeat(2, axis=3).astype(np.float32) / 2.0 + np.float32(self.more)
 
 
 @pytest.fixture
 def spec_of(tmp_path: Path) -> SpecOf:
     """Specs of residuals of eleven fields of 4x6 pixels, with a condition of 2x3, a constant and a vector."""
     generator = np.random.default_rng(0)
-    arrays = {
+    arrays: dict[str, Any] = {
         "images": 280.0 + generator.standard_normal((COUNT, 1, 4, 6)),
         "condition": generator.standard_normal((COUNT, 2, 2, 3)),
         "height": generator.random((4, 6)),
