@@ -289,8 +289,11 @@ def _load_checkpoint(
 ) -> Trained:
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
+    facts = None
     try:
         spec = RunSpec.model_validate(reader.manifest.spec)
+        if reader.manifest.fields is not None:
+            facts = FieldFacts.model_validate(reader.manifest.fields, strict=False)
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
@@ -326,7 +329,7 @@ def _load_checkpoint(
         run_dir=run_dir if in_run else None,
         spec=spec,
         autoencoder=autoencoder,
-        facts=reader.manifest.fields,
+        facts=facts,
         constants=_constants(data, path, run_dir),
     )
 
