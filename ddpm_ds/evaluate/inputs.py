@@ -73,6 +73,8 @@ class Inputs:
             SpecError: the run has no condition, or has held out no image.
         """
         data = _conditioned(trained)
+        if trained.spec is None:
+            raise SpecError(f"--conditions {HELD_OUT}: {trained.origin} is an export; name a file or folder")
         if not data.held_out_images:
             raise SpecError(
                 f"--conditions {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
