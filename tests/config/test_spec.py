@@ -134,6 +134,7 @@ def test_two_equal_sides_are_a_square() -> None:
 
 
 FIELDS: dict[str, Any] = {"data__values": "float32", "data__channels": 2, "sampler__clip": "none"}
+SOURCE: dict[str, Any] = {"data__source": "arrays", "data__path": "fields.npz"}
 STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
 
 
@@ -160,7 +161,11 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
         ({"kind": "grey"}, {}, ["data.condition.kind = grey needs 3 channels"]),
         ({"kind": "reduced", "factor": 3}, {}, ["data.condition.factor = 3 does not divide data.image_size = 8"]),
         (STORED, {"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "a stored data.condition would stay"]),
-        (STORED, {"data__autoencoder": "vae"}, ["data.condition is of pixels or fields", "data.autoencoder"]),
+        (
+            {"kind": "grey"},
+            {"data__autoencoder": "vae", "data__channels": 3, "sampler__clip": "none"},
+            ["data.condition is of pixels or fields"],
+        ),
         (STORED, {"sampler__guidance": 2.0}, ["sampler.guidance = 2", "data.condition.drop"]),
         (STORED, {**FIELDS, "sampler__clip": "static"}, ["sampler.clip = static", "use none"]),
         (STORED, {"diffusion__channel_weights": [1.0, 2.0]}, ["diffusion.channel_weights", "data.channels = 1"]),
@@ -192,7 +197,7 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
 def test_a_condition_that_does_not_fit_is_named_with_its_fix(
     condition: dict[str, Any] | None, changes: dict[str, Any], words: list[str]
 ) -> None:
-    test_what_does_not_fit_together_is_named_with_its_fix({"data__condition": condition, **changes}, words)
+    test_what_does_not_fit_together_is_named_with_its_fix({**SOURCE, "data__condition": condition, **changes}, words)
 
 
 def test_conditions_that_fit() -> None:
@@ -203,13 +208,15 @@ def test_conditions_that_fit() -> None:
         {"kind": "reduced", "factor": 2, "noise": 0.3, "resize": "bicubic"},
     ):
         drops = 2.0 if "drop" in condition else 1.0
-        found = spec(data__condition=condition, sampler__guidance=drops).data.condition
+        found = spec(**SOURCE, data__condition=condition, sampler__guidance=drops).data.condition
         assert (
             found is not None
-            and found.input_channels(1) == spec(data__condition=condition).data.interface.condition_channels
+            and found.input_channels(1) == spec(**SOURCE, data__condition=condition).data.interface.condition_channels
         )
     assert (
-        spec(data__condition=STORED, diffusion__objective="regression", sampler__kind="heun").data.interface.channels
+        spec(
+            **SOURCE, data__condition=STORED, diffusion__objective="regression", sampler__kind="heun"
+        ).data.interface.channels
         == 1
     )
 

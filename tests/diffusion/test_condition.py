@@ -29,6 +29,7 @@ ABOUT = {
 def spec_of(condition: dict[str, Any] | None, fields: bool = True, **sections: dict[str, Any]) -> RunSpec:
     """Fields of two channels, or pictures, of 8x16 pixels, each with a condition."""
     data = {"image_size": [8, 16], "horizontal_flips": False, "condition": condition, "channels": 2 if fields else 3}
+    data |= {"source": "arrays", "path": "fields.npz"}
     data |= {"values": "float32", "normalise": "statistics"} if fields else {}
     unet = {"attention_resolutions": [], "attention_levels": [1], "classes": None, **sections.pop("unet", {})}
     sections = {"sampler": {"clip": "none"}, "train": {"label_drop": 0.0}, **sections}
@@ -200,7 +201,7 @@ def test_components_change_their_sign_in_a_mirrored_image() -> None:
 
 def test_a_dropped_condition_is_zeros_and_a_flag_after_the_other_numbers() -> None:
     condition = {**STORED, "grid_channels": 4, "vector": ["hours"], "vector_size": 2, "drop": 0.4}
-    spec, augmented = (spec_of(condition, unet={"colour_augmentation": share}) for share in (0.0, 0.5))
+    spec, augmented = (spec_of(condition, False, unet={"colour_augmentation": share}) for share in (0.0, 0.5))
     batch = batch_of(spec)
     _, found, (vector,) = given_to(spec, batch)
     flag = vector[:, 2]
@@ -225,6 +226,9 @@ def test_a_made_condition_depends_on_the_images_index_and_the_seed_alone(kind: s
     _, part, told_part = given_to(spec, batch_of(spec, count=COUNT - 40, first=40))
     assert torch.equal(whole[40:], part)
     assert all(torch.equal(one[40:], other) for one, other in zip(told, told_part, strict=True))
+    if kind == "reduced":
+        level, flag = told
+        assert torch.equal(level == 0.0, flag[:, 0] == 1.0), "a dropped condition has no level"
     other = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 4})})
     assert not torch.equal(given_to(other, batch_of(spec))[1], whole)
 

@@ -265,7 +265,15 @@ def fields_spec(process: Process) -> RunSpec:
         condition = {"kind": "reduced", "factor": 2, "resize": "bicubic", "noise": 0.5, "normalise": "statistics"}
     condition |= {"constants": ["height"], "constant_channels": 1, "grid_channels": 4}
     data: dict[str, Any] = {
-        **{"image_size": [8, 16], "channels": 2, "values": "float32", "normalise": "statistics", "mask": "nan"},
+        **{
+            "source": "arrays",
+            "path": "fields.npz",
+            "image_size": [8, 16],
+            "channels": 2,
+            "values": "float32",
+            "normalise": "statistics",
+            "mask": "nan",
+        },
         "flips_negate": [1],
         "condition": {**condition, "vector": ["hours"], "vector_size": 2},
     }

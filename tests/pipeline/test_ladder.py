@@ -88,7 +88,7 @@ MORE_BY_TWO = [
     Case(2, 1, 0, "bf16", 0, fused=True),
 ]
 MORE_BY_FOUR = [
-    Case(4, 1, 1, "fp16", 2, schedule="folded", process="stored"),
+    Case(4, 1, 1, "fp16", 2, micro_batches=8, schedule="folded", process="stored"),
     Case(2, 2, 0, "fp16", 1, across="replicas"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
     Case(4, 1, 2, "fp32", 1, reentrant=True, micro_batches=1),
