@@ -191,7 +191,7 @@ def open_fields(spec: DataSpec) -> FieldSource:
         parts[VECTOR] = Part(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
     count = check_counts([(part.arrays, part.variables) for part in parts.values()])
     if mask is not None:
-        parts[MASK] = _part(main, [_for_each(mask, count)], "uint8")
+        parts[MASK] = _part(main, [_for_each(main, mask, count)], "uint8")
         check_counts([(main, images), (main, parts[MASK].variables)])
     fields = {name: part.stored for name, part in parts.items()}
     if spec.mask == "nan":
@@ -204,16 +204,16 @@ def open_fields(spec: DataSpec) -> FieldSource:
 
 def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> Part:
     """Return the part of arrays (N, H, W) or (N, C, H, W)."""
-    names = channel_names(variables, arrays.found)
+    names = channel_names(variables, arrays)
     stored = StoredField(shape=(len(names), *variables[0].shape[-2:]), values=values, channels=names)
     return Part(arrays, variables, stored)
 
 
-def _for_each(mask: Variable, count: int) -> Variable:
+def _for_each(arrays: Arrays, mask: Variable, count: int) -> Variable:
     """Return a mask (H, W) as one of each of ``count`` images; others as they are."""
     if len(mask.shape) != 2:
         return mask
-    values, whole = np.asarray(mask.read(slice(None))), (count, *mask.shape)
+    values, whole = arrays.whole(mask), (count, *mask.shape)
     return replace(mask, shape=whole, read=lambda part: np.broadcast_to(values, whole)[part], chunks=None)
 
 
@@ -241,7 +241,7 @@ def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
     axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
     for along, axis in axes:
         if variable.dimensions and (name := variable.dimensions[axis]):
-            values = positions(variable, axis, arrays.found)
+            values = positions(variable, axis, arrays)
             units = arrays.found[name].units if values else ""
             found.append(Coordinate(along=along, name=name, values=values, units=units))
     return tuple(found)
@@ -252,7 +252,7 @@ def _labels(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
     found = next((arrays.found[name] for name in ("labels", "arr_1") if name in arrays.found), None)
     if found is None or found.shape != (count,) or found.dtype.kind not in "iu":
         return labelled(np.full(count, UNLABELLED))
-    labels = np.asarray(found.read(slice(None))).astype(np.int64)
+    labels = arrays.whole(found).astype(np.int64)
     if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
         raise DataError(f"{found.name} of {arrays} has labels from {labels.min()} to {labels.max()}; number from 0")
     return labelled(labels)

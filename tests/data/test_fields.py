@@ -449,3 +449,30 @@ def test_a_full_disk_is_told_of_all_fields_together(
     usage = writing.shutil._ntuple_diskusage(10**9, 10**9, 4 * 3 * 60 * COUNT)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
     assert "and the images take" in line_of(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), **NAMED))
+
+
+def test_an_image_that_can_t_be_read_is_left_out_of_every_field_and_named(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = write("hdf5", tmp_path, ARRAYS), fields.FIELD_OPENERS["hdf5"]
+
+    def damaged(path: Path, spec: DataSpec) -> Any:
+        def read(part: slice) -> Any:
+            if part.start <= 5 < part.stop:
+                raise OSError(5, "wrong checksum")
+            return coarse.read(part)
+
+        found = opened(path, spec)
+        coarse = found["coarse"]
+        return found | {"coarse": fields.replace(coarse, read=read, chunks=(1, 3, 3, 5))}
+
+    monkeypatch.setitem(fields.FIELD_OPENERS, "hdf5", damaged)
+    monkeypatch.setattr("ddpm_ds.data.sources.variables.SMALL_BYTES", 1)
+    spec = spec_of(source="hdf5", path=path, **NAMED)
+    assert "data.max_bad_fraction = 0.01 is passed: 1 of 12 images" in line_of(spec)
+    store = prepared(spec.model_copy(update={"max_bad_fraction": 0.1}))
+    kept = np.delete(np.arange(COUNT), 5)
+    assert (store.path / "skipped.txt").read_text() == "image 5\twrong checksum\n"
+    assert (store.fields["vector"][:][:, 0] == kept).all() and (
+        store.fields["condition"][:] == ARRAYS["coarse"][kept]
+    ).all()

@@ -294,6 +294,21 @@ def test_the_two_parts_are_the_whole_and_have_nothing_in_common() -> None:
         split(50, 50)
 
 
+def test_images_are_held_out_by_time() -> None:
+    """Neighbouring hours leak: the last ones, or few ranges, have few neighbours among the training images."""
+    trained, held_out = split(20, 4, "last")
+    assert list(held_out) == [16, 17, 18, 19] and list(trained) == list(range(16))
+    for count, asked, ranges in ((1000, 105, 10), (100, 3, 3), (12, 11, 10), (997, 200, 10)):
+        trained, held_out = split(count, asked, "ranges")
+        assert sorted([*trained, *held_out]) == list(range(count)) and len(held_out) == asked
+        runs = np.split(held_out, np.flatnonzero(np.diff(held_out) > 1) + 1)
+        assert len(runs) <= ranges and (count < 100 or len(runs) == ranges)
+        if count >= 100:
+            gaps = [later[0] - earlier[-1] for earlier, later in pairwise(runs)]
+            assert max(map(len, runs)) - min(map(len, runs)) <= 1 and max(gaps) - min(gaps) <= 2, "evenly spaced"
+    assert len(split(10, 0, "ranges")[1]) == 0
+
+
 def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(digits: DatasetCache) -> None:
     numbered = replace(digits, labels=np.arange(len(digits)))
     among, held_out = split(20, 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -114,6 +114,13 @@ class Arrays:
     def __str__(self) -> str:
         return f"{self.key} = {self.path}"
 
+    def whole(self, variable: Variable) -> Array:
+        """Return all of an array; raises DataError."""
+        try:
+            return np.asarray(variable.read(slice(None)))
+        except BROKEN as error:
+            raise DataError(f"{variable.name} of {self} can't be read ({one_line(error)}); write it again") from error
+
     def named(self, key: str, names: Sequence[str]) -> list[Variable]:
         """Return the arrays with these ``names``, which ``key`` of the spec lists; raises DataError."""
         if missing := next((name for name in names if name not in self.found), None):
@@ -216,7 +223,7 @@ def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array 
                 f"data.condition.constants: {variable.name} of {arrays} is {written(variable.size)}, and the "
                 f"images are {written(spec.stored_size)}; bring it to their size"
             )
-        values = np.asarray(variable.read(slice(None))).astype(np.float32).reshape(-1, *spec.stored_size)
+        values = arrays.whole(variable).astype(np.float32).reshape(-1, *spec.stored_size)
         if not np.isfinite(values).all():
             channel = int(np.isfinite(values).all(axis=(1, 2)).argmin())
             raise DataError(
@@ -313,7 +320,7 @@ def _size(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-def channel_names(found: Sequence[Variable], coordinates: Mapping[str, Variable]) -> tuple[str, ...]:
+def channel_names(found: Sequence[Variable], arrays: Arrays) -> tuple[str, ...]:
     """Return the names of the channels of arrays (N, H, W) or (N, C, H, W): t2m, or u.850 with the coordinate of its
     dimension, or its number.
     """
@@ -322,18 +329,18 @@ def channel_names(found: Sequence[Variable], coordinates: Mapping[str, Variable]
         if len(variable.shape) == 3:
             names.append(variable.name)
             continue
-        labels = positions(variable, 1, coordinates) or range(variable.channels)
+        labels = positions(variable, 1, arrays) or range(variable.channels)
         names += [f"{variable.name}.{f'{label:g}' if isinstance(label, float) else label}" for label in labels]
     return tuple(names)
 
 
-def positions(variable: Variable, axis: int, coordinates: Mapping[str, Variable]) -> tuple[Any, ...]:
+def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
     """Return the coordinate of a dimension, as floats or texts; () if there is none, or it is large."""
     dimension = variable.dimensions[axis] if variable.dimensions else ""
-    along = coordinates.get(dimension)
+    along = arrays.found.get(dimension)
     if along is None or along.shape != (variable.shape[axis],) or along.shape[0] > MOST_COORDINATES:
         return ()
-    values = np.asarray(along.read(slice(None)))
+    values = arrays.whole(along)
     if values.dtype.kind in "fiub":
         return tuple(values.astype(float).tolist()) if np.isfinite(values.astype(float)).all() else ()
     return tuple(value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values)
