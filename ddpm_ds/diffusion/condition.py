@@ -152,7 +152,7 @@ class Conditions:
     ) -> None:
         self.spec = data.condition or ConditionSpec()
         self._size, self._shape, self._augmentation = data.stored_size, data.shape, augmentation
-        self._numbers = data.interface.numbers
+        self._numbers, self._of_pictures = data.interface.numbers, not data.are_fields
         self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
         self._negated = negated(data, device)[1]
         self._luma = torch.tensor(LUMA, device=device)[:, None, None]
@@ -226,6 +226,16 @@ class Conditions:
         stored = fields.get("hole", fields.get("condition"))
         channels, *told = self.channels(x0, Given(stored, fields.get("vector"), None, draws, moves, trained=False))
         return Condition(channels, tuple(told))
+
+    def shown(self, condition: Condition, scale: Scale) -> Tensor | None:
+        """Return what a picture shows of conditions, (N, c, H, W) float32 in the units in which they are stored; None
+        if they have no channels of their own. ``scale`` is that of the images.
+        """
+        if self.spec.kind is None:
+            return None
+        count = {"stored": self.spec.channels, "grey": 1}.get(self.spec.kind, self._shape[0])
+        unscaled = self.spec.kind == "stored" and (not self._of_pictures or self.spec.normalise is not None)
+        return (self._scale if unscaled else scale).to_physical(condition.channels[:, :count])
 
     def dropped(self, condition: Condition) -> Condition | None:
         """Return zeros and the flag in the place of conditions; None if none was dropped in training."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.inputs import HOLE, open_inputs
+from ddpm_ds.data.fields import CONDITION
+from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.condition import Condition, Moves
@@ -91,8 +92,20 @@ class Inputs:
         key = hashlib.sha256(found.key.encode()).hexdigest()
         return cls(trained, found.fields, np.arange(found.count), key, found.truths)
 
+    @classmethod
+    def of_states(cls, trained: Trained, states: Tensor) -> Inputs:
+        """Return inputs that are drawn images themselves, (n, C, H, W) in physical units."""
+        return cls(
+            trained, {CONDITION: Reading(lambda positions: states.numpy()[positions])}, np.arange(len(states)), ""
+        )
+
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the true image of the first input is known."""
+        return self.truths(self.positions[:1]) is not None
 
     def condition(self, numbers: Sequence[int], device: torch.device) -> Condition:
         """Return what the U-Net takes of the inputs with these ``numbers``, those of an ensemble once for each member.
@@ -106,6 +119,14 @@ class Inputs:
         found = conditions.at_rest(fields, torch.from_numpy(different).to(device), trained.scale)
         every = torch.from_numpy(places).to(device)
         return found.each(lambda tensor: tensor[every])
+
+    def shown(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return what a picture shows of inputs, (n, c, H, W) float32 in the units in which it is stored, on the CPU;
+        None if they have no channels.
+        """
+        device = next(self.trained.unet.parameters()).device
+        found = self.trained.conditions.shown(self.condition(numbers, device), self.trained.scale)
+        return None if found is None else found.cpu()
 
     def truth(self, numbers: Sequence[int]) -> Tensor | None:
         """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255; None if they are
@@ -149,6 +170,25 @@ class Inputs:
 
     def _read(self, name: str, numbers: Indices) -> Tensor:
         return torch.from_numpy(self.fields[name].read(self.positions[numbers]))
+
+
+def check_ahead(trained: Trained) -> None:
+    """Raise SpecError unless drawn images of ``trained`` can be what the next ones are drawn for."""
+    data = _conditioned(trained)
+    condition = data.condition or ConditionSpec()
+    fault = None
+    if condition.kind != "stored" or trained.facts is None or not trained.are_fields:
+        fault = "has no stored condition of fields"
+    elif condition.vector:
+        fault = f"needs a vector for each step (data.condition.vector = {', '.join(condition.vector)})"
+    elif [name.rpartition("/")[2] for name in condition.variables] != [
+        name.rpartition("/")[2] for name in data.variables
+    ]:
+        fault = "has other variables in data.condition.variables than in data.variables"
+    elif trained.facts.fields[CONDITION].shape != trained.image_shape:
+        fault = "has a condition of another size or number of channels than its images"
+    if fault is not None:
+        raise SpecError(f"--steps-ahead feeds an image back as the next condition, and {trained.origin} {fault}")
 
 
 def _conditioned(trained: Trained) -> DataSpec:

@@ -34,6 +34,8 @@ JOIN_LIMIT = timedelta(minutes=10)
 """Maximum time until all processes have loaded the weights."""
 WAIT_LIMIT = timedelta(days=1)
 """Maximum time to wait for the slowest process; a process that dies is noticed at once, by its connection."""
+AHEAD = 2**49
+"""Difference of the image numbers of one state and the next, above all numbers of images."""
 LOG_SECONDS = 30.0
 """Seconds between two lines of the progress bar if there is no terminal."""
 
@@ -48,6 +50,7 @@ def draw(
     guide: Trained | None = None,
     inputs: Inputs | None = None,
     members: int = 1,
+    numbers: Sequence[int] | None = None,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw the images with the numbers ``index`` (N,) int64 as one batch; return (N, C, H, W) on the CPU, uint8, or
@@ -55,14 +58,14 @@ def draw(
 
     ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
     Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net needs that was trained with
-    a condition of each image. ``after_step`` is called with the numbers of U-Net evaluations per image: those done,
-    and all.
+    a condition of each image; ``numbers`` (N,) names other inputs. ``after_step`` is called with the numbers of U-Net
+    evaluations per image: those done, and all.
     """
     device = next(trained.unet.parameters()).device
     condition, dropped, base = None, None, None
     with torch.inference_mode():
         if inputs is not None:
-            numbers = (index // members).tolist()
+            numbers = (index // members).tolist() if numbers is None else numbers
             condition, base = inputs.condition(numbers, device), inputs.base(numbers)
         elif trained.takes_condition:
             condition = trained.conditions.at_rest({}, index.to(device), trained.scale)
@@ -85,6 +88,22 @@ def draw(
                 after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
         images = trained.finished(drawing.images()).cpu()
         return images if base is None else images + base
+
+
+def draw_ahead(
+    trained: Trained, sampler: SamplerSpec, index: Tensor, *, inputs: Inputs, members: int, steps: int, **how: Any
+) -> Tensor:
+    """Draw ``steps`` states after each input, (N, steps, C, H, W) float32 on the CPU; the next is drawn for each.
+
+    The first one is what :func:`draw` draws; the noise of the later ones is that of images beyond all others.
+    """
+    states: list[Tensor] = []
+    numbers: Sequence[int] = (index // members).tolist()
+    for step in range(steps):
+        drawn = draw(trained, sampler, index + step * AHEAD, inputs=inputs, numbers=numbers, **how)
+        states.append(drawn)
+        inputs, numbers = Inputs.of_states(trained, drawn), range(len(drawn))
+    return torch.stack(states, dim=1)
 
 
 def draw_ensembles(
@@ -144,8 +163,7 @@ def sample(
     """
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
-        latents = trained.autoencoder is not None
-        check_sampler(sampler, trained.diffusion, classes=classes, guide=guide is not None, latents=latents)
+        check_sampler(sampler, trained.diffusion, guide=guide is not None, **trained.sampler_checks)
     except ValueError as error:
         raise SpecError(str(error)) from None
     check_guidance(sampler, trained.diffusion)
@@ -172,21 +190,12 @@ def _draw_batch(
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
-    return _drawn_at_once(
-        request.batch_images,
-        partial(
-            draw,
-            trained,
-            request.sampler,
-            torch.tensor(index),
-            labels=request.labels_of(index),
-            seed=request.seed,
-            guide=guide,
-            inputs=inputs,
-            members=request.members,
-            after_step=after_step,
-        ),
-    )
+    how: dict[str, Any] = {"labels": request.labels_of(index), "seed": request.seed, "guide": guide}
+    how |= {"inputs": inputs, "members": request.members, "after_step": after_step}
+    if request.steps_ahead > 1:
+        how["steps"] = request.steps_ahead
+    drawing = draw if request.steps_ahead == 1 else draw_ahead
+    return _drawn_at_once(request.batch_images, partial(drawing, trained, request.sampler, torch.tensor(index), **how))
 
 
 def _drawn_at_once(batch_images: int, drawn: Callable[[], Tensor]) -> Tensor:
@@ -219,6 +228,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
         {
             "weights (device, dtype)": (next(one.unet.parameters()).device, next(one.unet.parameters()).dtype),
             "images (C, H, W)": one.image_shape,
+            "data.condition": one.spec and one.spec.data.condition,
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
             **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +113,28 @@ class Trained:
         return condition is not None and (condition.kind is not None or condition.vector_size > 0)
 
     @property
+    def sampler_checks(self) -> dict[str, Any]:
+        """What :func:`ddpm_ds.config.spec.check_sampler` has to know of the U-Net."""
+        data = None if self.spec is None else self.spec.data
+        return {
+            "classes": self.unet_spec.classes,
+            "latents": self.autoencoder is not None,
+            "drops": data is not None and data.condition is not None and data.condition.drop > 0.0,
+            "unbounded": data is not None and data.is_unbounded,
+        }
+
+    @property
+    def are_fields(self) -> bool:
+        """Whether the images are fields of floats."""
+        return self.spec is not None and self.spec.data.are_fields
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the channels of fields: those of their source, or numbers."""
+        names = () if self.facts is None else self.facts.fields["images"].channels
+        return names or tuple(map(str, range(self.interface.channels)))
+
+    @property
     def takes_condition(self) -> bool:
         """Whether the U-Net takes anything beside x_t, t and labels; what is constant needs no inputs."""
         return bool(self.interface.condition_channels or self.interface.numbers)
@@ -157,7 +179,7 @@ class Trained:
 
     def finished(self, images: Tensor) -> Tensor:
         """Return drawn images (N, C, H, W) as they are kept: fields in physical units, float32, others as uint8."""
-        if self.spec is not None and self.spec.data.are_fields:
+        if self.are_fields:
             return self.scale.to_physical(images)
         return self.to_pixels(images)
 
