@@ -56,17 +56,17 @@ class Evaluated:
 
 @dataclass
 class PictureScores:
-    """PSNR and SSIM of members as pictures, which are rounded to bytes: means over all of them."""
+    """PSNR and SSIM of members as pictures: means over all of them."""
 
     psnr: list[float] = field(default_factory=list)
     ssim: list[float] = field(default_factory=list)
 
     def add(self, members: Tensor, truth: Tensor) -> None:
         """Add the members (K, C, H, W) of an input and its truth (C, H, W), from 0 to 255."""
-        drawn, true = members.round().clamp(0.0, BYTES), truth.float().expand(members.shape)
-        self.psnr.append(psnr(drawn, true, data_range=BYTES))
+        true = truth.expand(members.shape)
+        self.psnr.append(psnr(members, true, data_range=BYTES))
         if min(truth.shape[1:]) >= SSIM_WINDOW:
-            self.ssim.append(ssim(drawn, true, data_range=BYTES))
+            self.ssim.append(ssim(members, true, data_range=BYTES))
 
     def means(self) -> dict[str, float]:
         """Return the means by name; without the PSNR if a member equals its truth, and the SSIM of tiny pictures."""
