@@ -63,7 +63,7 @@ class Drawn:
         if self.truths is not None:
             columns["truth"] = self._bytes(self.truths[:rows].cpu(), channel, between)
         cells = torch.stack([*columns.values()], dim=1).flatten(0, 1)  # (rows x columns, 3, H, W)
-        return grid(cells, title, [*columns] * rows, columns=len(columns), footer=",  ".join(said))
+        return grid(cells, title, [*columns] * rows, columns=len(columns), footer="\n".join(said))
 
     @property
     def are_fields(self) -> bool:

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from torch import Tensor
-
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
+from ddpm_ds.data.drawn import Drawn
+from ddpm_ds.data.pictures import grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
@@ -86,9 +85,9 @@ class Recorder:
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
-    def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
+    def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
-        if self.tracker is None or self.folder is None or self._spec is None or images is None:
+        if self.tracker is None or self.folder is None or self._spec is None or drawn is None:
             return
         spec, run = self._spec, self.folder.path.resolve().name
         path = self.folder.samples(images_seen)
@@ -98,7 +97,8 @@ class Recorder:
             path.parent.mkdir(exist_ok=True)
             title = grid_title(run, images_seen, spec.sampler, spec.diffusion, "ema")
             names = class_names(spec)
-            write_png(grid(images, title, [names[i % len(names)] for i in range(len(images)) if names]), path)
+            classes = [names[i % len(names)] for i in range(len(drawn.images)) if names]
+            write_png(drawn.picture(title, classes), path)
         except OSError as error:
             self.log(f"{path} can't be written ({error.strerror}); training continues")
             return

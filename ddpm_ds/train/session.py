@@ -43,6 +43,7 @@ from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
+from ddpm_ds.train.previews import Previews
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
@@ -197,7 +198,8 @@ def _train(
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
-    validation = Validation(spec, engine, ema, losses, watchdog, recorder)
+    previews = Previews(spec, engine, watchdog, store, held_out if len(held_out) else among)
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
 
     def batches() -> Iterator[Any] | None:
         """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
