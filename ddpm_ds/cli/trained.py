@@ -10,10 +10,9 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
+from ddpm_ds.cli.sample import USUAL_MEMBERS, add_drawing_options, add_weights_options, different, load
 from ddpm_ds.command_line import MOST_COUNT, Verbs, add_overrides, ema_length, file_path, positive, whole
 from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.errors import SpecError
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.scores import Score
     from ddpm_ds.evaluate.trained import Trained
 
-MANY, MEMBERS = 10_000, 8
-"""Images that are drawn to be scored and, with conditions, members for each input."""
+MANY = 10_000
+"""Images that are drawn to be scored, without conditions."""
 MOST_SAMPLES = 64
 DRAWN_AT_ONCE = 16
 
@@ -105,7 +104,10 @@ def add_evaluate(verbs: Verbs) -> None:
     count = f"images to draw (default {MANY}), or inputs to draw members for (default all)"
     parser.add_argument("--count", type=positive, metavar="N", help=count)
     parser.add_argument(
-        "--members", type=positive, metavar="K", help=f"images to draw for each input (default {MEMBERS})"
+        "--members",
+        type=positive,
+        metavar="K",
+        help=f"images to draw for each input (default {USUAL_MEMBERS}; a regression draws one)",
     )
     parser.add_argument(
         "--conditions",
@@ -211,10 +213,10 @@ def _of_ensembles(
                 "whose scores are all computed; leave it out"
             )
     diffuses = OBJECTIVES[trained.diffusion.objective].diffuses
-    members = options.members or (MEMBERS if diffuses else 1)
+    members = options.members or (USUAL_MEMBERS if diffuses else 1)
     if members > 1 and not diffuses:
         raise SpecError(f"--members {members}: {trained.origin} is a regression, which has one answer; leave it out")
-    if options.conditions in (None, Path(HELD_OUT)):
+    if options.conditions is None or (str(options.conditions) == HELD_OUT and not options.conditions.exists()):
         inputs = Inputs.held_out(trained, options.dataset)
     else:
         inputs = Inputs.at(options.conditions, trained)

@@ -13,19 +13,20 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.data.pictures import write_png
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.fields import SSIM_WINDOW, FieldScorer, FieldScores, Spectra, psnr, ssim
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, writing
+from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
 from ddpm_ds.evaluate.sampling import draw_missing
 from ddpm_ds.evaluate.scores import guidance_said, rounded
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import write_file
-from ddpm_ds.train.validation import channel_names
 from ddpm_ds.version import __version__
 
 BYTES = 255.0
@@ -55,17 +56,17 @@ class Evaluated:
 
 @dataclass
 class PictureScores:
-    """PSNR and SSIM of members as pictures, which are rounded to bytes: means over all of them."""
+    """PSNR and SSIM of members as pictures: means over all of them."""
 
     psnr: list[float] = field(default_factory=list)
     ssim: list[float] = field(default_factory=list)
 
     def add(self, members: Tensor, truth: Tensor) -> None:
         """Add the members (K, C, H, W) of an input and its truth (C, H, W), from 0 to 255."""
-        drawn, true = members.round().clamp(0.0, BYTES), truth.float().expand(members.shape)
-        self.psnr.append(psnr(drawn, true, data_range=BYTES))
+        true = truth.expand(members.shape)
+        self.psnr.append(psnr(members, true, data_range=BYTES))
         if min(truth.shape[1:]) >= SSIM_WINDOW:
-            self.ssim.append(ssim(drawn, true, data_range=BYTES))
+            self.ssim.append(ssim(members, true, data_range=BYTES))
 
     def means(self) -> dict[str, float]:
         """Return the means by name; without the PSNR if a member equals its truth, and the SSIM of tiny pictures."""
@@ -110,22 +111,23 @@ def evaluate_ensembles(
     drawn = DrawnImages(folder / "drawn", request)
     try:
         draw_missing(trained, request, drawn, guide=guide, inputs=inputs)
-        found = scored(trained, inputs, request, drawn.images())
+        images = drawn.images()
+        found = scored(trained, inputs, request, images)
     except KeyboardInterrupt:
         print("interrupted: what is drawn is kept, and the same command continues from there")
         raise
     facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
     facts["version"] = {"ddpm_ds": __version__, "torch": torch.__version__}
     with writing(folder):
-        files = write_report(folder, facts, found)
+        samples = titled_grid(trained, sampler, images, None, inputs=inputs, request=request)
+        files = write_report(folder, facts, found, samples)
     record_child(trained, "evaluate", facts, metrics=found.metrics, artifacts=dict.fromkeys(files, ""))
     return found
 
 
 def scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarray) -> Evaluated:
     """Return the scores of images (N K, C, H, W), which are K members of each of N inputs."""
-    data = trained.data
-    names = channel_names(data) if data.are_fields else COLOURS.get(data.channels) or channel_names(data)
+    names = trained.channels if trained.are_fields else COLOURS[trained.interface.channels]
     scorer, pictures = FieldScorer(names), PictureScores()
     for number in range(request.count // request.members):
         first = number * request.members
@@ -133,25 +135,27 @@ def scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarra
         truth, mask = inputs.truth([number]), inputs.mask([number])
         assert truth is not None, "the true images are known"
         scorer.add(members, truth[0], None if mask is None else mask[0])
-        if not data.are_fields:
+        if not trained.are_fields:
             pictures.add(members, truth[0])
     return Evaluated(request, scorer.scores(), pictures.means())
 
 
-def write_report(folder: Path, facts: Mapping[str, Any], found: Evaluated) -> list[Path]:
-    """Write ``scores.json``, the scores with ``facts`` about them, and the plot ``spectra.png``, unless pixels are
-    masked; return the files.
+def write_report(folder: Path, facts: Mapping[str, Any], found: Evaluated, samples: Image.Image) -> list[Path]:
+    """Write ``scores.json``, the scores with ``facts`` about them, the picture ``samples.png`` and, unless pixels are
+    masked, the plot ``spectra.png``; return the files.
 
     Raises:
         OSError: the file system refuses.
     """
-    path, plot, scores = folder / "scores.json", folder / "spectra.png", found.scores
+    path, picture, plot = (folder / name for name in ("scores.json", "samples.png", "spectra.png"))
+    scores = found.scores
     content = {**facts, "scores": {**asdict(scores), **found.pictures}}
     write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_png(samples, picture)
     if scores.spectra is None:
-        return [path]
+        return [path, picture]
     spectra_plot(scores.spectra, list(scores.channels), plot)
-    return [path, plot]
+    return [path, picture, plot]
 
 
 def ensemble_table(results: Sequence[Evaluated]) -> str:

@@ -104,7 +104,7 @@ def test_the_members_of_every_held_out_field_are_scored_against_it(
     assert (scores["inputs"], scores["members"], content["seed"], content["count"]) == (HELD_OUT, MEMBERS, 0, 15)
     (child,) = trackers
     assert child.kind == "evaluate" and child.logged["eval/crps_channel/u"] == scores["channels"]["u"]["crps"]
-    assert child.artifacts == [("scores.json", ""), ("spectra.png", "")]
+    assert child.artifacts == [("scores.json", ""), ("samples.png", ""), ("spectra.png", "")]
     (plot,) = (tmp_path / "here").glob("*/spectra.png")
     assert Image.open(plot).width > 500
     table = [line.split() for line in table_of(out)]
@@ -148,12 +148,12 @@ def test_an_interrupted_evaluation_keeps_what_is_drawn(
     assert images == [*range(4, 10)] and len(trackers) == 1
 
 
-def test_some_samplers_are_evaluations_of_their_own_in_one_table(
+def test_some_guidances_are_evaluations_of_their_own_in_one_table(
     fields: Path, evaluate: Evaluate, tmp_path: Path
 ) -> None:
-    out = evaluate(fields, "--members", 2, "--count", 2, "--sampler", "ddim,dpm_solver", "--out", tmp_path)
+    out = evaluate(fields, "--members", 2, "--count", 2, "--guidance", "1,3", "--out", tmp_path)
     assert len(list(tmp_path.glob("*/scores.json"))) == 2
-    assert [line.split()[-4] for line in table_of(out)[1:]] == ["ddim"] * 3 + ["dpm_solver"] * 3
+    assert [line.split()[-1] for line in table_of(out)[1:]] == ["-", "-", "-", "3", "3", "3"]
 
 
 def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: Evaluate) -> None:
