@@ -123,6 +123,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "shuffle_images", "workers"}
     others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
     of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
+    of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
     of_training |= {"normalise", "held_out", "flips_negate"}
     of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan"}

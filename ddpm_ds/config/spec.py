@@ -236,6 +236,10 @@ class DataSpec(Section):
     autoencoder: FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
     on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
+    residual_of: FilePath | None = None
+    """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields: what is
+    learned is what is left, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes these
+    residuals; null learns the fields themselves."""
     horizontal_flips: bool = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
@@ -825,6 +829,31 @@ def _check_condition(spec: RunSpec) -> None:
         raise ValueError(f"data.condition.cut = {_said(condition.cut)} should not fall; give the smaller side first")
 
 
+def _check_residual(spec: RunSpec) -> None:
+    data = spec.data
+    if data.residual_of is None:
+        return
+    given = f"data.residual_of = {data.residual_of}"
+    if not data.are_fields:
+        raise ValueError(
+            f"{given} is for fields, and data.values = bytes has no negative numbers; use float32, or null"
+        )
+    if data.condition is None:
+        raise ValueError(f"{given} predicts from a condition, and data.condition is null; give one, or use null")
+    if data.condition.kind not in (None, "stored"):
+        raise ValueError(
+            f"{given} leaves residuals, from which data.condition.kind = {data.condition.kind} can't be made; use a "
+            "stored condition, or null"
+        )
+    if data.crop_from is not None:
+        raise ValueError(f"{given} predicts whole fields, and data.crop_from = {_said(data.crop_from)}; use null")
+    if not OBJECTIVES[spec.diffusion.objective].diffuses:
+        raise ValueError(
+            f"{given} leaves what a regression can't predict, and diffusion.objective = {spec.diffusion.objective}; "
+            "use eps, x0 or v"
+        )
+
+
 def _said(value: object) -> str:
     """Return a value as a spec may say it."""
     if isinstance(value, tuple):
@@ -1168,6 +1197,7 @@ _CHECKS = (
     _check_images,
     _check_changes_of_images,
     _check_condition,
+    _check_residual,
     _check_flips,
     _check_levels,
     _check_widths,

@@ -124,6 +124,17 @@ class Origin(BaseModel):
     """The same of ``data.condition.path``."""
 
 
+class FieldFacts(BaseModel):
+    """What a run keeps of its data-set cache, so that it samples without it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    fields: dict[str, StoredField]
+    statistics: dict[str, Statistics]
+    coordinates: tuple[Coordinate, ...]
+    """Those of height and width."""
+
+
 class CacheMeta(BaseModel):
     """Content of ``meta.json``."""
 
@@ -155,6 +166,14 @@ class CacheMeta(BaseModel):
     def read(cls, cache: Path) -> CacheMeta:
         """Read the description of the cache in a folder; raises OSError and, for one of another format, ValueError."""
         return cls.model_validate_json(read_bytes(cache / META, MOST_META_BYTES))
+
+    @property
+    def facts(self) -> FieldFacts | None:
+        """What a run on these images keeps of them; None for pictures and latents that are all that there is."""
+        if not self.fields:
+            return None
+        beside = tuple(each for each in self.coordinates if each.along != "image")
+        return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=beside)
 
     @property
     def counts(self) -> tuple[int, ...]:

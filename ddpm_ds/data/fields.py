@@ -108,7 +108,7 @@ class FieldSource:
         for i in numbers:
             try:
                 found = {
-                    name: _joined(self.parts[name].stored, each, i) if name != MASK else np.asarray(each[0][i])
+                    name: joined(self.parts[name].stored, each, i) if name != MASK else np.asarray(each[0][i])
                     for name, each in rows.items()
                 }
             except BROKEN as error:
@@ -217,7 +217,7 @@ def _for_each(arrays: Arrays, mask: Variable, count: int) -> Variable:
     return replace(mask, shape=whole, read=lambda part: np.broadcast_to(values, whole)[part], chunks=None)
 
 
-def _joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
+def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
     """Return a field of image ``i``, of the type that is stored."""
     if len(rows) == 1:
         return _converted(rows[0][i].reshape(stored.shape), stored)

@@ -43,6 +43,7 @@ from ddpm_ds.data.cache import (
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.fields import FieldSource, check_fields, open_fields
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
+from ddpm_ds.data.residuals import REGRESSION, Regression, fields_of, made_of, residuals
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, UnreadableImage, printable
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
@@ -73,7 +74,7 @@ that are scaled down while they are decoded, and did not read ``dataset.json`` i
 def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
     ("auto" means the cache that exists), the version of decoding (that of the first is empty) and, for latents, the
-    autoencoder.
+    autoencoder; for residuals, the folder of the regression.
 
     Raises:
         DataError: the autoencoder can't be used.
@@ -81,6 +82,10 @@ def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
+    if spec.residual_of is not None:
+        fields = cache_path(fields_of(spec), version)
+        of_run = sha256(os.fsencode(os.path.realpath(spec.residual_of))).hexdigest()[:8]
+        return fields.with_name(f"{fields.name}-residual-{of_run}")
     name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     keys |= spec.named_arrays
@@ -115,6 +120,7 @@ def prepare(
     together: int = 1,
     verify: bool | None = None,
     encode_on: torch.device | None = None,
+    regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
 ) -> DatasetCache:
     """Return the data-set cache of ``spec``, making it if it is missing; ``progress`` shows bars.
@@ -122,14 +128,15 @@ def prepare(
     An existing cache is used as it is, also if its source has gone. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
     and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
-    Latents are made on the device ``encode_on`` only. ``learned`` are the checksums of the images that a checkpoint was
-    trained on: if those of an earlier version's cache are the same, that cache is returned.
+    Latents are made on the device ``encode_on`` only, and residuals with a ``regression`` only. ``learned`` are the
+    checksums of the images that a checkpoint was trained on: if those of an earlier version's cache are the same, that
+    cache is returned.
 
     Raises:
         DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
             ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
-            or full, the cache is damaged, the autoencoder can't be used, or latents are of other pixels, or missing
-            without ``encode_on``.
+            or full, the cache is damaged, the autoencoder can't be used, latents or residuals are of other pixels,
+            fields or weights, or missing without ``encode_on`` or ``regression``.
     """
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
@@ -150,6 +157,11 @@ def prepare(
             now = prepare(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
                 raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
+        if regression is not None:
+            now = prepare(fields_of(spec), progress)
+            if any(found.meta.sha256.get(name) != checksum for name, checksum in made_of(now, regression).items()):
+                changed = "weights" if found.meta.sha256.get(REGRESSION) != regression.digest else "fields"
+                raise DataError(f"{path} has residuals of other {changed} than there are now; delete it and try again")
         check_fields(spec, found.meta)
         return found
     if (autoencoder := autoencoder_of(spec)) is not None and encode_on is None:
@@ -157,12 +169,19 @@ def prepare(
             f"data.autoencoder = {autoencoder.name}: there are no latents at {path}; make them once with: "
             "ddpm-ds prepare --encode"
         )
+    if spec.residual_of is not None and regression is None:
+        raise DataError(
+            f"data.residual_of = {spec.residual_of}: there are no residuals at {path}; make them once with: "
+            f"ddpm-ds prepare --residual {spec.residual_of}"
+        )
     try:
         spec.store_root.mkdir(parents=True, exist_ok=True)
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
             _ = coder.model  # finds a damaged one before hours of preparation
             _build_latents(path, coder, prepare(pixels_of(spec), progress, together=together), spec, progress)
+        elif regression is not None:
+            _build_residuals(path, regression, prepare(fields_of(spec), progress, together=together), spec, progress)
         else:
             path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
     except OSError as error:
@@ -199,15 +218,29 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
 def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
     """Make the cache of the latents of all ``pixels``."""
     shape = spec.shape
-    made_of = sources_of(pixels, coder.autoencoder)
-    origin = sha256(repr(sorted(made_of.items())).encode()).hexdigest()
-    plan = _plan("latents", {IMAGES: field_of("latents", shape)}, len(pixels), 2 * math.prod(shape), origin)
+    sources = sources_of(pixels, coder.autoencoder)
+    plan = _plan("latents", {IMAGES: field_of("latents", shape)}, len(pixels), 2 * math.prod(shape), _hash_of(sources))
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [])
 
-    write_cache(path, plan, chunks, spec, Facts(pixels.meta.classes, made_of, pixels.meta.origin), progress)
+    write_cache(path, plan, chunks, spec, Facts(pixels.meta.classes, sources, pixels.meta.origin), progress)
+
+
+def _build_residuals(path: Path, regression: Regression, fields: DatasetCache, spec: DataSpec, progress: bool) -> None:
+    """Make the cache of the residuals of all ``fields``."""
+    meta, sources = fields.meta, made_of(fields, regression)
+    stored = {name: meta.field(name) for name in fields.fields}
+    image_bytes = sum(each.nbytes for each in stored.values())
+    plan = _plan("fields", stored, len(fields), image_bytes, _hash_of(sources))
+    facts = Facts(meta.classes, sources, meta.origin, fields.constants, meta.coordinates, meta.masked)
+    write_cache(path, plan, lambda numbers: residuals(fields, regression, numbers), spec, facts, progress)
+
+
+def _hash_of(sources: Mapping[str, str]) -> str:
+    """Return a hash of the checksums that images are made of."""
+    return sha256(repr(sorted(sources.items())).encode()).hexdigest()
 
 
 def _plan(kind: Kind, fields: Mapping[str, StoredField], images: int, image_bytes: float, origin: str) -> CachePlan:

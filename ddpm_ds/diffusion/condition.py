@@ -6,6 +6,7 @@ All of it is made on the device from stored values, by the stage that makes x_t,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from ddpm_ds.keyed import Draws, Stream
 
 LUMA = (0.299, 0.587, 0.114)
 """Share of red, green and blue in a grey value (ITU-R BT.601)."""
+REST_SEED = 0
+"""Seed of what is cut out of held-out images and of those that images are drawn for, independent of the run's."""
 TOLD_LEVEL = 1000.0
 """Number by which the U-Net is told the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
 
@@ -104,7 +107,7 @@ class Given(NamedTuple):
     """What the condition of a micro-batch is made of."""
 
     stored: Tensor | None
-    """(N, c, h, w), as it is stored; None without a stored condition"""
+    """(N, c, h, w), as it is stored, or the pixels (N, 1, H, W), bool, that are cut out; None without either"""
     vector: Tensor | None
     """(N, K) float32 of the data"""
     augmentation: Tensor | None
@@ -113,6 +116,19 @@ class Given(NamedTuple):
     moves: Moves
     trained: bool
     """Whether conditions are dropped and noised, as in training alone"""
+
+
+class Condition(NamedTuple):
+    """What a U-Net takes of the conditions of images beside x_t, t and labels."""
+
+    channels: Tensor
+    """(N, C', H, W) float32, which follow those of x_t"""
+    told: tuple[Tensor, ...]
+    """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
+        """Return a condition with changed tensors."""
+        return Condition(change(self.channels), tuple(map(change, self.told)))
 
 
 class Conditions:
@@ -136,7 +152,7 @@ class Conditions:
     ) -> None:
         self.spec = data.condition or ConditionSpec()
         self._size, self._shape, self._augmentation = data.stored_size, data.shape, augmentation
-        self._numbers = data.interface.numbers
+        self._numbers, self._of_pictures = data.interface.numbers, not data.are_fields
         self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
         self._negated = negated(data, device)[1]
         self._luma = torch.tensor(LUMA, device=device)[:, None, None]
@@ -179,7 +195,7 @@ class Conditions:
             case "grey":
                 parts.append((x0 * self._luma).sum(dim=1, keepdim=True))
             case "cut_out":
-                hole = self._hole(draws.uniform(Stream.CUT))  # (N, 1, H, W)
+                hole = self._hole(draws.uniform(Stream.CUT)) if given.stored is None else given.stored  # (N, 1, H, W)
                 parts += [x0 * ~hole, hole.float()]
         if self._fixed is not None:
             parts.append(given.moves.of(self._fixed.expand(len(x0), -1, -1, -1)))
@@ -189,6 +205,45 @@ class Conditions:
             if given.trained:
                 dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
         return self.told(x0, parts, level, given.vector, given.augmentation, dropped)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the fields of which the conditions of drawn images are made."""
+        made = () if self.spec.kind is None else ("condition",) if self.spec.kind == "stored" else ("images",)
+        return (*made, "vector") if self.spec.vector_size else made
+
+    def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
+        """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
+
+        ``fields`` are those of :attr:`reads` as they are stored, on the device, and ``scale`` is that of the images.
+        Rectangles are cut out by ``index`` (N,); a field ``hole`` (N, 1, H, W), bool, cuts out these pixels instead.
+        """
+        moves = Moves(self._shape[1:])
+        x0 = torch.zeros(1, device=index.device).expand(len(index), *self._shape)
+        if "images" in fields:
+            x0 = scale.to_unit(moves.of(fields["images"]))
+        draws = Draws(REST_SEED, index, {Stream.CUT: 4})
+        stored = fields.get("hole", fields.get("condition"))
+        channels, *told = self.channels(x0, Given(stored, fields.get("vector"), None, draws, moves, trained=False))
+        return Condition(channels, tuple(told))
+
+    def shown(self, condition: Condition, scale: Scale) -> Tensor | None:
+        """Return what a picture shows of conditions, (N, c, H, W) float32 in the units in which they are stored; None
+        if they have no channels of their own. ``scale`` is that of the images.
+        """
+        if self.spec.kind is None:
+            return None
+        count = {"stored": self.spec.channels, "grey": 1}.get(self.spec.kind, self._shape[0])
+        unscaled = self.spec.kind == "stored" and (not self._of_pictures or self.spec.normalise is not None)
+        return (self._scale if unscaled else scale).to_physical(condition.channels[:, :count])
+
+    def dropped(self, condition: Condition) -> Condition | None:
+        """Return zeros and the flag in the place of conditions; None if none was dropped in training."""
+        if not self.spec.drop:
+            return None
+        zeros = condition.each(torch.zeros_like)
+        zeros.told[-1][:, -1] = 1.0
+        return zeros
 
     def told(
         self,

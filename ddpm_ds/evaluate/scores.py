@@ -249,20 +249,18 @@ def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
     for same in zip(*(scores for _, scores in results), strict=True):
         for score, (request, _) in zip(same, results, strict=True):
             counts = f"{score.samples:,}", f"{score.references:,}"
-            how = request.sampler.kind, str(request.sampler.steps), request.weights, _guidance(request)
+            how = request.sampler.kind, str(request.sampler.steps), request.weights, guidance_said(request)
             rows.append((score.title, rounded(score.value), rounded(score.real), *counts, *how, score.tool))
     return "\n".join(aligned(rows, TEXT_COLUMNS))
 
 
-def _guidance(request: Request) -> str:
+def guidance_said(request: Request) -> str:
     """Return the guidance in words, such as ``2 at 0.3-5 by guide``; its noise levels and guide are left out if they
     are the usual ones.
     """
     sampler = request.sampler
-    if request.labels is None and request.guide is None:
-        return "-"
     if sampler.guidance == 1.0:
-        return "1"
+        return "-" if request.labels is None and request.guide is None else "1"
     low, high = sampler.guidance_between
     where = "" if sampler.guidance_between == ALL_SIGMAS else f" at {low:g}-{high:g}"
     return f"{sampler.guidance:g}{where}{'' if request.guide is None else ' by guide'}"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
@@ -40,6 +41,7 @@ from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
+from ddpm_ds.train.previews import Previews
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
@@ -121,20 +123,22 @@ def _recorded(
     """Return what records the run on rank 0, with the ``kernels`` that were chosen for it."""
     plan, store = prepared.plan, prepared.store
     spec, config = plan.spec.model_dump(mode="json"), replace(plan.ds, kernels=kernels).as_json()
-    files = {
+    kept: dict[str, str | bytes] = {
         SPEC: yaml.safe_dump(spec, sort_keys=False),
         DS_CONFIG: json.dumps(config, indent=2) + "\n",
         **files,
         RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
     }
+    if store.constants is not None:
+        kept[CONSTANTS] = (store.path / CONSTANTS).read_bytes()
     if plan.programs is not None:
-        files[PROGRAMS] = written(plan.programs)
+        kept[PROGRAMS] = written(plan.programs)
     images = Path(store.meta.folder).name if store.meta.folder else store.meta.source
     return recorded(
         prepared.claim.run_dir,
         line,
         plan.spec,
-        files=files,
+        files=kept,
         settings={**spec, "ds_config": config, "derived": _derived(plan, prepared.device)},
         tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
         dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
@@ -180,7 +184,7 @@ def _train(
                 ema,
                 run_dir,
                 spec.checkpoint,
-                described(plan, store.meta.sha256),
+                described(plan, store.meta.sha256, store.meta.facts),
                 log=recorder.log,
                 groups=groups,
                 store=watchdog.store,
@@ -208,7 +212,8 @@ def _train(
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
-    validation = Validation(spec, engine, ema, losses, watchdog, recorder)
+    previews = Previews(spec, engine, watchdog, store, held_out if len(held_out) else among)
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
 
     def batches() -> Iterator[Any] | None:
         """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""

@@ -5,7 +5,6 @@ Both use the averaged weights and run through the pipeline: replicas share the i
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import time
@@ -17,12 +16,9 @@ from torch import Tensor
 from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.latents import ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.loader import Indices, MicroBatch
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
@@ -30,6 +26,7 @@ from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due
 from ddpm_ds.train.objective import Denoising, Noised, fields_read
+from ddpm_ds.train.previews import Previews
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0
@@ -120,49 +117,6 @@ def channel_names(data: DataSpec) -> list[str]:
     return [re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) for name in names]  # MLflow refuses other characters
 
 
-def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog, to_pixels: ToPixels) -> Tensor | None:
-    """Draw the first ``samples.count`` images of the sampler, uint8 (count, C, H, W) on rank 0's CPU; None elsewhere.
-
-    They are those of ``ddpm-ds sample`` with its own seed. Collective over all ranks.
-    """
-    sampler, count, replicas = Sampler(spec.sampler, spec.diffusion), spec.samples.count, engine.dp_world_size
-    # as many micro-batches as keep all stages at work, each no larger than those of training
-    images = max(1, min(engine.micro_batch_size, math.ceil(count / (replicas * engine.num_stages))))
-    rounds = math.ceil(count / (replicas * images))
-    replica = engine.grid.get_data_parallel_id()
-    data, classes = spec.data, spec.unet.classes
-    drawings = []
-    for number in range(rounds) if engine.is_first_stage() else ():
-        index = torch.arange(images, device=engine.device) + (number * replicas + replica) * images
-        drawing = Drawing(
-            sampler,
-            seed=SAMPLE_SEED,
-            index=index,
-            shape=data.shape,
-            labels=None if classes is None else index % classes,
-            no_label=classes,
-        )
-        drawings.append(drawing)
-    # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
-    for guided, visits in itertools.groupby(sampler.guided):
-        ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
-            rounds * len(list(visits)),
-            lambda number: drawings[number % rounds].inputs(),
-            lambda number, prediction: drawings[number % rounds].take(prediction),
-            depth=rounds,
-            progress=watchdog.progress,
-        )
-    if not engine.is_first_stage():
-        return None
-    with watchdog.pause():  # an autoencoder may take long
-        mine = to_pixels(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
-    mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in five dims
-    everyone = [torch.empty_like(mine) for _ in range(replicas)]
-    dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
-    drawn = torch.stack(everyone, dim=1).flatten(0, 2)[:count].cpu()  # in the order of their index
-    return drawn if dist.get_rank() == 0 else None
-
-
 class Validation:
     """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks.
 
@@ -175,12 +129,13 @@ class Validation:
         engine: UnetPipelineEngine,
         ema: Ema,
         held_out: HeldOutLoss | None,
+        previews: Previews,
         watchdog: Watchdog,
         recorder: Recorder,
     ) -> None:
         self._spec, self._engine, self._ema = spec, engine, ema
         self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
-        self._to_pixels = to_pixels(autoencoder_of(spec.data), engine.device)
+        self._previews = previews
 
     def due(self, before: int, done: bool) -> bool:
         """Return whether samples or the held-out loss are due after the step from ``before`` images on."""
@@ -218,6 +173,6 @@ class Validation:
 
     def _draw(self, begin: float) -> None:
         with self._recorder.doing("drawing samples"):
-            images = draw_previews(self._spec, self._engine, self._watchdog, self._to_pixels)
+            drawn = self._previews.draw()
         seconds = time.perf_counter() - begin
-        self._recorder.samples(images, seconds, self._engine.images_seen, self._engine.global_steps)
+        self._recorder.samples(drawn, seconds, self._engine.images_seen, self._engine.global_steps)

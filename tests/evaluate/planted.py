@@ -13,6 +13,7 @@ import torch
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
+from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -61,6 +62,7 @@ def plant(
     images: int = 320,
     data_sha256: dict[str, str] | None = None,
     *,
+    facts: FieldFacts | None = None,
     unets: Mapping[str, UNet] | None = None,
     what: Literal["checkpoint", "snapshot"] = "checkpoint",
     cuts: Sequence[float] = (),
@@ -83,6 +85,7 @@ def plant(
         layout={},
         data_sha256=data_sha256 or {},
         parameters=shapes,
+        fields=None if facts is None else facts.model_dump(mode="json"),
     )
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))

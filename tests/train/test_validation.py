@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import Give, Take
-from ddpm_ds.train import validation
+from ddpm_ds.train import previews, validation
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.validation import HeldOutLoss, channel_names, draw_previews
+from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.validation import HeldOutLoss, channel_names
 from ddpm_ds.unet.model import UNet
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import STATISTICS, global_batch
@@ -106,7 +106,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
         for one in everyone:
             one.copy_(mine)
 
-    monkeypatch.setattr(validation, "ForwardPipeline", Forward)
+    monkeypatch.setattr(previews, "ForwardPipeline", Forward)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
@@ -114,8 +114,8 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
         micro_batch_size=2, num_stages=1, dp_world_size=1, grid=grid, device=CPU, is_first_stage=lambda: True
     )
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
-    images = draw_previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG, to_pixels(None, CPU))
-    assert images is not None and images.shape == (4, 3, 8, 8)
+    drawn = Previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG).draw()
+    assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])

@@ -31,7 +31,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss, draw_previews
+from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
@@ -171,7 +172,7 @@ def run_case(look: Look) -> dict[str, Any]:
         shadow.mul_(0.5)
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
-        draw_previews(spec, engine, WATCHDOG, to_pixels(None, torch.device("cpu")))
+        Previews(spec, engine, WATCHDOG).draw()
         halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
@@ -182,9 +183,10 @@ def run_case(look: Look) -> dict[str, Any]:
         for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
     )
 
-    images = draw_previews(spec, engine, WATCHDOG, to_pixels(None, torch.device("cpu")))
+    drawn = Previews(spec, engine, WATCHDOG).draw()
     if dist.get_rank() == 0:
-        assert images is not None
+        assert drawn is not None
+        images = drawn.images
         difference = (images.int() - drawn_alone(spec, unet).int()).abs()
         record["shape"], record["image"], record["pixels"] = (
             list(images.shape),
@@ -193,7 +195,7 @@ def run_case(look: Look) -> dict[str, Any]:
         )
         record["expected"] = measured_alone(spec, unet, store)
     else:
-        assert images is None
+        assert drawn is None
     values = HeldOutLoss(spec, engine, store, split(60, HELD_OUT)[1]).measure(WATCHDOG)
     record["held_out"] = values
 

@@ -152,6 +152,11 @@ def open_arrays_of(spec: DataSpec, opener: Opener, condition: bool = False) -> A
     assert path is not None, "the run spec checks it"
     if not path.exists():
         raise DataError(f"{key} = {path} does not exist; give it with --set {key}={SOURCES[spec.source].path}")
+    return open_at(key, path, spec, opener)
+
+
+def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
+    """Open the file or folder that ``key`` names, by the opener of ``spec.source``; raises DataError."""
     try:
         return Arrays(key, path, opener(path, spec))
     except ImportError as error:
