@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors, parse_json, sha256_of
 from ddpm_ds.files import read_bytes as read_file
@@ -125,7 +124,7 @@ class Description(_Record):
     """Checksums of the data-set cache that the run trains on."""
     parameters: dict[str, Shape]
     """Shape of every parameter by global name, in the order of the layers."""
-    fields: FieldFacts | None = None
+    fields: dict[str, Any] | None = None
     """Scales and names of the fields that the run learns; None for pictures and latents."""
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import (
+    MOST_MEMBERS,
     OneLineParser,
     Verbs,
     add_overwrite,
@@ -32,7 +33,7 @@ from ddpm_ds.command_line import (
     whole,
     writing,
 )
-from ddpm_ds.config.choices import OBJECTIVES, SAMPLERS, samplers_with
+from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
 from ddpm_ds.files import MOST_DIGITS
@@ -68,8 +69,7 @@ exit codes
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
 OTHER_SUFFIXES = {"npy": ".npy", "zarr": ".zarr"}
 """Formats that --out alone asks for."""
-MOST_INPUTS, MOST_MEMBERS, MOST_AHEAD = 64, 4096, 10_000
-USUAL_MEMBERS = 8
+MOST_AHEAD = 10_000
 FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
 """Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
@@ -139,7 +139,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--members",
         type=partial(whole, lowest=1, highest=MOST_MEMBERS, what="a number from 1 to 4,096"),
         metavar="K",
-        help=f"images of each input (default {USUAL_MEMBERS}; a regression draws one)",
+        help="images of each input (default 8; a regression draws one)",
     )
     group.add_argument(
         "--steps-ahead",
@@ -347,60 +347,17 @@ def _labels(options: argparse.Namespace, trained: Trained) -> tuple[int, ...] | 
 
 def _inputs(options: argparse.Namespace, trained: Trained) -> Inputs | None:
     """Open what --conditions names; None for a run without a condition of each image."""
-    from ddpm_ds.evaluate.inputs import HELD_OUT, Inputs, check_ahead
+    from ddpm_ds.evaluate.inputs import Inputs, check_ahead, check_unconditioned
 
     if options.conditions is None:
         for name, value in (("members", options.members), ("steps-ahead", options.steps_ahead)):
             if value not in (None, 1):
                 raise SpecError(f"--{name} {value} is of --conditions, which is missing")
-        if trained.is_conditioned:
-            raise SpecError(
-                f"{options.path} was trained with a condition (data.condition); give --conditions PATH or "
-                f"--conditions {HELD_OUT}"
-            )
+        check_unconditioned(trained)
         return None
     if options.steps_ahead > 1:
         check_ahead(trained)
-    if str(options.conditions) == HELD_OUT and not options.conditions.exists():
-        return Inputs.held_out(trained)
-    return Inputs.at(options.conditions, trained)
-
-
-def _request(
-    options: argparse.Namespace, trained: Trained, sampler: SamplerSpec, guide: Trained | None, inputs: Inputs | None
-) -> Request:
-    """Return the request for the images of the options."""
-    from ddpm_ds.evaluate.outputs import Request
-
-    labels = _labels(options, trained)
-    numbers = {"seed": options.seed, "batch_images": options.batch_images}
-    if inputs is None:
-        return Request.of(trained, sampler, labels, guide, first=options.first, count=options.count or 64, **numbers)
-    regresses = not OBJECTIVES[trained.diffusion.objective].diffuses
-    if regresses and options.members not in (None, 1):
-        raise SpecError(f"--members {options.members}: a regression draws one image of each input; use 1")
-    members = options.members or (1 if regresses else USUAL_MEMBERS)
-    there = len(inputs) - options.first
-    count = options.count or min(there, MOST_INPUTS)
-    if not 0 < count <= there:
-        raise SpecError(
-            f"--first {options.first} and --count {count:,}: --conditions {options.conditions} has {len(inputs):,} "
-            "inputs; name some of these"
-        )
-    if options.labels is None and labels is not None:
-        labels = None if inputs.labels is None else tuple(inputs.labels.tolist())
-    return Request.of(
-        trained,
-        sampler,
-        None if labels is None else tuple(label for label in labels for _ in range(members)),
-        guide,
-        inputs=inputs.key,
-        members=members,
-        steps_ahead=options.steps_ahead,
-        first=options.first * members,
-        count=count * members,
-        **numbers,
-    )
+    return Inputs.open(options.conditions, trained)
 
 
 def _channel(options: argparse.Namespace, trained: Trained) -> int:
@@ -459,13 +416,18 @@ def _sample(options: argparse.Namespace) -> int:
         write_pngs,
         write_zarr,
     )
-    from ddpm_ds.evaluate.sampling import draw_missing
+    from ddpm_ds.evaluate.sampling import draw_missing, request_for
     from ddpm_ds.unet.operations import widening
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trained, (sampler,), guide = load(options)
     inputs = _inputs(options, trained)
-    request, channel = _request(options, trained, sampler, guide, inputs), _channel(options, trained)
+    given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
+    numbers = {name: value for name in given if (value := getattr(options, name)) is not None}
+    request = request_for(
+        trained, sampler, _labels(options, trained), guide, inputs, options.labels is not None, **numbers
+    )
+    channel = _channel(options, trained)
     out, kind = _out_and_format(options, trained)
     _check_format(options, trained, out, kind)
     if options.mlflow and kind != "grid":

@@ -243,7 +243,8 @@ def add_export(verbs: Verbs) -> None:
         type=_samples,
         default=MOST_SAMPLES,
         metavar="N",
-        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none)",
+        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; none of a "
+        "run with a condition)",
     )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
     parser.set_defaults(run=_export)
@@ -311,7 +312,7 @@ def _export(options: argparse.Namespace) -> None:
         trained = rounded(trained, options.dtype)
         write_pipeline(trained, folder, options.dtype)
         compared = check_in_diffusers(trained, folder)
-        picture = "samples.png" if options.samples else None
+        picture = "samples.png" if options.samples and not trained.is_conditioned else None
         if picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)

@@ -58,6 +58,13 @@ class Inputs:
     """Whether true images are residuals, if the U-Net draws such."""
 
     @classmethod
+    def open(cls, conditions: Path, trained: Trained) -> Inputs:
+        """Open what ``--conditions`` names: a file or folder, or the run's held-out images."""
+        if str(conditions) == HELD_OUT and not conditions.exists():
+            return cls.held_out(trained)
+        return cls.at(conditions, trained)
+
+    @classmethod
     def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
         """Open the held-out images of a run, in its prepared data set or the copy of it at ``dataset``.
 
@@ -66,6 +73,8 @@ class Inputs:
             SpecError: the run has no condition, or has held out no image.
         """
         data = _conditioned(trained)
+        if trained.spec is None:
+            raise SpecError(f"--conditions {HELD_OUT}: {trained.origin} is an export; name a file or folder")
         if not data.held_out_images:
             raise SpecError(
                 f"--conditions {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
@@ -189,6 +198,15 @@ def check_ahead(trained: Trained) -> None:
         fault = "has a condition of another size or number of channels than its images"
     if fault is not None:
         raise SpecError(f"--steps-ahead feeds an image back as the next condition, and {trained.origin} {fault}")
+
+
+def check_unconditioned(trained: Trained) -> None:
+    """Raise SpecError if images of ``trained`` are drawn for inputs."""
+    if trained.is_conditioned:
+        raise SpecError(
+            f"{trained.origin} was trained with a condition (data.condition); give --conditions PATH or --conditions "
+            f"{HELD_OUT}"
+        )
 
 
 def _conditioned(trained: Trained) -> DataSpec:

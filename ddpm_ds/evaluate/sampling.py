@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,12 +20,13 @@ from pydantic import Field, InstanceOf
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_SEED
-from ddpm_ds.config.spec import Batch, SamplerSpec, check_sampler
+from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
+from ddpm_ds.config.choices import OBJECTIVES
+from ddpm_ds.config.spec import Batch, GivenPath, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
-from ddpm_ds.evaluate.inputs import Inputs
+from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
@@ -34,6 +36,7 @@ JOIN_LIMIT = timedelta(minutes=10)
 """Maximum time until all processes have loaded the weights."""
 WAIT_LIMIT = timedelta(days=1)
 """Maximum time to wait for the slowest process; a process that dies is noticed at once, by its connection."""
+USUAL_COUNT, USUAL_MEMBERS = 64, 8
 AHEAD = 2**49
 """Difference of the image numbers of one state and the next, above all numbers of images."""
 LOG_SECONDS = 30.0
@@ -139,8 +142,10 @@ def draw_ensembles(
 
 def sample(
     trained: InstanceOf[Trained],
-    count: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 64,
+    count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = None,
     *,
+    conditions: GivenPath | None = None,
+    members: Annotated[int, Field(ge=1, le=MOST_MEMBERS)] | None = None,
     sampler: SamplerSpec | None = None,
     labels: Sequence[int] | Literal["all"] | None = "all",
     guide: InstanceOf[Trained] | None = None,
@@ -149,12 +154,15 @@ def sample(
     batch_images: Batch = 64,
     progress: bool = False,
 ) -> Tensor:
-    """Draw the images ``first`` to ``first + count - 1`` of a seed; return uint8 (count, C, H, W) on the CPU.
+    """Draw the images ``first`` to ``first + count - 1`` of a seed, 64 by default; return (count, C, H, W) on the CPU,
+    uint8, or float32 in physical units for fields.
 
+    With ``conditions``, a file or folder or ``"held-out"``, draw ``members`` (8; of a regression 1) for each of
+    ``count`` of its inputs from the ``first`` on (all, 64 at most); return (count, members, C, H, W).
     ``ddpm-ds sample`` with the same values gives the same images, up to rounding. By default ``sampler`` is the run's.
     Image i gets the label number i modulo the number of ``labels``: by default each class in turn, and with None no
-    label. ``guide`` is a worse U-Net on the same device, which guidance leads away from, as with ``--guide``.
-    ``batch_images`` are drawn at once; ``progress`` shows a bar.
+    label; by default inputs have the labels that they are known to have. ``guide`` is a worse U-Net on the same device,
+    which guidance leads away from, as with ``--guide``. ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
         SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, ``guide`` has
@@ -169,16 +177,75 @@ def sample(
     check_guidance(sampler, trained.diffusion)
     if guide is not None:
         check_guide(guide, trained, [sampler])
+    inputs = None
+    if conditions is None:
+        check_unconditioned(trained)
+    else:
+        inputs = Inputs.open(Path(conditions), trained)
+    asked = labels != "all"
     if labels == "all":
         labels = None if classes is None else range(classes)
     if labels is not None and not labels:
         raise SpecError("labels = [] names no class; use None to draw without labels")
     for label in labels or ():
         check_label(label, classes)
-    numbers = {"seed": seed, "first": first, "count": count, "batch_images": batch_images}
-    request = Request.of(trained, sampler, labels, guide, **numbers)
+    if inputs is None and members is not None:
+        raise SpecError(f"members = {members} are of conditions, which is None")
+    numbers = {"seed": seed, "first": first, "batch_images": batch_images}
+    request = request_for(trained, sampler, labels, guide, inputs, asked, count=count, members=members, **numbers)
     batches = tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
-    return torch.cat([_draw_batch(trained, request, batch, guide) for batch in batches])
+    images = torch.cat([_draw_batch(trained, request, batch, guide, inputs) for batch in batches])
+    return images if inputs is None else images.unflatten(0, (-1, request.members))
+
+
+def request_for(
+    trained: Trained,
+    sampler: SamplerSpec,
+    labels: Sequence[int] | None,
+    guide: Trained | None,
+    inputs: Inputs | None,
+    labels_asked: bool,
+    *,
+    first: int = 0,
+    count: int | None = None,
+    members: int | None = None,
+    steps_ahead: int = 1,
+    **numbers: int,
+) -> Request:
+    """Return the request for ``count`` images from the ``first`` on (None: 64) or, with ``inputs``, for the ``members``
+    of so many of these (None: 8 of all, of 64 at most).
+
+    Inputs take ``labels`` in turn if they were asked for, else those that they are known to have.
+
+    Raises:
+        SpecError: there are no such inputs, or a regression is asked for several members.
+    """
+    if inputs is None:
+        return Request.of(trained, sampler, labels, guide, first=first, count=count or USUAL_COUNT, **numbers)
+    regresses = not OBJECTIVES[trained.diffusion.objective].diffuses
+    if regresses and members not in (None, 1):
+        raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
+    members = members or (1 if regresses else USUAL_MEMBERS)
+    there = len(inputs) - first
+    count = count or min(there, USUAL_COUNT)
+    if not 0 < count <= there:
+        raise SpecError(
+            f"--first {first} and --count {count:,}: --conditions has {len(inputs):,} inputs; name some of these"
+        )
+    if not labels_asked and labels is not None:
+        labels = None if inputs.labels is None else inputs.labels.tolist()
+    return Request.of(
+        trained,
+        sampler,
+        None if labels is None else tuple(label for label in labels for _ in range(members)),
+        guide,
+        inputs=inputs.key,
+        members=members,
+        steps_ahead=steps_ahead,
+        first=first * members,
+        count=count * members,
+        **numbers,
+    )
 
 
 def _draw_batch(

@@ -77,6 +77,8 @@ class Trained:
     """Folder of the run, if the checkpoint is in its ``checkpoints``."""
     spec: RunSpec | None = None
     """Spec of the run; None for an export."""
+    exported: DataSpec | None = None
+    """Images and conditions of an export that says them; None for a run."""
     autoencoder: Autoencoder | None = None
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
     facts: FieldFacts | None = None
@@ -100,33 +102,38 @@ class Trained:
         return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
 
     @property
+    def known_data(self) -> DataSpec | None:
+        """The images and conditions; None for an export of pictures or latents without a condition."""
+        return self.exported if self.spec is None else self.spec.data
+
+    @property
     def data(self) -> DataSpec:
-        """The run's images and conditions; raises SpecError for an export, which does not say them."""
-        if self.spec is None:
+        """The images and conditions; raises SpecError for an export that does not say them."""
+        if self.known_data is None:
             raise SpecError(f"{self.origin} is an export, which does not say its condition; name the run's folder")
-        return self.spec.data
+        return self.known_data
 
     @property
     def is_conditioned(self) -> bool:
         """Whether the U-Net takes something of each image's own that is no label: images are drawn for inputs."""
-        condition = None if self.spec is None else self.spec.data.condition
+        condition = None if self.known_data is None else self.known_data.condition
         return condition is not None and (condition.kind is not None or condition.vector_size > 0)
 
     @property
     def sampler_checks(self) -> dict[str, Any]:
         """What :func:`ddpm_ds.config.spec.check_sampler` has to know of the U-Net."""
-        data = None if self.spec is None else self.spec.data
+        data = self.known_data
         return {
             "classes": self.unet_spec.classes,
             "latents": self.autoencoder is not None,
             "drops": data is not None and data.condition is not None and data.condition.drop > 0.0,
-            "unbounded": data is not None and data.is_unbounded,
+            "unbounded": self.are_fields and self.data.is_unbounded,
         }
 
     @property
     def are_fields(self) -> bool:
         """Whether the images are fields of floats."""
-        return self.spec is not None and self.spec.data.are_fields
+        return self.known_data is not None and self.known_data.are_fields
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -153,11 +160,10 @@ class Trained:
     @functools.cached_property
     def scale(self) -> Scale:
         """Scale of the images."""
-        data = None if self.spec is None else self.spec.data
         device = next(self.unet.parameters()).device
-        if data is None or not data.are_fields:
+        if not self.are_fields:
             return Scale.of(None, None, device, pictures=True)
-        return Scale.of(data.normalise, self._statistics("images"), device)
+        return Scale.of(self.data.normalise, self._statistics("images"), device)
 
     @functools.cached_property
     def regression(self) -> Trained | None:
@@ -255,16 +261,21 @@ def load_trained(
     diffusion, levels = folder.process()
     if decoder is not None:
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
+    fields = folder.fields()
+    unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=diffusion,
-        sampler=SamplerSpec(clip="static" if decoder is None else "none", **levels),
+        sampler=SamplerSpec(clip="none" if unclipped else "static", **levels),
         interface=folder.interface,
         origin=str(found),
         digest=digest,
         weights="export",
         autoencoder=decoder,
+        exported=None if fields is None else fields.data,
+        facts=None if fields is None else fields.facts,
+        constants=None if fields is None else _constants(fields.data, found),
     )
 
 
@@ -289,8 +300,11 @@ def _load_checkpoint(
 ) -> Trained:
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
+    facts = None
     try:
         spec = RunSpec.model_validate(reader.manifest.spec)
+        if reader.manifest.fields is not None:
+            facts = FieldFacts.model_validate(reader.manifest.fields, strict=False)
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
@@ -326,7 +340,7 @@ def _load_checkpoint(
         run_dir=run_dir if in_run else None,
         spec=spec,
         autoencoder=autoencoder,
-        facts=reader.manifest.fields,
+        facts=facts,
         constants=_constants(data, path, run_dir),
     )
 
@@ -344,8 +358,8 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
                     return np.array(found)
             raise CheckpointError(f"{file} is damaged; copy it again from the folder of the run")
     raise CheckpointError(
-        f"checkpoint {folders[0]} has constants in its condition, which are in {CONSTANTS} of the run's folder; copy "
-        "that file into the checkpoint's"
+        f"{folders[0]} has constants in its condition, which are in {CONSTANTS} of the run's folder; copy that file "
+        "there"
     )
 
 

@@ -78,7 +78,7 @@ def described(plan: RunPlan, data_sha256: dict[str, str], fields: FieldFacts | N
         layout=plan.ds.layout.sizes,
         data_sha256=data_sha256,
         parameters=parameter_shapes(plan.layers),
-        fields=fields,
+        fields=None if fields is None else fields.model_dump(mode="json"),
     )
 
 

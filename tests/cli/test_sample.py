@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import sampling
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.sampling import draw, draw_ensembles
+from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, field_spec, plant_fields, plant_on
 from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant
@@ -124,6 +126,18 @@ def test_what_is_interrupted_continues(
     monkeypatch.setattr(sampling, "draw", draw)
     assert "8 of 15 images are there from before" in sample(*words, "--out", out)
     close(np.load(out), ensembles(planted.run_dir, 3))
+
+
+def test_python_draws_the_same(planted: Planted) -> None:
+    trained = load_trained(planted.run_dir)
+    found = draw_from_python(trained, 2, conditions="held-out", members=3, first=1, sampler=SAMPLER, batch_images=4)
+    assert found.shape == (2, 3, 2, 8, 12)
+    close(found, ensembles(planted.run_dir, 3)[1:3])
+    assert draw_from_python(trained, 1, conditions="held-out", sampler=SAMPLER).shape == (1, 8, 2, 8, 12)
+    with pytest.raises(SpecError, match=r"was trained with a condition"):
+        draw_from_python(trained, 2)
+    with pytest.raises(SpecError, match=r"has 5 inputs; name some of these"):
+        draw_from_python(trained, 6, conditions="held-out")
 
 
 @pytest.mark.launch

@@ -85,7 +85,7 @@ def plant(
         layout={},
         data_sha256=data_sha256 or {},
         parameters=shapes,
-        fields=facts,
+        fields=None if facts is None else facts.model_dump(mode="json"),
     )
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))

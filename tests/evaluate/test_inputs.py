@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds import keyed
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import MicroBatch, split
@@ -28,7 +29,17 @@ from ddpm_ds.evaluate.sampling import draw, draw_ensembles
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import Denoising
-from tests.evaluate.conditioned import COUNT, HELD_OUT, Planted, arrays, field_spec, plant_fields, plant_on, sections_of
+from tests.evaluate.conditioned import (
+    CONDITION,
+    COUNT,
+    HELD_OUT,
+    Planted,
+    arrays,
+    field_spec,
+    plant_fields,
+    plant_on,
+    sections_of,
+)
 from tests.evaluate.planted import FAST_SAMPLER, plant, trained_of
 from tests.launching import tiny_spec
 
@@ -154,10 +165,26 @@ def test_a_run_samples_where_its_data_are_not(planted: Planted, tmp_path: Path) 
             {"condition": torch.zeros(1, 1, 4, 6), "vector": torch.zeros(1, 1)}, torch.tensor([0]), trained.scale
         ).channels.shape == (1, 6, 8, 12)
         (moved / "constants.npy").unlink()
-        with pytest.raises(CheckpointError, match=r"constants\.npy of the run's folder; copy"):
+        with pytest.raises(CheckpointError, match=r"constants\.npy of the run's folder; copy that file there$"):
             load_trained(moved)
     finally:
         hidden.rename(planted.store.path.parent)
+
+
+def test_an_export_draws_what_the_run_draws(tmp_path: Path) -> None:
+    condition = {name: value for name, value in CONDITION.items() if name not in ("vector", "vector_size", "drop")}
+    planted = plant_fields(tmp_path, condition)
+    assert main(["export", str(planted.run_dir), str(tmp_path / "export")]) == 0
+    run, export = load_trained(planted.run_dir), load_trained(tmp_path / "export")
+    path = write_given("arrays", tmp_path)
+    drawn, again = (
+        dict(draw_ensembles(one, SAMPLER, given(one, path), [0, 3], 2, seed=0, batch_images=4)) for one in (run, export)
+    )
+    for number in (0, 3):
+        torch.testing.assert_close(again[number], drawn[number], rtol=1e-4, atol=1e-2)
+    assert export.channels == ("t2m", "u") and export.sampler.clip == "none"
+    with pytest.raises(SpecError, match=r"is an export; name a file or folder$"):
+        Inputs.held_out(export)
 
 
 def test_a_regression_draws_one_image_for_each_input(tmp_path: Path) -> None:

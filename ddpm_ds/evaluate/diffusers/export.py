@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import yaml
 from jinja2 import Template
@@ -36,12 +37,21 @@ from torch import Tensor
 from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import RunSpec, written
 from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.condition import TOLD_LEVEL
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.evaluate.diffusers.folder import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder
+from ddpm_ds.evaluate.diffusers.folder import (
+    AUTOENCODER_FOLDER,
+    CONFIG,
+    FIELDS,
+    SCHEDULER_CONFIG,
+    WEIGHTS,
+    DiffusersFolder,
+    FieldsFile,
+)
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
 from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
 from ddpm_ds.evaluate.outputs import new_folder
@@ -198,6 +208,10 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     Raises:
         CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
+    if trained.spec is not None and (path := trained.spec.data.residual_of) is not None:
+        raise CheckpointError(
+            f"{trained.origin} can't be exported: it draws residuals of {path}, which a pipeline can't add"
+        )
     try:
         unet = diffusers_config(trained.unet_spec, trained.interface)
         scheduler = scheduler_config(trained.diffusion, trained.sampler)
@@ -217,6 +231,10 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         (folder / file).parent.mkdir(exist_ok=True)
         content = {"_class_name": class_name, "_diffusers_version": DIFFUSERS_VERSION, **values}
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+    if trained.spec is not None and (fields := FieldsFile.of(trained.spec.data, trained.facts)) is not None:
+        (folder / FIELDS).write_text(fields.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
+        if trained.constants is not None:
+            np.save(folder / CONSTANTS, trained.constants)
     tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers)
     dtype = DTYPES[precision][1]
     # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
