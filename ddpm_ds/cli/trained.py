@@ -112,7 +112,7 @@ def add_evaluate(verbs: Verbs) -> None:
         "--conditions",
         type=file_path,
         metavar="PATH|held-out",
-        help="file or folder of inputs with their true images (default: the run's held-out images)",
+        help="inputs with their true images, a file or folder (default: the run's held-out images)",
     )
     parser.add_argument(
         "--metrics",
