@@ -36,6 +36,7 @@ from ddpm_ds.command_line import (
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
+from ddpm_ds.evaluate import USUAL_MEMBERS
 from ddpm_ds.files import MOST_DIGITS
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
@@ -139,7 +140,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--members",
         type=partial(whole, lowest=1, highest=MOST_MEMBERS, what="a number from 1 to 4,096"),
         metavar="K",
-        help="images of each input (default 8; a regression draws one)",
+        help=f"images of each input (default {USUAL_MEMBERS}; a regression draws one)",
     )
     group.add_argument(
         "--steps-ahead",

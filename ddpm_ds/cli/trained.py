@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
 from ddpm_ds.command_line import MOST_COUNT, Verbs, add_overrides, ema_length, file_path, positive, whole
 from ddpm_ds.errors import SpecError
-from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
+from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.tracking.run_folder import snapshots_of
 

@@ -26,6 +26,7 @@ from ddpm_ds.config.spec import Batch, GivenPath, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
+from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
@@ -36,7 +37,6 @@ JOIN_LIMIT = timedelta(minutes=10)
 """Maximum time until all processes have loaded the weights."""
 WAIT_LIMIT = timedelta(days=1)
 """Maximum time to wait for the slowest process; a process that dies is noticed at once, by its connection."""
-USUAL_COUNT, USUAL_MEMBERS = 64, 8
 AHEAD = 2**49
 """Difference of the image numbers of one state and the next, above all numbers of images."""
 LOG_SECONDS = 30.0
@@ -295,7 +295,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
         {
             "weights (device, dtype)": (next(one.unet.parameters()).device, next(one.unet.parameters()).dtype),
             "images (C, H, W)": one.image_shape,
-            "data.condition": one.spec and one.spec.data.condition,
+            "channels and numbers of data.condition": (one.interface.condition_channels, one.interface.numbers),
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
             **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},

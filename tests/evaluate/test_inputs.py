@@ -25,7 +25,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw, draw_ensembles
+from ddpm_ds.evaluate.sampling import check_guide, draw, draw_ensembles
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import Denoising
@@ -390,3 +390,9 @@ def test_a_given_mask_is_what_is_cut_out(tmp_path: Path) -> None:
     np.savez(tmp_path / "wrong.npz", images=images, mask=mask[:, :5])
     with pytest.raises(DataError, match=r"mask should be 0 or 1"):
         given(trained, tmp_path / "wrong.npz")
+
+
+def test_a_guide_without_the_condition_is_refused(trained: Trained, tmp_path: Path) -> None:
+    plain = load_trained(plant_fields(tmp_path, None).run_dir)
+    with pytest.raises(SpecError, match=r"has channels and numbers of data.condition = \(0, 0\), and .* \(6, 2\)"):
+        check_guide(plain, trained, [SAMPLER.model_copy(update={"guidance": 2.0})])
