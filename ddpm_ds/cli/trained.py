@@ -106,7 +106,7 @@ def add_evaluate(verbs: Verbs) -> None:
         "--members",
         type=positive,
         metavar="K",
-        help="images to draw for each input (default 8; a regression draws one)",
+        help=f"images to draw for each input (default {USUAL_MEMBERS}; a regression draws one)",
     )
     parser.add_argument(
         "--conditions",
