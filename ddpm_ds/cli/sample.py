@@ -134,7 +134,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--conditions",
         type=file_path,
         metavar="PATH|held-out",
-        help="file or folder of what images are drawn for, or the run's held-out images",
+        help="what images are drawn for: a file or folder, or the run's held-out images",
     )
     group.add_argument(
         "--members",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
 from ddpm_ds.command_line import MOST_COUNT, Verbs, add_overrides, ema_length, file_path, positive, whole
-from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
@@ -113,7 +112,7 @@ def add_evaluate(verbs: Verbs) -> None:
         "--conditions",
         type=file_path,
         metavar="PATH|held-out",
-        help="file or folder of inputs with their true images (default: the run's held-out images)",
+        help="inputs with their true images, a file or folder (default: the run's held-out images)",
     )
     parser.add_argument(
         "--metrics",
@@ -203,7 +202,7 @@ def _of_ensembles(
 ) -> Evaluated:
     """Evaluate weights with conditions."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
-    from ddpm_ds.evaluate.inputs import HELD_OUT, Inputs
+    from ddpm_ds.evaluate.inputs import Inputs
 
     for option in ("metrics", "inception_weights"):
         if (value := getattr(options, option)) is not None:
@@ -212,19 +211,12 @@ def _of_ensembles(
                 f"--{option.replace('_', '-')} {said} is of images without conditions, and {trained.origin} has some, "
                 "whose scores are all computed; leave it out"
             )
-    diffuses = OBJECTIVES[trained.diffusion.objective].diffuses
-    members = options.members or (USUAL_MEMBERS if diffuses else 1)
-    if members > 1 and not diffuses:
-        raise SpecError(f"--members {members}: {trained.origin} is a regression, which has one answer; leave it out")
-    if options.conditions is None or (str(options.conditions) == HELD_OUT and not options.conditions.exists()):
+    if options.conditions is None:
         inputs = Inputs.held_out(trained, options.dataset)
     else:
-        inputs = Inputs.at(options.conditions, trained)
-    count = len(inputs) if options.count is None else options.count
-    if count > len(inputs):
-        raise SpecError(f"--count {count} is above the {len(inputs):,} inputs that there are; use fewer")
-    numbers = {"count": count, "seed": options.seed, "batch_images": options.batch_images}
-    return evaluate_ensembles(trained, sampler, guide, inputs, members, options.out, **numbers)
+        inputs = Inputs.open(options.conditions, trained)
+    numbers = {name: getattr(options, name) for name in ("count", "members", "seed", "batch_images")}
+    return evaluate_ensembles(trained, sampler, guide, inputs, options.out, **numbers)
 
 
 def add_export(verbs: Verbs) -> None:

@@ -27,7 +27,7 @@ from ddpm_ds.errors import DataError
 
 REGRESSION = "regression"
 """Key of the regression's weights in the checksums of a cache of residuals; those of its fields are as of pixels."""
-TOGETHER_BYTES = 2**22
+TOGETHER_BYTES = 2**20
 """Bytes of fields that are predicted together, at least one field."""
 
 

@@ -23,7 +23,7 @@ from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.fields import SSIM_WINDOW, FieldScorer, FieldScores, Spectra, psnr, ssim
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import draw_missing
+from ddpm_ds.evaluate.sampling import draw_missing, request_for
 from ddpm_ds.evaluate.scores import guidance_said, rounded
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import write_file
@@ -79,25 +79,28 @@ def evaluate_ensembles(
     sampler: SamplerSpec,
     guide: Trained | None,
     inputs: Inputs,
-    members: int,
     out: Path | None,
     *,
-    count: int,
+    count: int | None,
+    members: int | None,
     seed: int,
     batch_images: int,
 ) -> Evaluated:
-    """Draw, score and record ``members`` for each of the first ``count`` inputs, in a folder of their own.
+    """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
+    in a folder of their own.
 
     It is in ``out``, by default among the run's evaluations.
 
     Raises:
         EvaluationError: the true images of the inputs are not known.
+        SpecError: there are fewer inputs, or a regression is asked for several members.
     """
     if inputs.truth([0]) is None:
         raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
-    labels = None if inputs.labels is None else np.repeat(inputs.labels[:count], members).tolist()
-    numbers = {"seed": seed, "count": count * members, "batch_images": batch_images, "members": members}
-    request = Request.of(trained, sampler, labels, guide, inputs=inputs.key, **numbers)
+    labels = None if trained.unet_spec.classes is None else range(trained.unet_spec.classes)
+    numbers = {"count": len(inputs) if count is None else count, "seed": seed, "batch_images": batch_images}
+    request = request_for(trained, sampler, labels, guide, inputs, False, members=members, **numbers)
+    count, members = request.count // request.members, request.members
     origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
     folder = out or (trained.run_dir or Path()) / "evaluations"
     folder /= f"{origin}-{request.weights}-{kind}-{steps}-{count}x{members}-{request.key}"

@@ -112,6 +112,19 @@ def test_the_members_of_every_held_out_field_are_scored_against_it(
     assert table[1][-6:] == [str(HELD_OUT), str(MEMBERS), "ddim", "2", "ema", "-"] and "psnr" not in out.lower()
 
 
+def test_inputs_of_a_file_are_scored_if_it_has_true_images(fields: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    others = {name: values[::-1] if len(values) > 8 else values for name, values in arrays().items()}
+    np.savez(tmp_path / "others.npz", **others)
+    evaluate(fields, "--conditions", tmp_path / "others.npz", "--count", 2, "--members", 1, "--out", tmp_path)
+    (images,) = tmp_path.glob("*/drawn/images.npy")
+    truths = np.stack([others["t2m"][:2], others["u"][:2]], axis=1)
+    total = report(tmp_path)["scores"]["total"]
+    assert total["mae"] == pytest.approx(np.abs(np.load(images) - truths).mean(), rel=1e-5)
+    np.savez(tmp_path / "unknown.npz", **{name: others[name] for name in ("coarse", "lead", "land")})
+    said = evaluate(fields, "--conditions", tmp_path / "unknown.npz", code=2)
+    assert "--conditions has no true images to compare with; leave it out for those held out" in said
+
+
 def test_pictures_also_have_psnr_and_ssim_of_their_members(
     pictures: Path, evaluate: Evaluate, trackers: list[Any], tmp_path: Path
 ) -> None:
@@ -162,7 +175,7 @@ def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: 
     total = report(tmp_path / "here")["scores"]["total"]
     assert total["spread"] is None and total["crps"] == total["mae"]
     said = evaluate(planted.run_dir, "--members", 2, "--steps", 1, code=2)
-    assert "--members 2:" in said and "is a regression, which has one answer; leave it out" in said
+    assert "--members 2: a regression draws one image of each input; use 1" in said
 
 
 def test_exact_pictures_have_no_psnr_and_tiny_ones_no_ssim() -> None:
@@ -176,7 +189,7 @@ def test_exact_pictures_have_no_psnr_and_tiny_ones_no_ssim() -> None:
     [
         (("--metrics", "fid,pixel"), "--metrics fid,pixel is of images without conditions, and"),
         (("--inception-weights", "file.pth"), "--inception-weights file.pth is of images without conditions"),
-        (("--count", HELD_OUT + 1), f"--count {HELD_OUT + 1} is above the {HELD_OUT} inputs that there are; use fewer"),
+        (("--count", HELD_OUT + 1), f"--count {HELD_OUT + 1}: --conditions has {HELD_OUT} inputs; name some of these"),
         (("--members", "0"), "'0' is not a whole number from 1 to 1,000,000"),
     ],
 )
