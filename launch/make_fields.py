@@ -17,7 +17,7 @@ SIDE, BLOCK = 32, 4
 """Pixels of a fine field, each way, and of a coarse pixel."""
 MEAN_K, LAPSE_K_PER_KM, LAPSE_SPREAD = 285.0, -6.5, 2.5
 """Mean temperature at sea level; mean of the days' lapse rates, and their standard deviation."""
-LARGE_K, LARGE_PIXELS, SMALL_K, SMALL_PIXELS = 4.0, 16.0, 0.8, 2.5
+LARGE_K, LARGE_PIXELS, SMALL_K, SMALL_PIXELS = 4.0, 16.0, 1.8, 2.5
 """Standard deviations and lengths of the two kinds of weather."""
 
 
