@@ -26,6 +26,7 @@ from tests.train.validation_worker import WATCHDOG
 MEMBERS = 4
 CHANGES: dict[str, Any] = {
     "train": {"images": 64, "batch_images": 16},
+    "optimizer": {"learning_rate": 0.03},  # so that 64 images show
     "samples": {"every_images": 64, "count": 20},
     "sampler": {"steps": 3, "guidance": 2.0, "kind": "ddim", "eta": 1.0},
 }
