@@ -8,8 +8,6 @@ pipeline stages that draw separately agree, and a resumed run draws the same num
 log, sin and cos. Nothing here waits for a device.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

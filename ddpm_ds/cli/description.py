@@ -1,7 +1,5 @@
 """A plan in words and tables: what every run prints first, and what its start has decided since."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ddpm-ds doctor``: whether hosts can train together, before they do, and the report of it."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

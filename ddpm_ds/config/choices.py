@@ -4,8 +4,6 @@ Here is what the spec and the command lines know of each: its words, and which k
 same name in :mod:`ddpm_ds.data.sources` or :mod:`ddpm_ds.diffusion.choices`; a test compares the names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MOST_SIGMA = 1e6

@@ -5,8 +5,6 @@ error. A field's docstring is its documentation; everything else about it is rea
 ``reason`` may say why other values are refused.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

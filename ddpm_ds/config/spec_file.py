@@ -1,7 +1,5 @@
 """Reading run specs from YAML and ``--set`` into a checked ``RunSpec``; JSON schema and Markdown of the run spec."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

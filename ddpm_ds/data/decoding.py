@@ -1,7 +1,5 @@
 """Decoding of source images to pixels of one size and colour mode: decode within limits, turn upright, scale, crop."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

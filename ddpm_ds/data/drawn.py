@@ -1,7 +1,5 @@
 """Pictures of drawn images beside what they were drawn for: input, members, mean, spread, truth; fields in colours."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

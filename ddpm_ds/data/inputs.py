@@ -1,7 +1,5 @@
 """Conditions in a file or folder of a user, for which images are drawn, read as the sources of a run read theirs."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

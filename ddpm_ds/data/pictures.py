@@ -3,8 +3,6 @@
 Images in a grid may be enlarged for viewing; read the tensors to get exact pixels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ Other modules treat residuals as fields, with statistics of their own; condition
 Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmospheric downscaling" (CorrDiff).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 

@@ -6,8 +6,6 @@ In sampling the condition is all zeros. EDM's code stretches half of the stretch
 paper's table, all are stretched along a random axis.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

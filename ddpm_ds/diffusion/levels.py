@@ -6,8 +6,6 @@ first timesteps. Tables are float64 on the CPU, because betas of 1e-4 and signal
 is the paper's t = 1, which has the least noise, but some.
 """
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 from typing import NamedTuple, assert_never

@@ -1,7 +1,5 @@
 """Diffusion process of a run: random draws, noise and loss for a micro-batch, on its device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -6,8 +6,6 @@ deviation is not 1 adds one factor. A :class:`Drawing` is the state of some unfi
 it, such as a pipeline of stages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

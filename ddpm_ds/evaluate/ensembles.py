@@ -1,7 +1,5 @@
 """Scores of conditional runs: ensembles against true images, as a table, JSON, pictures and metrics for MLflow."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Arrays are of torch or numpy, of any float dtype; sums are float64. A field is (C, H, W), and its ensemble (K, C, H, W).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréche
 colours and which pixels vary together; it can't be compared with an FID.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 PNG files, and a child run in MLflow. Every output is complete or does not exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

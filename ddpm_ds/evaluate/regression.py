@@ -1,7 +1,5 @@
 """A trained regression, of whose predictions a cache of residuals is made (:mod:`ddpm_ds.data.residuals`)."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

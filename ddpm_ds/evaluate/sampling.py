@@ -4,8 +4,6 @@ An image is a function of the weights, the sampler, the seed, its number and its
 finished batch counts whichever process drew it, and processes that share the work wait for each other only at the end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scores that compare drawn images with the training images: a table, JSON and metrics for MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

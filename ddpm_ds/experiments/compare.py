@@ -3,8 +3,6 @@
 Values are MLflow's, so a comparison needs neither the runs' folders nor the machine they ran on.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

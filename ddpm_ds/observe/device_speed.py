@@ -3,8 +3,6 @@
 The first two are measured once and cached in the user's cache folder; start-up times are kept with each run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

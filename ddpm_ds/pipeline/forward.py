@@ -11,8 +11,6 @@ a time. A sampler whose micro-batches take turns gives the next input of one whi
 pipeline, so that no stage waits for a whole round.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -14,8 +14,6 @@ What is not captured, since it is rare: steps that an observer watches, those wh
 drawing. All of them need the memory of the graph, which is given back before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections import deque

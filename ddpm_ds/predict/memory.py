@@ -3,8 +3,6 @@
 The planner, the advice of a verdict and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Recorder of a run on rank 0: feeds the progress line, the run's folder and its MLflow run."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import subprocess

@@ -3,8 +3,6 @@
 So the first and the last stage draw the same, and a resumed run continues as if it had never stopped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType

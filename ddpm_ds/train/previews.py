@@ -1,7 +1,5 @@
 """Images drawn while training, through the pipeline: replicas share the images, stages share the U-Net."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -4,8 +4,6 @@ Each rank writes the pieces that its optimizer owns, addressed by parameter name
 depend on stages, replicas, ZeRO stage or precision: in another layout each rank reads the pieces that it owns there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

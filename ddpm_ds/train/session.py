@@ -1,7 +1,5 @@
 """Training of a started run on one process: build the engine, record, train."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """Start of a run on one process: it meets the other ranks, checks what they share, and decides what is still open."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

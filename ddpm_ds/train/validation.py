@@ -3,8 +3,6 @@
 Both use the averaged weights and run through the pipeline: replicas share the images, stages share the U-Net.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -5,8 +5,6 @@ residual block also from its projection of emb and a mask, which :func:`walk` ma
 :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Choice of the kernels for a U-Net's normalisations and dropouts, ours or PyTorch's, as measured at start."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
 The list runs down the left side and up the right one: ``down.0`` is near its start and ``up.0`` near its end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

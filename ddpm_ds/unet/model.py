@@ -1,7 +1,5 @@
 """Modules for the list of layers, the plain U-Net that walks it in one process, and ``torch.compile`` of the layers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Weights are cast to the dtype of the input, so a layer chooses the dtype of its 
 initialise them: :func:`draw_weights` does, from its own generator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 

@@ -6,8 +6,6 @@ reads those that the spec names. docs/add_a_source.md shows how to add one. All 
 so they import the libraries of extras in functions.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ddpm_ds.config.spec import DataSpec

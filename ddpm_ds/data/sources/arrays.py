@@ -2,8 +2,6 @@
 class each, which it downloads or which are put by hand; some of these hold image files instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

@@ -1,7 +1,5 @@
 """Arrays of an HDF5 file, read by h5py: data sets by their path in the file, such as ``era5/t2m``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Variables of a NetCDF file, or of a Zarr folder that xarray has written, read and unpacked by xarray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arrays of a Zarr folder of format 2 or 3, read by zarr: by their path in the group, such as ``era5/t2m``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

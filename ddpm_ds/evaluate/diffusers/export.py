@@ -15,8 +15,6 @@ Import makes a model of diffusers the start of a run: its weights under our name
 diffusion process.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

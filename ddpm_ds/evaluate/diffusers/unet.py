@@ -6,8 +6,6 @@ separate q, k and v, counts decoder levels from the deepest, and stores convolut
 of (out, k, k, in).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
