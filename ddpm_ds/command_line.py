@@ -31,6 +31,8 @@ MOST_IMAGES = 10**15
 MOST_COUNT = 10**6
 """Most of anything else that is counted, such as images to draw."""
 MOST_IMAGE, MOST_SEED = 2**48, 2**32 - 1
+MOST_MEMBERS = 4096
+"""Maximum images that are drawn for one input."""
 """Highest number of an image among all those drawn from one seed, and highest such seed."""
 MOST_BYTES, MOST_BANDWIDTH, MOST_FLOPS = 2**60, 1e18, 1e21
 """Most memory of a device in bytes, bytes per second of a link, and flops per second."""

@@ -1,7 +1,5 @@
 """This process's device and its data types; the device and CUDA's environment are set before DeepSpeed is imported."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -8,8 +8,6 @@ pipeline stages that draw separately agree, and a resumed run draws the same num
 log, sin and cos. Nothing here waits for a device.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -41,6 +39,10 @@ class Stream(IntEnum):
     PERTURBATION = 5
     AUGMENTATION = 6
     COLOUR = 8
+    CUT = 10
+    CONDITION_DROP = 11
+    CONDITION_LEVEL = 12
+    CONDITION_NOISE = 13
     DROPOUT = 16
     HELD_OUT = 2**20
     SAMPLE = 2**21

@@ -5,8 +5,6 @@ everything is removed that the environment has in a secret variable or in the ot
 appear on command lines, and only its owner can read a file that holds any. How users pass secrets: docs/security.md.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

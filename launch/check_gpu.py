@@ -429,16 +429,16 @@ def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     from ddpm_ds.unet.layers import unet_layers
 
     spec, device = load_spec(SPECS / "cifar10.yaml"), torch.device("cuda")
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    layers = unet_layers(spec.unet, spec.data.interface)
     images, choices, shares = spec.train.batch_images, {}, {}
     for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
         chosen, _ = choose_kernels("auto", layers, device, dtype, images)
         choices[name] = chosen, asdict(try_kernels("auto", layers, device, dtype, images))
     for shape in norm_shapes(layers):
-        name = f"{shape.channels} channels at {shape.resolution} px, embedding {shape.embedding}"
+        name = f"{shape.channels} channels at {'x'.join(map(str, shape.size))} px, embedding {shape.embedding}"
         shares[name] = copy_bandwidth_share(shape, device, torch.bfloat16, images)
-    index, size = torch.arange(images, device=device), spec.data.image_size
-    pixels = torch.zeros(images, spec.data.channels, size, size, dtype=torch.uint8, device=device)
+    index = torch.arange(images, device=device)
+    pixels = torch.zeros(images, *spec.data.shape, dtype=torch.uint8, device=device)
     objective, prepared = Denoising(spec, device), {}
     for way, write in {"one kernel": keyed._fused(device), "PyTorch's operations": None}.items():
         with mock.patch.object(keyed, "_fused", return_value=write):

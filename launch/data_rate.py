@@ -2,6 +2,7 @@
 
     python launch/data_rate.py --workers 0,1,2 --needs 2000
     python launch/data_rate.py --spec launch/specs/folder.yaml --set data.path=photos --preparation
+    python launch/data_rate.py --spec weather.yaml --micro-batch 2 --fields
 
 Needs is the images/s of the U-Net: a pause stands for its work between two micro-batches, and the wait for each next
 one is given as a share of a step. Nothing is trained. A run measures its own wait, usage/data_wait_seconds.
@@ -17,11 +18,15 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from ddpm_ds.command_line import OneLineParser, add_spec_options, aligned, batch, limited_seconds, natural, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.data.loader import Residence, micro_batches
-from ddpm_ds.data.prepare import by_processes, decoding_of, prepare
+from ddpm_ds.data.fields import open_fields
+from ddpm_ds.data.loader import Order, Residence, micro_batches
+from ddpm_ds.data.prepare import Decoding, by_processes, decoding_of, prepare
+from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.errors import UserError
 
 WAITS = 100
@@ -40,11 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of the numbers of workers")
     parser.add_argument("--needs", type=positive, metavar="X", help="images/s of the U-Net, for the share of waits")
     parser.add_argument("--preparation", action="store_true", help="time decoding, on one core and on all")
+    parser.add_argument("--fields", action="store_true", help="time named arrays beside the loops of their libraries")
     try:
         options = parser.parse_args(arguments)
         spec = load_spec(options.spec, options.overrides)
         if options.preparation:
             preparation(spec, options.seconds)
+        elif options.fields:
+            compared(spec, options.micro_batch or spec.train.batch_images, options.rounds)
         else:
             images = options.micro_batch or spec.train.batch_images
             loading(spec, options.workers, images, options.seconds, options.rounds, options.needs)
@@ -115,13 +123,15 @@ def wait_share(reads: Iterator[int], work_seconds: float) -> float:
 def preparation(spec: RunSpec, seconds: float) -> None:
     """Print how fast one process, and one for each core, decode images from different places of the source."""
     decoding = decoding_of(spec.data, progress=True)
-    images, cores = decoding.plan.images, len(os.sched_getaffinity(0)) if decoding.shareable else 1
+    several = isinstance(decoding, Decoding) and decoding.shareable
+    images, cores = decoding.plan.images, len(os.sched_getaffinity(0)) if several else 1
     few = (range(first, min(first + FEW_IMAGES, images)) for first in range(0, images, FEW_IMAGES))
-    alone = (len(chunk.images) + len(chunk.skipped) for chunk in map(decoding.chunk, itertools.cycle(few)))
+    read = itertools.chain.from_iterable(map(decoding.chunks, itertools.cycle(few)))
+    alone = (len(chunk.images) + len(chunk.skipped) for chunk in read)
     next(alone)  # imports decoders
     one_core = rate(alone, seconds)
     print(f"1 core    {one_core:,.0f} images/s of {images:,}")
-    if cores > 1:
+    if isinstance(decoding, Decoding) and cores > 1:
         with by_processes(decoding, cores) as chunks:
             passes = itertools.chain([images // 2], itertools.repeat(0))
             decoded = itertools.chain.from_iterable(chunks(range(first, images)) for first in passes)
@@ -132,6 +142,68 @@ def preparation(spec: RunSpec, seconds: float) -> None:
         print(
             f"{f'{cores} cores':10}{all_cores:,.0f} images/s, {all_cores / one_core / cores:.2f} x {cores} x one core"
         )
+
+
+def compared(spec: RunSpec, images: int, rounds: int) -> None:
+    """Print MB/s of four ways to read all images of a source of named arrays once, which take turns."""
+    store, source = prepare(spec.data, progress=True), open_fields(spec.data)
+    count = len(store) // images * images
+    files = [store.path / name for name in store.meta.files]
+    for path in {part.arrays.path for part in source.parts.values()}:
+        files += [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    mapped = [[map_array(store.path / file) for file in store.meta.files_of(name)] for name in store.fields]
+    starts = np.cumsum((0, *store.meta.counts))
+    variables = [variable for part in source.parts.values() for variable in part.variables]
+
+    def library() -> Iterator[int]:
+        for i in range(count):
+            for variable in variables:
+                variable.read(slice(i, i + 1))
+            yield 1
+
+    def preparing() -> Iterator[int]:
+        return (len(chunk.images) for chunk in source.chunks(range(count)))
+
+    def mapping() -> Iterator[int]:
+        for position in Order(len(store), 0).image_at(np.arange(count)).tolist():
+            file = int(starts.searchsorted(position, side="right")) - 1
+            for arrays in mapped:
+                np.array(arrays[file][position - starts[file]])
+            yield 1
+
+    def loader() -> Iterator[int]:
+        batches = micro_batches(
+            store,
+            fields=store.fields.keys(),
+            seed=0,
+            batch_images=images,
+            micro_batch_images=images,
+            replicas=1,
+            replica=0,
+            workers=spec.data.workers,
+        )
+        return (len(batch.index) for batch in itertools.islice(batches, count // images))
+
+    ways = {"library": library, "preparation": preparing, "mapped cache": mapping, "loader": loader}
+    megabytes = count * sum(stored.nbytes for stored in source.fields.values()) / 1e6
+    found: dict[tuple[str, str], list[float]] = {}
+    for _, (state, forgets), (name, way) in itertools.product(
+        range(rounds), (("cold", True), ("warm", False)), ways.items()
+    ):
+        for file in files if forgets else ():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = time.perf_counter()
+        for _ in way():
+            pass
+        found.setdefault((name, state), []).append(megabytes / (time.perf_counter() - begin))
+    rows = [["MB/s", "cold", "(range)", "warm", "(range)"]]
+    for name in ways:
+        cells = [(statistics.median(each), min(each), max(each)) for each in (found[name, "cold"], found[name, "warm"])]
+        rows.append(
+            [name, *(text for middle, low, high in cells for text in (f"{middle:,.0f}", f"({low:,.0f} - {high:,.0f})"))]
+        )
+    print("\n".join(aligned(rows)))
 
 
 if __name__ == "__main__":

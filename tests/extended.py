@@ -21,7 +21,7 @@ from ddpm_ds.config.choices import (
     SAMPLERS,
     SCHEDULES,
     SOURCES,
-    Choice,
+    ObjectiveChoice,
     SamplerChoice,
     ScheduleChoice,
     SourceChoice,
@@ -66,7 +66,7 @@ def register() -> None:
     OPENERS["npz"] = _npz
     SCHEDULES["flat"] = ScheduleChoice("equal betas")
     NOISE["flat"] = NoiseSchedule(_flat, diffusers=None)
-    OBJECTIVES["minus_eps"] = Choice("the noise to take away")
+    OBJECTIVES["minus_eps"] = ObjectiveChoice("the noise to take away")
     TARGETS["minus_eps"] = Target(
         target=lambda x0, eps, level: -eps,
         to_x0=lambda prediction, x_t, level: (x_t + level.noise * prediction) / level.signal,

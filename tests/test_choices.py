@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpm_ds.config.choices import SCHEDULES
+from ddpm_ds.config.choices import SCHEDULES, SOURCES
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import SPEC, load_spec
 from ddpm_ds.data.prepare import cache_path
+from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
 from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
@@ -88,7 +89,13 @@ def test_the_spec_takes_what_is_registered_and_lists_it_where_a_name_is_unknown(
 
 @pytest.mark.parametrize("key", REGISTRIES)
 def test_every_name_has_something_behind_it(key: str) -> None:
-    assert list(REGISTRIES[key]) == list(DOING[key])
+    behind = {**DOING[key], **FIELD_OPENERS} if key == "data.source" else DOING[key]
+    assert list(REGISTRIES[key]) == list(behind)
+
+
+def test_sources_of_pictures_and_of_named_arrays_are_those_that_can_be_opened_as_such() -> None:
+    assert list(OPENERS) == [name for name, source in SOURCES.items() if source.pictures]
+    assert list(FIELD_OPENERS) == [name for name, source in SOURCES.items() if source.arrays]
 
 
 def test_the_spec_knows_which_schedules_have_continuous_levels() -> None:
@@ -116,6 +123,10 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "shuffle_images", "workers"}
     others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
     of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
+    of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
+    of_training |= {"normalise", "held_out", "flips_negate"}
+    of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
+    others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan"}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
     named = [cache_path(spec.model_copy(update={key: value})) for key, value in others.items()]
@@ -136,7 +147,7 @@ def test_what_diffusers_does_not_know_is_refused_by_name(registered: None, key: 
 
 def test_no_name_of_diffusers_stands_for_two_of_ours() -> None:
     schedules = [one.diffusers for one in NOISE.values() if one.diffusers not in ("trained_betas", None)]
-    predictions = [one.diffusers for one in TARGETS.values()]
+    predictions = [one.diffusers for one in TARGETS.values() if one.diffusers is not None]
     for names in (schedules, predictions):
         assert len(set(names)) == len(names)
 

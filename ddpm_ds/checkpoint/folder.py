@@ -17,8 +17,6 @@ same ``manifest.json`` and ``state.json`` beside the fragments of their own rank
 raise OSError if the file system refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

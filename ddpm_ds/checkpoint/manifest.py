@@ -124,6 +124,8 @@ class Description(_Record):
     """Checksums of the data-set cache that the run trains on."""
     parameters: dict[str, Shape]
     """Shape of every parameter by global name, in the order of the layers."""
+    fields: dict[str, Any] | None = None
+    """Scales and names of the fields that the run learns; None for pictures and latents."""
 
 
 class FileEntry(_Record):
@@ -173,7 +175,7 @@ class Manifest(Description):
 
     def dump(self) -> bytes:
         """Return the bytes of ``manifest.json``."""
-        usual = {"places": {}, "dtype": "F32"}  # defaults are left out, as in files of version 0.1
+        usual: dict[str, Any] = {"places": {}, "dtype": "F32", "fields": None}  # left out, as in files of version 0.1
         left_out = {"sha256", *(name for name, value in usual.items() if getattr(self, name) == value)}
         values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude=left_out)}
         blank = (json.dumps(values, indent=2) + "\n").encode()

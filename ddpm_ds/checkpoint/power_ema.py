@@ -12,8 +12,6 @@ do not change are their own average. Source: Karras et al. 2024 (EDM2), section 
 published with it, which divides.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Reader of any piece of a checkpoint, however it is split into fragments, and its consolidation into a single file."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -9,8 +9,6 @@
 Ranks use a key-value store (:class:`~ddpm_ds.checkpoint.groups.Completion`); no thread runs a collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

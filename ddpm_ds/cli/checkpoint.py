@@ -2,8 +2,6 @@
 weights of any length after training; all without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

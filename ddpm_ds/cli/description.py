@@ -1,7 +1,5 @@
 """A plan in words and tables: what every run prints first, and what its start has decided since."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path
@@ -94,8 +92,8 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     tracker = public_address(os.environ.get("MLFLOW_TRACKING_URI", "")) or run_dir.parent
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
-        f"data         {data.source}, {data.image_size}x{data.image_size}x{data.channels}"
-        + (f", cropped from {data.crop_from}x{data.crop_from}" if data.crop_from else "")
+        f"data         {data.source}, {'x'.join(map(str, (*data.size, data.channels)))}"
+        + (f", cropped from {'x'.join(map(str, data.stored_size))}" if data.crop_from else "")
         + (f", latents of {data.autoencoder}" if data.autoencoder else ""),
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",

@@ -1,7 +1,5 @@
 """``ddpm-ds doctor``: whether hosts can train together, before they do, and the report of it."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -124,7 +122,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
     """Return the run as DeepSpeed would start it on every host."""
     spec = load_spec(options.spec, spec_overrides(options.overrides))
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    layers = unet_layers(spec.unet, spec.data.interface)
     travels, file, folder = travelling(os.environ), find_environment(), str(Path.cwd())
     if local:  # ranks of a single host read the file themselves, for what their environment lacks
         file = {name: value for name, value in file.items() if name not in os.environ}

@@ -1,7 +1,5 @@
 """``ddpm-ds fit``: find the largest micro-batch that fits this machine's devices, and the one to train with."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Verbs that start the ranks of a run and stay with them: ``train``, and ``run``, which starts any training script."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

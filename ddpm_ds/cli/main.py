@@ -125,17 +125,24 @@ def _refuse_withdrawn(arguments: Sequence[str]) -> None:
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[Any]) -> None:
-    from ddpm_ds.command_line import add_spec_options
+    from ddpm_ds.command_line import add_spec_options, file_path
 
     parser = verbs.add_parser(
         "prepare",
         help="write the images of a spec into the data-set cache",
         description="Read a spec's images once and write the data-set cache that training reads. Training does this\n"
-        "by itself when the cache is missing. Latents of data.autoencoder are made here alone, with --encode.",
+        "by itself when the cache is missing. Latents of data.autoencoder are made here alone, with --encode,\n"
+        "and what a regression leaves of fields with --residual.",
     )
     add_spec_options(parser)
     parser.add_argument(
         "--encode", action="store_true", help="make the latents of data.autoencoder too, on CUDA if there is any"
+    )
+    parser.add_argument(
+        "--residual",
+        type=file_path,
+        metavar="RUN_DIR",
+        help="make the residuals of this regression too, which becomes data.residual_of, on CUDA if there is any",
     )
     parser.set_defaults(run=_prepare)
 
@@ -144,21 +151,27 @@ def _prepare(options: argparse.Namespace) -> None:
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.processes.ranks import set_environment
 
-    data = load_spec(options.spec, options.overrides).data
+    residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
+    data = load_spec(options.spec, [*options.overrides, *residual]).data
     from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
 
-    device = None
-    if options.encode:
-        if data.autoencoder is None:
-            raise SpecError("--encode makes latents of data.autoencoder, which is null; name one or leave --encode out")
+    encode_on = regression = None
+    if options.encode and data.autoencoder is None:
+        raise SpecError("--encode makes latents of data.autoencoder, which is null; name one or leave --encode out")
+    if options.encode or residual:
         set_environment()
         from ddpm_ds.device import choose_device
+        from ddpm_ds.evaluate.regression import TrainedRegression
 
         device = choose_device("auto")
-    store = prepare(data, progress=True, verify=True, encode_on=device)
+        encode_on = device if options.encode else None
+        regression = TrainedRegression(data, device) if residual else None
+    store = prepare(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
     skipped = f", {store.meta.skipped:,} left out (skipped.txt)" if store.meta.skipped else ""
-    what = f"latents of {'x'.join(map(str, store.meta.shape))}" if store.meta.kind == "latents" else "images"
+    what = "images" if data.residual_of is None else "residuals"
+    if store.meta.kind == "latents":
+        what = f"latents of {'x'.join(map(str, store.meta.shape))}"
     print(f"{store.path}: {len(store):,} {what}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
         print(notice)

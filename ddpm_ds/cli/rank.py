@@ -3,8 +3,6 @@
 Imports nothing slow: a signal may come while the program is imported.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from importlib import import_module

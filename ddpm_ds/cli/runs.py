@@ -2,8 +2,6 @@
 ``diagnose`` shows where the time of one went, and ``send`` sends to MLflow what it has not got of one.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

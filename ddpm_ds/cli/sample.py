@@ -11,12 +11,15 @@ import re
 import signal
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import (
+    MOST_MEMBERS,
     OneLineParser,
     Verbs,
     add_overwrite,
@@ -27,15 +30,18 @@ from ddpm_ds.command_line import (
     number,
     positive,
     seed,
+    whole,
     writing,
 )
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
+from ddpm_ds.evaluate import USUAL_MEMBERS
 from ddpm_ds.files import MOST_DIGITS
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
 if TYPE_CHECKING:
+    from ddpm_ds.evaluate.inputs import Inputs
     from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.trained import Trained
 
@@ -51,6 +57,10 @@ examples
   ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
   deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10.npz
 
+  ddpm-ds sample runs/downscaling --conditions held-out --members 8 --out ensembles.png
+  ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
+  ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
+
 Interrupted, it keeps the finished batches, and the same command continues from there (docs/sampling.md).
 
 exit codes
@@ -58,6 +68,9 @@ exit codes
 """
 
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
+OTHER_SUFFIXES = {"npy": ".npy", "zarr": ".zarr"}
+"""Formats that --out alone asks for."""
+MOST_AHEAD = 10_000
 FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
 """Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
@@ -90,9 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=positive, default=64, metavar="N", help="images (default 64)")
     parser.add_argument(
-        "--first", type=image_number, default=0, metavar="I", help="number of the first image (default 0)"
+        "--count",
+        type=positive,
+        metavar="N",
+        help="images (default 64), or inputs of --conditions (default all up to 64)",
+    )
+    parser.add_argument(
+        "--first", type=image_number, default=0, metavar="I", help="number of the first image or input (default 0)"
     )
     parser.add_argument(
         "--out",
@@ -111,6 +129,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="all|none|3|0,1,2",
         help="classes of a class-conditional U-Net, which images take in turn (default all)",
     )
+    group = parser.add_argument_group("conditions", "for runs that were trained with data.condition")
+    group.add_argument(
+        "--conditions",
+        type=file_path,
+        metavar="PATH|held-out",
+        help="what images are drawn for: a file or folder, or the run's held-out images",
+    )
+    group.add_argument(
+        "--members",
+        type=partial(whole, lowest=1, highest=MOST_MEMBERS, what="a number from 1 to 4,096"),
+        metavar="K",
+        help=f"images of each input (default {USUAL_MEMBERS}; a regression draws one)",
+    )
+    group.add_argument(
+        "--steps-ahead",
+        type=partial(whole, lowest=1, highest=MOST_AHEAD, what="a number from 1 to 10,000"),
+        default=1,
+        metavar="N",
+        help="feed each image back as the next condition, N - 1 times (--steps is the sampler's)",
+    )
+    group.add_argument("--channel", metavar="NAME", help="channel of fields that a picture shows (default the first)")
     parser.add_argument(
         "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
     )
@@ -232,8 +271,7 @@ def load(
             argparse.Namespace(**{**vars(options), **change}),
             trained.sampler,
             trained.diffusion,
-            classes=trained.unet_spec.classes,
-            latents=trained.autoencoder is not None,
+            **trained.sampler_checks,
         )
         for change in changes
     ]
@@ -250,11 +288,12 @@ def sampler_from(
     diffusion: DiffusionSpec,
     *,
     classes: int | None,
-    latents: bool = False,
+    **checks: bool,
 ) -> SamplerSpec:
     """Return the run's sampler, changed by the options.
 
-    A kind other than the run's starts from its own number of steps and without added noise.
+    A kind other than the run's starts from its own number of steps and without added noise. ``checks`` are further
+    arguments of :func:`ddpm_ds.config.spec.check_sampler`.
 
     Raises:
         SpecError: an option is out of range, or the sampler, the diffusion process or the U-Net does not support it.
@@ -276,7 +315,7 @@ def sampler_from(
     from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
 
     try:
-        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, latents=latents)
+        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, **checks)
         check_guidance(changed, diffusion)
     except (ValueError, SpecError) as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
@@ -285,13 +324,14 @@ def sampler_from(
     return changed
 
 
-def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...] | None:
+def _labels(options: argparse.Namespace, trained: Trained) -> tuple[int, ...] | None:
     """Return the labels of --labels, which images take in turn; None for images without labels."""
     from ddpm_ds.evaluate.sampling import check_label
 
-    text = options.labels
+    text, classes = options.labels, trained.unet_spec.classes
     if text == "none" or (text is None and classes is None):
-        if options.guidance not in (None, 1.0) and options.guide is None:
+        guides = options.guide is not None or (classes is None and trained.sampler_checks["drops"])
+        if options.guidance not in (None, 1.0) and not guides:
             raise SpecError(f"--guidance {options.guidance:g} needs classes to guide to; leave out --labels none")
         return None
     if classes is None:
@@ -306,6 +346,32 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
     return labels
 
 
+def _inputs(options: argparse.Namespace, trained: Trained) -> Inputs | None:
+    """Open what --conditions names; None for a run without a condition of each image."""
+    from ddpm_ds.evaluate.inputs import Inputs, check_ahead, check_unconditioned
+
+    if options.conditions is None:
+        for name, value in (("members", options.members), ("steps-ahead", options.steps_ahead)):
+            if value not in (None, 1):
+                raise SpecError(f"--{name} {value} is of --conditions, which is missing")
+        check_unconditioned(trained)
+        return None
+    if options.steps_ahead > 1:
+        check_ahead(trained)
+    return Inputs.open(options.conditions, trained)
+
+
+def _channel(options: argparse.Namespace, trained: Trained) -> int:
+    """Return the number of the channel that --channel names."""
+    if options.channel is None:
+        return 0
+    if not trained.are_fields:
+        raise SpecError(f"--channel {options.channel} is of fields, and {options.path} draws pictures; leave it out")
+    if options.channel not in trained.channels:
+        raise SpecError(f"--channel {options.channel} is none of {', '.join(trained.channels)}")
+    return trained.channels.index(options.channel)
+
+
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
     """Return the path of the output, and its format."""
     out, wanted = options.out, options.format
@@ -313,14 +379,28 @@ def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path
         wanted = wanted or "grid"
         folder, images = (trained.run_dir, f"-{trained.images_seen:09}") if trained.run_dir else (Path(), "")
         return folder / f"samples{images}{SUFFIXES[wanted]}", wanted
-    by_suffix = next((name for name, suffix in SUFFIXES.items() if suffix == out.suffix.lower()), None)
+    formats = SUFFIXES | OTHER_SUFFIXES
+    by_suffix = next((name for name, suffix in formats.items() if suffix == out.suffix.lower()), None)
     if wanted is None and by_suffix is None:
         raise SpecError(
-            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none, or say --format"
+            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none, or say --format; .npy and "
+            ".zarr hold fields"
         )
     if wanted is not None and by_suffix not in (None, "folder", wanted):
         raise SpecError(f"--out {out} has the suffix of a {by_suffix}, not of --format {wanted}; leave one of them out")
     return out, wanted or str(by_suffix)
+
+
+def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind: str) -> None:
+    """Refuse a format that can't hold the images, and one whose package is missing."""
+    if kind == "zarr" and not trained.are_fields:
+        raise SpecError(f"--out {out} is for fields, and {options.path} draws pictures; use .npy, .npz or .png")
+    if kind == "folder" and trained.are_fields:
+        raise SpecError(f"--out {out} is a folder of PNG files, and {options.path} draws fields; use .npy or .zarr")
+    if kind in ("grid", "npz", "folder") and options.steps_ahead > 1:
+        raise SpecError(f"--out {out} can't hold --steps-ahead {options.steps_ahead}; use .npy or .zarr")
+    if kind == "zarr" and not (find_spec("zarr") and find_spec("xarray")):
+        raise SpecError(f"--out {out} needs packages that are missing: pip install 'ddpm_ds[fields]'; or use .npy")
 
 
 def _sample(options: argparse.Namespace) -> int:
@@ -328,27 +408,34 @@ def _sample(options: argparse.Namespace) -> int:
     set_environment()
     from ddpm_ds.evaluate.outputs import (
         DrawnImages,
-        Request,
         check_new_folder,
         check_recordable,
         record_child,
         titled_grid,
+        write_npy,
         write_npz,
         write_pngs,
+        write_zarr,
     )
-    from ddpm_ds.evaluate.sampling import draw_missing
+    from ddpm_ds.evaluate.sampling import draw_missing, request_for
     from ddpm_ds.unet.operations import widening
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trained, (sampler,), guide = load(options)
-    numbers = {name: getattr(options, name) for name in ("seed", "first", "count", "batch_images")}
-    request = Request.of(trained, sampler, _labels(options, trained.unet_spec.classes), guide, **numbers)
+    inputs = _inputs(options, trained)
+    given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
+    numbers = {name: value for name in given if (value := getattr(options, name)) is not None}
+    request = request_for(
+        trained, sampler, _labels(options, trained), guide, inputs, options.labels is not None, **numbers
+    )
+    channel = _channel(options, trained)
     out, kind = _out_and_format(options, trained)
+    _check_format(options, trained, out, kind)
     if options.mlflow and kind != "grid":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
     if options.mlflow:
         check_recordable(trained)
-    if kind == "folder":
+    if kind in ("folder", "zarr"):
         check_new_folder(out)
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
@@ -358,16 +445,21 @@ def _sample(options: argparse.Namespace) -> int:
     if line := widening(stored.device.type, stored.dtype):
         log(line)
     try:
-        draw_missing(trained, request, drawn, rank, world_size, guide=guide)
+        draw_missing(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs)
         if rank == 0:
             images, labels = drawn.images(), request.labels_of(request.index)
-            if kind == "folder":
+            if kind == "npy":
+                write_npy(out, images if inputs is None else request.by_input(images))
+            elif kind == "zarr":
+                write_zarr(out, trained, request.by_input(images), options.first)
+            elif kind == "folder":
                 write_pngs(out, images, request.index)
             elif kind == "npz":
                 write_npz(out, images, labels)
             else:
                 with writing(out, overwrite=options.overwrite) as file:
-                    titled_grid(trained, sampler, images, labels).save(file, "PNG")
+                    how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
+                    titled_grid(trained, sampler, images, labels, **how).save(file, "PNG")
             drawn.remove()
     except KeyboardInterrupt:
         log(f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there")
@@ -381,4 +473,8 @@ def _sample(options: argparse.Namespace) -> int:
 def _summary(request: Request) -> str:
     trained = "" if request.images_seen is None else f" after {request.images_seen:,} images"
     sampler = f"{request.sampler.kind} in {request.sampler.steps} steps"
-    return f"{request.count:,} images by {sampler}, seed {request.seed}, {request.weights} weights{trained}"
+    images = f"{request.count:,} images"
+    if request.inputs is not None:
+        members = request.members
+        images += f", {members} for each of {request.count // members:,} inputs,"
+    return f"{images} by {sampler}, seed {request.seed}, {request.weights} weights{trained}"

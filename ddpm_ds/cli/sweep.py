@@ -1,7 +1,5 @@
 """``ddpm-ds sweep``: train a spec with different values of some settings, one run after another, and compare them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

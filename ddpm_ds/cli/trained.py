@@ -7,22 +7,39 @@ from __future__ import annotations
 import argparse
 import copy
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
-from ddpm_ds.command_line import Verbs, add_overrides, ema_length, file_path, whole
+from ddpm_ds.command_line import MOST_COUNT, Verbs, add_overrides, ema_length, file_path, positive, whole
 from ddpm_ds.errors import SpecError
-from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
+from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.tracking.run_folder import snapshots_of
 
+if TYPE_CHECKING:
+    from ddpm_ds.config.spec import SamplerSpec
+    from ddpm_ds.evaluate.ensembles import Evaluated
+    from ddpm_ds.evaluate.outputs import Request
+    from ddpm_ds.evaluate.scores import Score
+    from ddpm_ds.evaluate.trained import Trained
+
+MANY = 10_000
+"""Images that are drawn to be scored, without conditions."""
 MOST_SAMPLES = 64
 DRAWN_AT_ONCE = 16
 
 EVALUATE_DESCRIPTION = """\
 Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
 features (extra [fid] and a download), and a Fréchet distance of raw pixels. Lists of samplers, guidances and lengths of
-the average are evaluated one by one. The numbers go to one table, to a folder RUN_DIR/evaluations/NAME for each, and
+the average are evaluated one by one.
+
+Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS,
+spread, and spread over skill, by channel, spectra, and PSNR and SSIM of pictures.
+
+The numbers go to one table, to a folder RUN_DIR/evaluations/NAME for each, and
 into MLflow as children of the run. docs/evaluation.md says what each score is and is not.
 """
 
@@ -35,6 +52,8 @@ examples
   ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15 --metrics pixel
       averages of other lengths, of a run that keeps snapshots (ema.profiles)
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
+  ddpm-ds evaluate runs/downscaling --members 16
+      16 members for each held-out image
 
 Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
 again.
@@ -81,7 +100,20 @@ def add_evaluate(verbs: Verbs) -> None:
     """Add the verb ``evaluate``."""
     what = "score a checkpoint or an export against the real images"
     parser = verbs.add_parser("evaluate", help=what, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES)
-    parser.add_argument("--count", type=_count, default=10_000, metavar="N", help="images to draw (default 10000)")
+    count = f"images to draw (default {MANY}), or inputs to draw members for (default all)"
+    parser.add_argument("--count", type=positive, metavar="N", help=count)
+    parser.add_argument(
+        "--members",
+        type=positive,
+        metavar="K",
+        help=f"images to draw for each input (default {USUAL_MEMBERS}; a regression draws one)",
+    )
+    parser.add_argument(
+        "--conditions",
+        type=file_path,
+        metavar="PATH|held-out",
+        help="inputs with their true images, a file or folder (default: the run's held-out images)",
+    )
     parser.add_argument(
         "--metrics",
         type=_metrics,
@@ -114,12 +146,6 @@ def add_evaluate(verbs: Verbs) -> None:
     parser.set_defaults(run=_evaluate)
 
 
-def _count(text: str) -> int:
-    return whole(
-        text, FEWEST_IMAGES, 10**6, f"a number from {FEWEST_IMAGES} to 1,000,000; fewer images can't be compared"
-    )
-
-
 def _metrics(text: str) -> tuple[str, ...]:
     names = text.split(",")
     for name in names:
@@ -132,8 +158,9 @@ def _metrics(text: str) -> tuple[str, ...]:
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.checkpoint.power_ema import Reconstruction
+    from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.outputs import check_recordable
-    from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference, table
+    from ddpm_ds.evaluate.scores import table
 
     lengths = options.ema_length
     if lengths != (None,):
@@ -143,15 +170,53 @@ def _evaluate(options: argparse.Namespace) -> None:
             Reconstruction(snapshots_of(options.path), length)
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
-    numbers = {name: getattr(options, name) for name in ("seed", "count", "batch_images")}
-    scorer, found = None, []
+    work, found, ensembles = None, [], []
     for length in lengths:
         trained, samplers, guide = load(options, changes, ema_length=length)
         check_recordable(trained)
-        if scorer is None:
-            scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
-        found += [evaluate(trained, sampler, guide, scorer, options.out, **numbers) for sampler in samplers]
-    print(f"\n{table(found)}")
+        if trained.is_conditioned:
+            ensembles += [_of_ensembles(options, trained, sampler, guide) for sampler in samplers]
+        else:
+            work = work or _of_images(options, trained)
+            found += [work(trained, sampler, guide) for sampler in samplers]
+    print(f"\n{ensemble_table(ensembles) if ensembles else table(found)}")
+
+
+def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]]]:
+    """Return what evaluates weights without conditions by a sampler and a guide."""
+    from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
+
+    for option in ("members", "conditions"):
+        if (value := getattr(options, option)) is not None:
+            raise SpecError(f"--{option} {value}: {trained.origin} was trained without conditions; leave it out")
+    count = MANY if options.count is None else options.count
+    if not FEWEST_IMAGES <= count <= MOST_COUNT:
+        raise SpecError(f"--count {count} should be {FEWEST_IMAGES} to {MOST_COUNT:,}; fewer images can't be compared")
+    scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
+    numbers = {"seed": options.seed, "count": count, "batch_images": options.batch_images}
+    return partial(evaluate, scorer=scorer, out=options.out, **numbers)
+
+
+def _of_ensembles(
+    options: argparse.Namespace, trained: Trained, sampler: SamplerSpec, guide: Trained | None
+) -> Evaluated:
+    """Evaluate weights with conditions."""
+    from ddpm_ds.evaluate.ensembles import evaluate_ensembles
+    from ddpm_ds.evaluate.inputs import Inputs
+
+    for option in ("metrics", "inception_weights"):
+        if (value := getattr(options, option)) is not None:
+            said = ",".join(value) if option == "metrics" else value
+            raise SpecError(
+                f"--{option.replace('_', '-')} {said} is of images without conditions, and {trained.origin} has some, "
+                "whose scores are all computed; leave it out"
+            )
+    if options.conditions is None:
+        inputs = Inputs.held_out(trained, options.dataset)
+    else:
+        inputs = Inputs.open(options.conditions, trained)
+    numbers = {name: getattr(options, name) for name in ("count", "members", "seed", "batch_images")}
+    return evaluate_ensembles(trained, sampler, guide, inputs, options.out, **numbers)
 
 
 def add_export(verbs: Verbs) -> None:
@@ -170,7 +235,8 @@ def add_export(verbs: Verbs) -> None:
         type=_samples,
         default=MOST_SAMPLES,
         metavar="N",
-        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none)",
+        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; none of a "
+        "run with a condition)",
     )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
     parser.set_defaults(run=_export)
@@ -238,7 +304,7 @@ def _export(options: argparse.Namespace) -> None:
         trained = rounded(trained, options.dtype)
         write_pipeline(trained, folder, options.dtype)
         compared = check_in_diffusers(trained, folder)
-        picture = "samples.png" if options.samples else None
+        picture = "samples.png" if options.samples and not trained.is_conditioned else None
         if picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)

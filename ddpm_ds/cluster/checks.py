@@ -3,8 +3,6 @@
 ``CHECKS`` is the table from top to bottom.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -6,8 +6,6 @@
 first host is reached, and NCCL where its own variables say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -7,8 +7,6 @@ begin with ``MARK``, because a login shell may print lines of its own. Packages 
 only where an ImportError is caught.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

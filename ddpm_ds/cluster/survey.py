@@ -4,8 +4,6 @@ here        facts? ─▶ of the first: port listens? ─▶ of the others: rout
 each host   one process (probe.py), started as DeepSpeed's pdsh launcher starts training there
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Arguments of the functions that scripts call, checked against their annotations. Does not import torch."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import inspect

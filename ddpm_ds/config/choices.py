@@ -4,8 +4,6 @@ Here is what the spec and the command lines know of each: its words, and which k
 same name in :mod:`ddpm_ds.data.sources` or :mod:`ddpm_ds.diffusion.choices`; a test compares the names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MOST_SIGMA = 1e6
@@ -31,6 +29,10 @@ class SourceChoice(Choice):
     """Where the labels come from, for an error."""
     keys: tuple[str, ...] = ()
     """Other keys that it reads, among `split`, `image_column` and `label_column`."""
+    pictures: bool = True
+    """Whether it has pictures, which are decoded and scaled."""
+    arrays: bool = False
+    """Whether it has arrays by name: fields, conditions, masks and vectors, each of its own size."""
 
     def reads(self, key: str) -> bool:
         """Return whether it reads a key of the spec."""
@@ -55,6 +57,15 @@ class ScheduleChoice(Choice):
 
 
 @dataclass(frozen=True)
+class ObjectiveChoice(Choice):
+    """What the U-Net predicts."""
+
+    diffuses: bool = True
+    """Whether images are noised. Without noise x_t and t are 0, and the U-Net, evaluated once, predicts the image from
+    its condition."""
+
+
+@dataclass(frozen=True)
 class SamplerChoice(Choice):
     """Kind of sampler, its default and the options that it reads."""
 
@@ -66,6 +77,7 @@ class SamplerChoice(Choice):
     """Whether each step but the last is corrected by a second evaluation at its end."""
 
 
+LABELS_ARRAY = "they are the array labels, (N,)"
 SOURCES = {
     "digits": SourceChoice("scikit-learn's, 8x8 pixels"),
     "cifar10": SourceChoice("torchvision's, downloaded"),
@@ -80,7 +92,10 @@ SOURCES = {
         labels="its dataset.json has them, or else its folders are classes",
     ),
     "arrays": SourceChoice(
-        "`path` is a .npy or .npz of images", path="FILE", labels="they are the array labels of a .npz"
+        "`path` is a .npy or .npz of images or fields",
+        path="FILE",
+        labels="they are the array labels of a .npz",
+        arrays=True,
     ),
     "webdataset": SourceChoice(
         "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg"
@@ -93,6 +108,19 @@ SOURCES = {
         keys=("split", "image_column", "label_column"),
     ),
     "torchvision": SourceChoice("one of torchvision's by `name`, downloaded", name="CIFAR100", keys=("split",)),
+    "hdf5": SourceChoice(
+        "fields in the HDF5 file `path`", path="FILE", labels=LABELS_ARRAY, pictures=False, arrays=True
+    ),
+    "zarr": SourceChoice(
+        "fields in the Zarr folder `path`", path="FOLDER", labels=LABELS_ARRAY, pictures=False, arrays=True
+    ),
+    "netcdf": SourceChoice(
+        "fields in the NetCDF file `path`, or in a Zarr folder that xarray has written",
+        path="PATH",
+        labels=LABELS_ARRAY,
+        pictures=False,
+        arrays=True,
+    ),
 }
 """Sources by `data.source`."""
 SCHEDULES = {
@@ -108,10 +136,11 @@ SCHEDULES = {
 }
 """Noise schedules by `diffusion.schedule`."""
 OBJECTIVES = {
-    "eps": Choice("the noise"),
-    "x0": Choice("the clean image"),
-    "v": Choice("Salimans and Ho; under edm what Karras et al. call -F"),
-    "velocity": Choice("noise minus image, flow matching"),
+    "eps": ObjectiveChoice("the noise"),
+    "x0": ObjectiveChoice("the clean image"),
+    "v": ObjectiveChoice("Salimans and Ho; under edm what Karras et al. call -F"),
+    "velocity": ObjectiveChoice("noise minus image, flow matching"),
+    "regression": ObjectiveChoice("the image from its condition alone, without noise", diffuses=False),
 }
 """What the U-Net predicts, by `diffusion.objective`."""
 SAMPLERS = {

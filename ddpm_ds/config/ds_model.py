@@ -4,8 +4,6 @@ A key that DeepSpeed 0.19 reads and that would break a pipeline, or would be ign
 here, and so is refused. ``docs/ds_configs.md`` prints these models.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from itertools import pairwise

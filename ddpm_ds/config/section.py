@@ -5,15 +5,13 @@ error. A field's docstring is its documentation; everything else about it is rea
 ``reason`` may say why other values are refused.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -119,9 +117,11 @@ class Format(Generic[S]):
         model: Any = self.model
         for name in location:
             field = model.model_fields.get(name)
-            model = field.annotation if field else None
-            if not (isinstance(model, type) and issubclass(model, Section)):
+            options = (field.annotation, *get_args(field.annotation)) if field else ()  # a section, or one or null
+            sections = [option for option in options if isinstance(option, type) and issubclass(option, Section)]
+            if not sections:
                 return None
+            model = sections[0]
         return model
 
     def dotted(self, location: Sequence[str]) -> str:
@@ -149,7 +149,7 @@ class Format(Generic[S]):
         if near := difflib.get_close_matches(name, self._free(sections), n=1):
             return self.dotted([*sections, near[0]])
         elsewhere = [key for key in self.all_keys() if key.rpartition(".")[2] == name]
-        return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 3) else ""
+        return " or ".join(elsewhere) if len(elsewhere) < (2 if sections else 4) else ""
 
     def all_keys(self, within: tuple[str, ...] = ()) -> Iterable[str]:
         """Return all dotted keys, a section before those in it."""
@@ -196,13 +196,15 @@ class Format(Generic[S]):
             lines.extend([section["description"], "", "| key | type | default | meaning |", "|---|---|---|---|"])
             for key, part in section["properties"].items():
                 dotted = f"{name}.{key}" if name else key
-                if "$ref" in part and "reason" in part:
+                named = next((option["$ref"] for option in (part, *part.get("anyOf", ())) if "$ref" in option), None)
+                if named and "reason" in part:
                     kind, default = f'{self.section} {{"enabled": false}}', ""
-                elif "$ref" in part:
-                    within.append((dotted, schema["$defs"][part["$ref"].rpartition("/")[2]]))
+                elif named:
+                    within.append((dotted, schema["$defs"][named.rpartition("/")[2]]))
                     link = f"#{dotted.replace('.', '')}"
                     kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
                     default = "" if key in section.get("required", ()) else "all defaults"
+                    kind, default = (kind, default) if "$ref" in part else (f"{kind} or null", "`null`")
                 else:
                     kind = expected(part)
                     required = key in section.get("required", ())
@@ -321,7 +323,7 @@ def expected(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return f"a {schema['$ref'].rpartition('/')[2]}"
     if "anyOf" in schema:
-        return " or ".join(expected(option) for option in schema["anyOf"])
+        return " or ".join(option.get("description") or expected(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " or ".join(map(json.dumps, _choices(schema)))
     match schema["type"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,8 +39,19 @@ MOST_SIDE = 8192
 Pixels = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 MOST_CHANNELS = 2**16
 Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
+Size = Annotated[
+    Pixels | Annotated[tuple[Pixels, Pixels], Field(description="two of these, [height, width]")],
+    AfterValidator(lambda size: size[0] if isinstance(size, tuple) and size[0] == size[1] else size),
+]
+"""Side of a square, or height and width; two equal sides are one, so that a square is written in one way."""
+ImageChannels = Annotated[int, Field(ge=1, le=256)]
+"""Channels of images, fields or latents; published latents have 4 to 32."""
 LatentChannels = Annotated[int, Field(ge=1, le=64)]
-"""Channels of images or latents; published latents have 4 to 32."""
+"""Channels of an autoencoder's latents."""
+Variable = Annotated[str, Field(min_length=1, max_length=200)]
+"""Name of an array in a file."""
+Normalise = Literal["statistics", "range"] | None
+HeldOut = Literal["random", "last", "ranges"]
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels at which the largest image has been halved to one pixel."""
@@ -102,13 +114,84 @@ def _listed(what: str, choices: Mapping[str, Choice]) -> Any:
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
+def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def written(size: tuple[int, int]) -> str:
+    """Return (height, width) as a spec may say it: 64, or [64,96]."""
+    return str(size[0]) if size[0] == size[1] else f"[{size[0]},{size[1]}]"
+
+
+class ConditionSpec(Section):
+    """Condition of each image: channels beside x_t that are never noised, and a vector beside the time embedding.
+
+    Channels of the condition are in this order: stored or made ones, constants, grid.
+    """
+
+    kind: Literal["stored", "reduced", "grey", "cut_out"] | None = None
+    """Where the condition's channels come from: a second array of the same images, or made from the image itself:
+    reduced by `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a
+    rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
+    path: FilePath | None = None
+    """File or folder of the stored condition; null means `data.path`."""
+    variables: tuple[Variable, ...] = ()
+    """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
+    condition, or the only one in a `path` of its own."""
+    channels: Annotated[int, Field(ge=0, le=256)] = 0
+    """Channels of the stored condition; those that are made are counted by themselves."""
+    resize: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+    """How a condition of another size is brought to that of the image."""
+    normalise: Normalise = None
+    """How the stored condition and the constants come to the U-Net's scale, each channel by statistics of its own; see
+    `data.normalise`."""
+    factor: Annotated[int, Field(ge=2, le=64)] = 4
+    """Pixels of the image, each way, in one of the reduced image."""
+    noise: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Highest level of the noise that is mixed into a reduced image: each image has a random level up to this one, of
+    which the U-Net is told, x -> sqrt(1 - level^2) x + level noise. Samples have level 0."""
+    cut: tuple[Small, Small] = (0.25, 0.75)
+    """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
+    constants: tuple[Variable, ...] = ()
+    """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
+    they are stored once."""
+    constant_channels: Annotated[int, Field(ge=0, le=256)] = 0
+    """Channels of all `constants`."""
+    grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
+    """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
+    right."""
+    vector: tuple[Variable, ...] = ()
+    """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
+    embedding."""
+    vector_size: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Numbers in all arrays of `vector` together."""
+    drop: Fraction = 0.0
+    """Share of the images whose condition, vector included, is replaced by zeros, of which the U-Net is told; needed
+    for guidance."""
+
+    def made_channels(self, image_channels: int) -> int:
+        """Return the channels that are stored or made from the image, without constants and grid."""
+        made = {"stored": self.channels, "reduced": image_channels, "grey": 1, "cut_out": image_channels + 1}
+        return made[self.kind] if self.kind else 0
+
+    def input_channels(self, image_channels: int) -> int:
+        """Return all channels of the condition."""
+        return self.made_channels(image_channels) + self.constant_channels + self.grid_channels
+
+    @property
+    def numbers(self) -> int:
+        """Size of the vector that the U-Net is told: that of the data, and a flag of a dropped condition."""
+        return self.vector_size + (self.drop > 0.0)
+
+
 class DataSpec(Section):
     """Images to learn."""
 
     source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
-    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip` and
-    `arrays`; either for `webdataset` and `huggingface`. Other sources refuse a path."""
+    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip`,
+    `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
+    a path."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
     """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
@@ -120,21 +203,48 @@ class DataSpec(Section):
     label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
-    image_size: Pixels
-    """Height and width of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents."""
-    crop_from: Pixels | None = None
-    """Height and width of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
+    image_size: Size
+    """Size in pixels of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents: a
+    number for squares, or [height, width]. Fields have this size already."""
+    crop_from: Size | None = None
+    """Size in pixels of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
     evaluation the centre; null prepares images of `image_size`."""
-    channels: LatentChannels
-    """Channels of the images (1 grey, 3 RGB) or of `autoencoder`'s latents."""
+    channels: ImageChannels
+    """Channels of the images (1 grey, 3 RGB), of fields, or of `autoencoder`'s latents."""
+    variables: tuple[Variable, ...] = ()
+    """Names of the arrays in `path` that are the fields to learn, (N, H, W) or (N, C, H, W) each, joined along the
+    channels; [] means the only array that fits, or one that is named image or images."""
+    values: Literal["bytes", "float16", "float32"] = "bytes"
+    """How values are stored: bytes for pictures, floats for fields."""
+    normalise: Normalise = None
+    """How fields come to the U-Net's scale, by channel: "statistics" subtracts the mean and divides by the standard
+    deviation, "range" maps the smallest and the largest value to -1 and 1; both are computed while the data are
+    prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
+    mask: Variable | None = None
+    """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
+    elsewhere; or "nan", which masks what is not a number in the fields. Masked values are read as the mean of their
+    channel, and those of a condition that are not a number too. Null refuses fields that are not finite."""
+    held_out: HeldOut = "random"
+    """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
+    resemble those beside them, such as hours of weather."""
+    flips_negate: tuple[Variable | int, ...] = ()
+    """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
+    from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
+    has one channel."""
+    condition: ConditionSpec | None = None
+    """What each image is conditioned on; null learns images alone."""
     autoencoder: FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
     on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
+    residual_of: FilePath | None = None
+    """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields: what is
+    learned is what is left, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes these
+    residuals; null learns the fields themselves."""
     horizontal_flips: bool = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Number of images that are held out of training, for the held-out loss; it alone decides which images these
-    are."""
+    """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
+    images these are."""
     max_bad_fraction: Fraction = 0.01
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: FilePath = Path("data")
@@ -149,9 +259,88 @@ class DataSpec(Section):
     pixels."""
 
     @property
-    def stored_size(self) -> int:
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels of the images that are learned."""
+        return _height_and_width(self.image_size)
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
         """Height and width in pixels of the prepared images."""
-        return self.crop_from or self.image_size
+        return _height_and_width(self.crop_from or self.image_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the images that are learned."""
+        return (self.channels, *self.size)
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the prepared images."""
+        return (self.channels, *self.stored_size)
+
+    @property
+    def interface(self) -> Interface:
+        """What a U-Net for these data takes and predicts."""
+        condition = self.condition or ConditionSpec()
+        return Interface(
+            channels=self.channels,
+            size=self.size,
+            condition_channels=condition.input_channels(self.channels),
+            numbers=condition.numbers,
+            told_level=condition.noise > 0.0,
+        )
+
+    @property
+    def are_fields(self) -> bool:
+        """Whether the images are fields of floats instead of pictures of bytes."""
+        return self.values != "bytes"
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether fields come to the U-Net with values beyond [-1, 1]."""
+        return self.are_fields and self.normalise != "range"
+
+    @property
+    def named_arrays(self) -> dict[str, Any]:
+        """Values of the keys that only a source of named arrays reads, by key, if they are given."""
+        condition = self.condition or ConditionSpec()
+        given = {
+            "data.values": self.values if self.are_fields else None,
+            "data.variables": self.variables,
+            "data.mask": self.mask,
+            "data.condition.kind": condition.kind if condition.kind == "stored" else None,
+            "data.condition.path": condition.path,
+            "data.condition.variables": condition.variables,
+            "data.condition.constants": condition.constants,
+            "data.condition.vector": condition.vector,
+        }
+        return {key: value for key, value in given.items() if value}
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether images are named arrays of their final size, instead of pictures that are decoded and scaled."""
+        return SOURCES[self.source].arrays and (not SOURCES[self.source].pictures or bool(self.named_arrays))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """What a U-Net takes and predicts, as the data decide it."""
+
+    channels: int
+    """Channels of x_t and of the prediction."""
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    condition_channels: int = 0
+    """Channels that are concatenated to x_t, after it, and never noised."""
+    numbers: int = 0
+    """Size of the vector that is added to the time embedding, without the numbers of augmentation, which precede it."""
+    told_level: bool = False
+    """Whether the U-Net is told a second noise level, that of its condition."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of x_t and of the prediction."""
+        return (self.channels, *self.size)
 
 
 class UnetSpec(Section):
@@ -164,7 +353,10 @@ class UnetSpec(Section):
     blocks_per_level: Blocks = 2
     """Residual blocks per encoder level; a decoder level has one more."""
     attention_resolutions: Annotated[tuple[Pixels, ...], Field(max_length=MOST_LEVELS)] = ()
-    """Image sizes (pixels) at which every residual block is followed by self-attention."""
+    """Sizes of square images (pixels) at which every residual block is followed by self-attention."""
+    attention_levels: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MOST_LEVELS)] = ()
+    """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
+    `attention_resolutions`."""
     middle_attention: bool = True
     """Self-attention between the two middle blocks."""
     head_channels: Channels | None = None
@@ -195,6 +387,15 @@ class UnetSpec(Section):
     """Probability of each of the colour augmentations of EDM's code, of which the U-Net is told: brightness, contrast,
     luma flip, hue and saturation; grey images have the first three. 0 is off, as in EDM's runs."""
 
+    def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the levels with self-attention, for images of ``size`` (height, width)."""
+        sides = [size[0] >> level if size[0] == size[1] else None for level in range(len(self.multipliers))]
+        return tuple(
+            level
+            for level, side in enumerate(sides)
+            if level in self.attention_levels or side in self.attention_resolutions
+        )
+
 
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
@@ -219,6 +420,9 @@ class DiffusionSpec(Section):
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: Factor = 0.1
     """Error at which the Huber loss turns from squared to linear."""
+    channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
+    """Factor of each channel's errors in the loss, which are not divided by the sum of the factors; [] weighs all
+    alike."""
     weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
     For edm "uniform" is the paper's weighting."""
@@ -237,7 +441,9 @@ class DiffusionSpec(Section):
     def process_values(self) -> dict[str, Any]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
-        if not schedule.continuous:
+        if not OBJECTIVES[self.objective].diffuses:
+            keys = ["objective"]
+        elif not schedule.continuous:
             keys += [
                 "timesteps",
                 "zero_terminal_snr",
@@ -389,7 +595,9 @@ class SamplerSpec(Section):
         return self.guidance != 1.0 and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
-        """Return the number of steps from noise to image, with the default for null."""
+        """Return the number of steps from noise to image, with the default for null; a regression has one."""
+        if not OBJECTIVES[diffusion.objective].diffuses:
+            return 1
         usual = SAMPLERS[self.kind].steps
         if SCHEDULES[diffusion.schedule].continuous:
             steps = self.steps or usual
@@ -500,17 +708,45 @@ def _check_source(spec: RunSpec) -> None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
 
 
+def _check_arrays(spec: RunSpec) -> None:
+    """Refuse what is of named arrays for other sources, and what is of pictures for fields."""
+    data, unet = spec.data, spec.unet
+    for key, value in data.named_arrays.items():
+        if not SOURCES[data.source].arrays:
+            readers = " or ".join(name for name, other in SOURCES.items() if other.arrays)
+            written_value = f"[{', '.join(value)}]" if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{key} = {written_value} is of named arrays, which source {data.source} does not have; remove it or "
+                f"use source {readers}"
+            )
+    if data.reads_arrays and data.autoencoder is not None:
+        raise ValueError(
+            f"data.autoencoder = {data.autoencoder} encodes pictures, and data.source = {data.source} has named arrays "
+            "here; use null"
+        )
+    if data.reads_arrays and data.store == "encoded":
+        raise ValueError(f"data.store = encoded keeps image files, and data.source = {data.source} has none; use auto")
+    if data.normalise is not None and not data.are_fields:
+        raise ValueError(
+            f"data.normalise = {data.normalise} is for fields, and pictures (data.values = bytes) are always mapped to "
+            "[-1, 1]; use null"
+        )
+    for key in ("augmentation", "colour_augmentation"):
+        if data.are_fields and (value := getattr(unet, key)):
+            raise ValueError(f"unet.{key} = {value:g} is for pictures, and data.values = {data.values}; use 0")
+
+
 def _check_images(spec: RunSpec) -> None:
     data = spec.data
-    if data.crop_from is not None and data.crop_from < data.image_size:
+    if any(stored < cropped for stored, cropped in zip(data.stored_size, data.size, strict=True)):
         raise ValueError(
-            f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
-            f"use {data.image_size} or more, or null for no crops"
+            f"data.crop_from = {written(data.stored_size)} is below data.image_size = {written(data.size)}, the size "
+            f"of the crops; use {written(data.size)} or more, or null for no crops"
         )
-    if data.autoencoder is None and data.channels not in (1, 3):
+    if data.autoencoder is None and not data.are_fields and data.channels not in (1, 3):
         raise ValueError(
             f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
-            "data.autoencoder, which is null"
+            "data.autoencoder, which is null, or of fields (data.values)"
         )
 
 
@@ -521,10 +757,10 @@ def _check_changes_of_images(spec: RunSpec) -> None:
             f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
             "already, and tells the U-Net; use false"
         )
-    if unet.augmentation and data.image_size < LEAST_AUGMENTED:
+    if unet.augmentation and min(data.size) < LEAST_AUGMENTED:
         raise ValueError(
             f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
-            f"data.image_size is {data.image_size}; use 0"
+            f"data.image_size is {written(data.size)}; use 0"
         )
     if data.autoencoder is not None:
         pixels_alone = {
@@ -541,10 +777,119 @@ def _check_changes_of_images(spec: RunSpec) -> None:
                 )
 
 
+def _check_condition(spec: RunSpec) -> None:
+    data, unet = spec.data, spec.unet
+    if data.mask is not None or data.condition is not None:
+        asked = "data.mask" if data.condition is None else "data.condition"
+        if data.autoencoder is not None:
+            raise ValueError(f"{asked} is of pixels or fields, and data.autoencoder makes latents of them; remove one")
+        made = data.condition is not None and data.condition.kind != "stored" and not data.condition.constants
+        if unet.augmentation and not (made and data.mask is None):
+            raise ValueError(
+                f"unet.augmentation = {unet.augmentation:g} turns and moves images, and a stored {asked} would stay; "
+                "use 0"
+            )
+    if data.condition is None:
+        return
+    condition, usual = data.condition, ConditionSpec()
+    if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
+        raise ValueError(
+            "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
+        )
+    reads_path = condition.kind == "stored" or condition.constants or condition.vector
+    for key, is_read, readers in (
+        ("path", reads_path, "a stored condition, constants or a vector"),
+        ("variables", condition.kind == "stored", "kind stored"),
+        ("channels", condition.kind == "stored", "kind stored"),
+        ("resize", condition.kind in ("stored", "reduced"), "kind stored or reduced"),
+        ("normalise", condition.kind == "stored" or condition.constants, "kind stored or constants"),
+        ("factor", condition.kind == "reduced", "kind reduced"),
+        ("noise", condition.kind == "reduced", "kind reduced"),
+        ("cut", condition.kind == "cut_out", "kind cut_out"),
+    ):
+        value, default = getattr(condition, key), getattr(usual, key)
+        if value != default and not is_read:
+            raise ValueError(f"data.condition.{key} = {_said(value)} is of {readers}; leave it at {_said(default)}")
+    if condition.kind == "stored" and not condition.channels:
+        raise ValueError("data.condition.channels = 0, but kind stored has channels; give their number")
+    for names, size in (("constants", "constant_channels"), ("vector", "vector_size")):
+        given, count = getattr(condition, names), getattr(condition, size)
+        if bool(given) != bool(count):
+            raise ValueError(
+                f"data.condition.{names} = {_said(given)} and {size} = {count} belong together; give both or neither"
+            )
+    if condition.kind == "grey" and data.channels != 3:
+        raise ValueError(f"data.condition.kind = grey needs 3 channels, and data.channels = {data.channels}")
+    if condition.kind == "reduced" and any(side % condition.factor for side in data.size):
+        raise ValueError(
+            f"data.condition.factor = {condition.factor} does not divide data.image_size = {written(data.size)}; use a "
+            "divisor"
+        )
+    if condition.cut[0] > condition.cut[1]:
+        raise ValueError(f"data.condition.cut = {_said(condition.cut)} should not fall; give the smaller side first")
+
+
+def _check_residual(spec: RunSpec) -> None:
+    data = spec.data
+    if data.residual_of is None:
+        return
+    given = f"data.residual_of = {data.residual_of}"
+    if not data.are_fields:
+        raise ValueError(
+            f"{given} is for fields, and data.values = bytes has no negative numbers; use float32, or null"
+        )
+    if data.condition is None:
+        raise ValueError(f"{given} predicts from a condition, and data.condition is null; give one, or use null")
+    if data.condition.kind not in (None, "stored"):
+        raise ValueError(
+            f"{given} leaves residuals, from which data.condition.kind = {data.condition.kind} can't be made; use a "
+            "stored condition, or null"
+        )
+    if data.crop_from is not None:
+        raise ValueError(f"{given} predicts whole fields, and data.crop_from = {_said(data.crop_from)}; use null")
+    if not OBJECTIVES[spec.diffusion.objective].diffuses:
+        raise ValueError(
+            f"{given} leaves what a regression can't predict, and diffusion.objective = {spec.diffusion.objective}; "
+            "use eps, x0 or v"
+        )
+
+
+def _said(value: object) -> str:
+    """Return a value as a spec may say it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_said, value))}]"
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _check_flips(spec: RunSpec) -> None:
+    data, condition = spec.data, spec.data.condition or ConditionSpec()
+    if data.flips_negate and not (data.horizontal_flips and data.are_fields):
+        what = "data.values = bytes have no sign" if data.horizontal_flips else "data.horizontal_flips = false"
+        raise ValueError(f"data.flips_negate = {_said(data.flips_negate)}, but {what}; use []")
+    both = data.channels + condition.channels
+    named = [
+        name
+        for names, count in ((data.variables, data.channels), (condition.variables, condition.channels))
+        if len(names) == count
+        for name in names
+    ]
+    for one in data.flips_negate:
+        if isinstance(one, int) and not 0 <= one < both:
+            raise ValueError(
+                f"data.flips_negate has {one}, but the channels of the fields and of their stored condition are 0 to "
+                f"{both - 1}; use those"
+            )
+        if isinstance(one, str) and one not in named:
+            raise ValueError(
+                f"data.flips_negate has {one}, which is no variable of one channel; use a name in data.variables, if "
+                "each of them has one channel, or the channel's number"
+            )
+
+
 def check_extent(unet: UnetSpec) -> None:
     """Check the number of layers and the widths of a U-Net against the limits; raises ValueError with one line."""
     levels, blocks = len(unet.multipliers), unet.blocks_per_level
-    attending = min(len(set(unet.attention_resolutions)), levels)
+    attending = min(len({*unet.attention_resolutions, *unet.attention_levels}), levels)
     layers = (2 * blocks + 1) * (levels + attending) + 2 * levels + 3 + unet.middle_attention
     if layers > MOST_LAYERS:
         raise ValueError(
@@ -560,18 +905,35 @@ def check_extent(unet: UnetSpec) -> None:
 
 
 def _check_levels(spec: RunSpec) -> None:
-    unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
-    if size % 2 ** (levels - 1):
+    unet, size, levels = spec.unet, spec.data.size, len(spec.unet.multipliers)
+    step = 2 ** (levels - 1)
+    if any(side % step for side in size):
+        below = (max(step, size[0] // step * step), max(step, size[1] // step * step))
+        above = (-(-size[0] // step) * step, -(-size[1] // step) * step)
+        near = " or ".join(map(written, dict.fromkeys((below, above))))
         raise ValueError(
-            f"data.image_size = {size} can't be halved {levels - 1} times, as the {levels} levels of unet.multipliers "
-            f"ask; use a multiple of {2 ** (levels - 1)} or fewer levels"
+            f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
+            f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels"
         )
-    sizes = [size >> level for level in range(levels)]
+    if unet.attention_resolutions and unet.attention_levels:
+        raise ValueError(
+            f"unet.attention_resolutions = {list(unet.attention_resolutions)} and unet.attention_levels = "
+            f"{list(unet.attention_levels)} are two ways to say one thing; remove one"
+        )
+    if unet.attention_resolutions and size[0] != size[1]:
+        raise ValueError(
+            f"unet.attention_resolutions = {list(unet.attention_resolutions)} are sides of squares, and "
+            f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}"
+        )
+    sizes = [size[0] >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:
         if resolution not in sizes:
             raise ValueError(
                 f"unet.attention_resolutions has {resolution}, but the levels are {sizes} pixels; use some of those"
             )
+    for level in unet.attention_levels:
+        if level >= levels:
+            raise ValueError(f"unet.attention_levels has {level}, but the levels are 0 to {levels - 1}; use those")
 
 
 def _check_widths(spec: RunSpec) -> None:
@@ -586,8 +948,7 @@ def _check_widths(spec: RunSpec) -> None:
     for width in widths:
         if width % unet.norm_groups:
             raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")
-    sizes = [spec.data.image_size >> level for level in range(len(widths))]
-    attended = [width for width, pixels in zip(widths, sizes, strict=True) if pixels in unet.attention_resolutions]
+    attended = [widths[level] for level in unet.attended_levels(spec.data.size)]
     for width in attended + widths[-1:] * unet.middle_attention:
         if unet.head_channels and width % unet.head_channels:
             raise ValueError(
@@ -605,7 +966,16 @@ def _check_trackers(spec: RunSpec) -> None:
 def _check_diffusion(spec: RunSpec) -> None:
     diffusion = spec.diffusion
     schedule = SCHEDULES[diffusion.schedule]
-    if schedule.continuous:
+    if len(diffusion.channel_weights) not in (0, spec.data.channels):
+        raise ValueError(
+            f"diffusion.channel_weights = {list(diffusion.channel_weights)} has {len(diffusion.channel_weights)} "
+            f"weights, and data.channels = {spec.data.channels}; give one for each channel, or []"
+        )
+    if diffusion.channel_weights and not any(diffusion.channel_weights):
+        raise ValueError(f"diffusion.channel_weights = {list(diffusion.channel_weights)} leaves no loss; use a weight")
+    if not OBJECTIVES[diffusion.objective].diffuses:
+        _check_regression(spec)
+    elif schedule.continuous:
         if diffusion.objective != schedule.objective:
             raise ValueError(
                 f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; "
@@ -642,8 +1012,35 @@ def _check_diffusion(spec: RunSpec) -> None:
     if slopes and diffusion.timesteps < 2:
         what = "zero_terminal_snr = true" if diffusion.zero_terminal_snr else "weighting = sigmoid"
         raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
-    latents = spec.data.autoencoder is not None
-    check_sampler(spec.sampler, diffusion, classes=spec.unet.classes, latents=latents)
+    data = spec.data
+    latents, condition = data.autoencoder is not None, data.condition
+    drops = condition is not None and condition.drop > 0.0
+    check_sampler(
+        spec.sampler, diffusion, classes=spec.unet.classes, latents=latents, drops=drops, unbounded=data.is_unbounded
+    )
+
+
+def _check_regression(spec: RunSpec) -> None:
+    """Refuse what a regression does not have: it has neither noise nor noise levels."""
+    diffusion = spec.diffusion
+    if spec.data.condition is None:
+        raise ValueError(
+            f"diffusion.objective = {diffusion.objective} predicts an image from its condition, and data.condition is "
+            "null; give one, or use eps, x0 or v"
+        )
+    usual = DiffusionSpec()
+    for key in ("schedule", "zero_terminal_snr", "weighting", "input_perturbation"):
+        value, default = getattr(diffusion, key), getattr(usual, key)
+        if value != default:
+            raise ValueError(
+                f"diffusion.{key} = {value} is of noise, which objective {diffusion.objective} does not have; leave it "
+                f"at {default}"
+            )
+    if spec.data.condition.noise:
+        raise ValueError(
+            f"data.condition.noise = {spec.data.condition.noise:g} is for samplers, which objective "
+            f"{diffusion.objective} does not have; use 0"
+        )
 
 
 def _check_batch(spec: RunSpec) -> None:
@@ -678,14 +1075,14 @@ def _check_labels(spec: RunSpec) -> None:
 
 
 def _check_picture(spec: RunSpec) -> None:
-    check_picture(spec.samples, spec.data.image_size)
+    check_picture(spec.samples, spec.data.size)
 
 
-def check_picture(samples: SamplesSpec, image_size: int) -> None:
-    """Check the pictures' size for images of ``image_size`` pixels; raises ValueError with one line."""
-    pixels = samples.count * image_size**2
+def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:
+    """Check the pictures' size for images of ``size`` (height, width) pixels; raises ValueError with one line."""
+    pixels = samples.count * math.prod(size)
     if samples.every_images and pixels > MOST_PICTURE_PIXELS:
-        fewer = MOST_PICTURE_PIXELS // image_size**2
+        fewer = MOST_PICTURE_PIXELS // math.prod(size)
         raise ValueError(
             f"samples.count = {samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} are "
             f"the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
@@ -710,14 +1107,31 @@ def _check_ema(spec: RunSpec) -> None:
 
 
 def check_sampler(
-    sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None, guide: bool = False, latents: bool = False
+    sampler: SamplerSpec,
+    diffusion: DiffusionSpec,
+    *,
+    classes: int | None,
+    guide: bool = False,
+    latents: bool = False,
+    drops: bool = False,
+    unbounded: bool = False,
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    ``guide`` means that another U-Net guides, so that guidance needs no classes; ``latents`` that the U-Net samples
-    latents, which are not in [-1, 1].
+    ``guide`` means that another U-Net guides, and ``drops`` that conditions were dropped in training: guidance needs no
+    classes then. ``latents`` means that the U-Net samples latents, and ``unbounded`` that it samples fields, which are
+    not in [-1, 1].
     """
     kind = SAMPLERS[sampler.kind]
+    if unbounded and sampler.clip != "none":
+        raise ValueError(
+            f"sampler.clip = {sampler.clip} keeps values in [-1, 1], and fields are beyond it unless data.normalise is "
+            "range; use none"
+        )
+    if not OBJECTIVES[diffusion.objective].diffuses and sampler.steps not in (None, 1):
+        raise ValueError(
+            f"sampler.steps = {sampler.steps}, but objective {diffusion.objective} evaluates the U-Net once; use null"
+        )
     if latents and sampler.clip != "none":
         raise ValueError(
             f"sampler.clip = {sampler.clip} keeps pixels in [-1, 1], and latents of an autoencoder are beyond it; use "
@@ -741,7 +1155,11 @@ def check_sampler(
             "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
             "trailing"
         )
-    if kind.corrects and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr):
+    if (
+        kind.corrects
+        and OBJECTIVES[diffusion.objective].diffuses
+        and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr)
+    ):
         beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
         raise ValueError(
             f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
@@ -763,10 +1181,10 @@ def check_sampler(
             f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
             "timesteps; use churn 0"
         )
-    if sampler.guidance != 1.0 and classes is None and not guide:
+    if sampler.guidance != 1.0 and classes is None and not guide and not drops:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
-            "with unet.classes and train.label_drop"
+            "with unet.classes and train.label_drop, or with data.condition.drop"
         )
     low, high = sampler.guidance_between
     if low >= high:
@@ -775,8 +1193,12 @@ def check_sampler(
 
 _CHECKS = (
     _check_source,
+    _check_arrays,
     _check_images,
     _check_changes_of_images,
+    _check_condition,
+    _check_residual,
+    _check_flips,
     _check_levels,
     _check_widths,
     _check_diffusion,

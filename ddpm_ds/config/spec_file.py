@@ -1,7 +1,5 @@
 """Reading run specs from YAML and ``--set`` into a checked ``RunSpec``; JSON schema and Markdown of the run spec."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence
@@ -203,17 +201,20 @@ def _override(values: dict[str, Any], item: str) -> str:
     if key.startswith(JSON_PREFIX):
         raise SpecError(f"--set {item}: this command reads no DeepSpeed JSON; leave it out")
     *sections, name = location = key.split(".")
-    if (section := SPEC.at(location)) is not None:
+    value = parse_yaml(text, f"--set {item}")
+    if (section := SPEC.at(location)) is not None and not (value is None and SPEC.field_at(key).default is None):
         first = f"{key}.{next(iter(section.model_fields))}"
         raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {first}")
     place = values
     for depth, inside in enumerate(sections, start=1):
         if SPEC.at(sections[:depth]) is None:
             raise SpecError(f"--set {item}: {SPEC.unknown_at(sections[:depth], None, values)}")
-        place = place.setdefault(inside, {})
+        if place.setdefault(inside, {}) is None and SPEC.field_at(".".join(sections[:depth])).default is None:
+            place[inside] = {}
+        place = place[inside]
         if not isinstance(place, dict):
             raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
-    place[name] = parse_yaml(text, f"--set {item}")
+    place[name] = value
     return key
 
 

@@ -3,8 +3,12 @@
 ::
 
     <store_root>/<source>-<size>px-<channels>ch[-<hash>][-encoded]/
-        images.npy, images.1.npy, ...   uint8 (n, C, H, W), float16 for latents; `shards` of meta.json lists every n.
+        images.npy, images.1.npy, ...   uint8 (n, C, H, W), float16 for latents, float16 or float32 for fields; `shards`
+                                        of meta.json lists every n.
                                         Encoded images are concatenated in images.bin, images.1.bin, ...
+        condition.npy, mask.npy, vector.npy, ...   other fields of the same images, in as many files; `fields` of
+                                        meta.json has their shapes and types
+        constants.npy   float32 (C, H, W), fields that are the same for all images
         offsets.npy   int64 (N + 1,), only for encoded images: first byte of each, over all files, and the end
         labels.npy    int64 (N,)
         meta.json     CacheMeta
@@ -16,7 +20,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -31,12 +35,16 @@ from tqdm import tqdm
 
 from ddpm_ds.data.decoding import decode
 from ddpm_ds.data.sources.base import map_array
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
 FORMAT: Final = 1
 LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
-Kind = Literal["pixels", "encoded", "latents"]
+CONSTANTS = "constants.npy"
+IMAGES: Final = "images"
+"""Name of the field that every cache has."""
+Kind = Literal["pixels", "encoded", "latents", "fields"]
 DECODING: Final = "decoding"
 """Name of the version of decoding among the checksums of encoded images, which are other pixels by another version."""
 MOST_META_BYTES = 2**28
@@ -52,16 +60,55 @@ Look = tuple[int, int]
 """Size in bytes, 0 for a folder, and time of the last change in ns."""
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
-"""Images (n, C, H, W), uint8 or, for latents, float16."""
+"""Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
 
 
-def shard_name(kind: Kind, number: int) -> str:
-    """Return the name of the ``number``-th file of images; the first has no number."""
-    return f"images{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' else 'npy'}"
+def shard_name(kind: Kind, number: int, name: str = IMAGES) -> str:
+    """Return the name of the ``number``-th file of a field; the first has no number."""
+    return f"{name}{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' and name == IMAGES else 'npy'}"
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]
 """Channels, height or width of the images, of which a forged number is refused before memory is allocated for it."""
+
+
+class StoredField(BaseModel):
+    """Shape and type of a field of one image."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    shape: Annotated[tuple[Extent, ...], Field(min_length=1, max_length=3)]
+    """(C, h, w), or (K,) for a vector."""
+    values: Literal["uint8", "float16", "float32"]
+    channels: tuple[str, ...] = ()
+    """Names of the channels, such as t2m or u.850, if the source has some."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values in memory."""
+        return np.dtype(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one image."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def field_of(kind: Kind, shape: tuple[int, int, int]) -> StoredField:
+    """Return the only field of a cache of pictures or latents."""
+    return StoredField(shape=shape, values="float16" if kind == "latents" else "uint8")
+
+
+class Coordinate(BaseModel):
+    """Positions along one dimension of the images, as the source has them, for what is written beside it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    along: Literal["image", "height", "width"]
+    name: str
+    values: tuple[float, ...] | tuple[str, ...]
+    """Empty if the source has only a name."""
+    units: str = ""
 
 
 class Origin(BaseModel):
@@ -73,6 +120,19 @@ class Origin(BaseModel):
     """Hash of the names, the labels and some images."""
     looks: dict[str, Look]
     """Looks of the path (``.``) and of some folders and files in it, by relative name."""
+    condition_looks: dict[str, Look] = {}
+    """The same of ``data.condition.path``."""
+
+
+class FieldFacts(BaseModel):
+    """What a run keeps of its data-set cache, so that it samples without it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    fields: dict[str, StoredField]
+    statistics: dict[str, Statistics]
+    coordinates: tuple[Coordinate, ...]
+    """Those of height and width."""
 
 
 class CacheMeta(BaseModel):
@@ -93,11 +153,27 @@ class CacheMeta(BaseModel):
     """Number of images in each file; empty if one file holds all."""
     origin: Origin | None = None
     """None for a source that is not at a path, for latents, and in caches of earlier versions."""
+    fields: dict[str, StoredField] = {}
+    """All fields, images among them, of a source of arrays that are read by name; empty for other sources."""
+    constants: StoredField | None = None
+    statistics: dict[str, Statistics] = {}
+    """Statistics of the fields of floats, and of a condition of bytes."""
+    coordinates: tuple[Coordinate, ...] = ()
+    masked: bool = False
+    """Whether values can be NaN, which are read as the mean of their channel."""
 
     @classmethod
     def read(cls, cache: Path) -> CacheMeta:
         """Read the description of the cache in a folder; raises OSError and, for one of another format, ValueError."""
         return cls.model_validate_json(read_bytes(cache / META, MOST_META_BYTES))
+
+    @property
+    def facts(self) -> FieldFacts | None:
+        """What a run on these images keeps of them; None for pictures and latents that are all that there is."""
+        if not self.fields:
+            return None
+        beside = tuple(each for each in self.coordinates if each.along != "image")
+        return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=beside)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -107,30 +183,52 @@ class CacheMeta(BaseModel):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the values of an image that is read."""
-        return np.dtype(np.float16 if self.kind == "latents" else np.uint8)
+        return self.field(IMAGES).dtype
+
+    def field(self, name: str) -> StoredField:
+        """Return the shape and type of a field."""
+        return self.fields[name] if self.fields else field_of(self.kind, self.shape)
+
+    def files_of(self, name: str) -> tuple[str, ...]:
+        """Names of the files of a field."""
+        return tuple(shard_name(self.kind, number, name) for number in range(len(self.counts)))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files of images."""
-        return tuple(shard_name(self.kind, number) for number in range(len(self.counts)))
+        """Names of the files of all fields."""
+        return tuple(file for name in self.fields or (IMAGES,) for file in self.files_of(name))
 
 
 class StoredImages:
-    """Images of a cache on disk, read by position: ``images[7]``, ``images[:100]``, ``images[positions]``.
+    """Images of a cache on disk, or another field, read by position: ``images[7]``, ``images[:100]``,
+    ``images[positions]``.
 
     A single file of pixels or latents is memory-mapped, and its size checked before each read, since reading beyond the
     end of a truncated file would kill the process. Several files, or encoded ones, are opened at their first use, and
-    their images read, and decoded, one by one. With ``crop`` only the central ``crop`` x ``crop`` pixels are returned.
+    their images read, and decoded, one by one. With ``crop`` only the central (height, width) pixels are returned.
+    Masked values are the mean of their channel.
     """
 
-    def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
-        self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
-        self.dtype, self.offsets = meta.dtype, offsets
+    def __init__(
+        self,
+        path: Path,
+        meta: CacheMeta,
+        offsets: Indices | None,
+        crop: tuple[int, int] | None = None,
+        name: str = IMAGES,
+    ) -> None:
+        stored = meta.field(name)
+        self._stored = stored.shape
+        self.shape = (meta.count, *stored.shape) if crop is None else (meta.count, stored.shape[0], *crop)
+        self.dtype, self.offsets, self.name = stored.dtype, offsets, name
         self.crop, self._path, self._meta = crop, path, meta
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
-        self._paths = [path / name for name in meta.files]
+        self._files = meta.files_of(name)
+        self._paths = [path / file for file in self._files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
-        self._image_bytes = math.prod(meta.shape) * self.dtype.itemsize
+        self._image_bytes = stored.nbytes
+        means = meta.statistics[name].mean if meta.masked and name in meta.statistics else ()
+        self._means = np.array(means, self.dtype)  # (C,), or empty where nothing is masked
         self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # only of .npy files
         # A dropped file is closed by its last user: another thread may still read it.
         self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
@@ -155,7 +253,8 @@ class StoredImages:
                 if self._bytes_now(0) != self._sizes[0]:
                     raise self._cut_short(0)
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
-                return np.take(self._mapped, positions, axis=0, out=out, mode="clip")
+                np.take(self._mapped, positions, axis=0, out=out, mode="clip")
+                return self._unmasked(out)
             places = list(self._places(positions))
             if len(self._sizes) > 1:  # all at once, which a disk serves faster than one by one
                 for place in places:
@@ -164,7 +263,14 @@ class StoredImages:
                 self._read_one(row, position, *place)
         except OSError as error:
             raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
-        return out
+        return self._unmasked(out)
+
+    def _unmasked(self, images: Images) -> Images:
+        """Put the mean of its channel into each value of images (n, C, H, W) that is masked, and return them."""
+        for image in images if len(self._means) else ():
+            for channel, mean in zip(image, self._means, strict=True):
+                np.copyto(channel, mean, where=np.isnan(channel))
+        return images
 
     def will_read(self, first: int, last: int) -> None:
         """Ask the system to read images ``first`` to ``last`` - 1 from disk, without waiting for it."""
@@ -198,15 +304,15 @@ class StoredImages:
         if encoded:
             content: Any = bytearray(end - begin)
         else:
-            content = np.empty(self._meta.shape, self.dtype) if cropped else row
+            content = np.empty(self._stored, self.dtype) if cropped else row
         file = self._file(number)
         if os.preadv(file.fileno(), [content], begin) != end - begin:
             raise self._cut_short(number)
         if encoded:
-            channels, size, _ = self._meta.shape
+            channels, *size = self._stored
             try:
                 stretched = DECODING not in self._meta.sha256
-                content = decode(bytes(content), size, channels, stretched=stretched).transpose(2, 0, 1)
+                content = decode(bytes(content), (size[0], size[1]), channels, stretched=stretched).transpose(2, 0, 1)
             except Exception as error:  # a decoder may raise anything on broken bytes
                 reason = " ".join(str(error).split())
                 raise damaged(self._path, f"image {position} can't be decoded ({reason})") from error
@@ -224,7 +330,7 @@ class StoredImages:
         return os.fstat(file.fileno()).st_size
 
     def _cut_short(self, number: int) -> DataError:
-        name, before, now = self._meta.files[number], self._sizes[number], self._bytes_now(number)
+        name, before, now = self._files[number], self._sizes[number], self._bytes_now(number)
         return damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
 
 
@@ -237,6 +343,15 @@ class DatasetCache:
     images: StoredImages = field(repr=False)
     """(N, C, H, W)"""
     labels: Indices = field(repr=False)  # (N,)
+    others: Mapping[str, StoredImages] = field(default_factory=dict, repr=False)
+    """Fields beside the images, by name: condition (N, C, h, w), mask (N, 1 or C, H, W), vector (N, K)."""
+    constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    """Fields that are the same for all images, (C, H, W)."""
+
+    @property
+    def fields(self) -> Mapping[str, StoredImages]:
+        """All fields, images among them, by name."""
+        return {IMAGES: self.images, **self.others}
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
@@ -252,6 +367,7 @@ class DatasetCache:
         try:
             meta = CacheMeta.read(path)
             names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
+            names += (CONSTANTS,) if meta.constants else ()
             for name in names:
                 open_regular(path / name).close()
                 if name not in meta.sha256:
@@ -264,7 +380,14 @@ class DatasetCache:
             offsets = np.array(map_array(path / OFFSETS)) if meta.kind == "encoded" else None
             for wrong in _misfits(path, meta, labels, offsets):
                 raise damaged(path, wrong)
-            return cls(path, meta, StoredImages(path, meta, offsets), np.array(labels))
+            return cls(
+                path,
+                meta,
+                StoredImages(path, meta, offsets),
+                np.array(labels),
+                {name: StoredImages(path, meta, None, name=name) for name in meta.fields if name != IMAGES},
+                np.array(map_array(path / CONSTANTS)) if meta.constants else None,
+            )
         except OSError as error:
             raise damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
         except ValidationError as error:
@@ -273,20 +396,31 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Callable[[Path, int], DatasetCache], tuple[Path, int]]:
-        return _reopen, (self.path, self.meta.shape[1])
+    def __reduce__(self) -> tuple[Callable[[Path, tuple[int, int]], DatasetCache], tuple[Path, tuple[int, int]]]:
+        return _reopen, (self.path, self.meta.shape[1:])
 
-    def centre(self, size: int) -> DatasetCache:
-        """Return this cache with its images centre-cropped to (C, ``size``, ``size``), without a copy.
+    def centre(self, size: tuple[int, int]) -> DatasetCache:
+        """Return this cache with its images, and all fields of their size, centre-cropped to ``size`` (height, width),
+        without a copy.
 
         Evaluation reads these; training takes random crops.
         """
-        channels, height, width = self.meta.shape
-        if (height, width) == (size, size):
+        channels, *before = self.meta.shape
+        if (*before,) == size:
             return self
         images = StoredImages(self.path, self.meta, self.images.offsets, size)
-        meta = self.meta.model_copy(update={"shape": (channels, size, size)})
-        return replace(self, meta=meta, images=images)
+        others, fields = dict(self.others), dict(self.meta.fields)
+        for name, stored in self.meta.fields.items():
+            if [*stored.shape[1:]] == before:
+                fields[name] = stored.model_copy(update={"shape": (stored.shape[0], *size)})
+                if name != IMAGES:
+                    others[name] = StoredImages(self.path, self.meta, None, size, name)
+        meta = self.meta.model_copy(update={"shape": (channels, *size), "fields": fields})
+        constants = self.constants
+        if constants is not None and [*constants.shape[1:]] == before:
+            top, left = ((side - kept) // 2 for side, kept in zip(before, size, strict=True))
+            constants = constants[:, top : top + size[0], left : left + size[1]]
+        return replace(self, meta=meta, images=images, others=others, constants=constants)
 
     @property
     def summary(self) -> str:
@@ -303,7 +437,7 @@ class DatasetCache:
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
-        parts += [] if self.images.crop is None else [str(self.images.crop)]
+        parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
@@ -319,18 +453,32 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         yield f"{OFFSETS} is {offsets.dtype} {offsets.shape} for {meta.count} images"
     if offsets is not None and (offsets[1:] < offsets[:-1]).any():  # a difference might not fit 64 bits
         yield f"{OFFSETS} does not rise"
-    start = 0
-    for name, count in zip(meta.files, meta.counts, strict=True):
-        if offsets is None:
-            images = map_array(path / name)
-            if images.dtype != meta.dtype or images.shape != (count, *meta.shape):
-                yield f"{name} is {images.dtype} {images.shape}, {META} says otherwise"
-        elif (path / name).stat().st_size != offsets[start + count] - offsets[start]:
-            yield f"{name} has another size than {OFFSETS} says"
-        start += count
+    if meta.fields and (IMAGES not in meta.fields or meta.fields[IMAGES].shape != meta.shape or meta.kind == "encoded"):
+        yield f"{META} has fields that are not those of its images"
+        return
+    if any(len(known.mean) != meta.field(name).shape[0] for name, known in meta.statistics.items()):
+        yield f"{META} has statistics of another number of channels"
+    if offsets is not None:
+        start = 0
+        for name, count in zip(meta.files, meta.counts, strict=True):
+            if (path / name).stat().st_size != offsets[start + count] - offsets[start]:
+                yield f"{name} has another size than {OFFSETS} says"
+            start += count
+        return
+    arrays = {
+        file: ((count, *meta.field(name).shape), meta.field(name))
+        for name in meta.fields or (IMAGES,)
+        for file, count in zip(meta.files_of(name), meta.counts, strict=True)
+    }
+    if meta.constants is not None:
+        arrays[CONSTANTS] = (meta.constants.shape, meta.constants)
+    for name, (shape, stored) in arrays.items():
+        found = map_array(path / name)
+        if found.dtype != stored.dtype or found.shape != shape:
+            yield f"{name} is {found.dtype} {found.shape}, {META} says otherwise"
 
 
-def _reopen(path: Path, size: int) -> DatasetCache:
+def _reopen(path: Path, size: tuple[int, int]) -> DatasetCache:
     return DatasetCache.open(path, verify=False).centre(size)
 
 

@@ -1,7 +1,5 @@
 """Decoding of source images to pixels of one size and colour mode: decode within limits, turn upright, scale, crop."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -13,6 +11,8 @@ from PIL import ExifTags, Image
 
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
 
+Size = tuple[int, int]
+"""Height and width in pixels."""
 MOST_DECODING_BYTES = 300_000_000
 """Maximum memory for decoding one image at full size, its file included."""
 BIG_BYTES = 2**24
@@ -39,8 +39,8 @@ UPRIGHT = {
 """Operation that turns an image upright, by EXIF orientation."""
 
 
-def decoded(source: Source, i: int, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
-    """Return image ``i`` of a source as uint8 ``(size, size, channels)``.
+def decoded(source: Source, i: int, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
+    """Return image ``i`` of a source as uint8 (height, width, ``channels``), of ``size`` (height, width).
 
     ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
 
@@ -59,12 +59,13 @@ def decoded(source: Source, i: int, size: int, channels: int, big: AbstractConte
 
 def decode(
     content: bytes | Pixels,
-    size: int,
+    size: Size,
     channels: int,
     big: AbstractContextManager[Any] = ALONE,
     stretched: bool = False,
 ) -> Pixels:
-    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 ``(size, size, channels)``.
+    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``)
+    of ``size`` (height, width).
 
     Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. With
     ``stretched``, the padding of a JPEG that is scaled down while it is decoded counts as image, as it once did. May
@@ -79,7 +80,7 @@ def decode(
         if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
             needed += 2 * len(image.getbands()) * image.width * image.height
         # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
-        drafted = image.draft(None, (2 * size, 2 * size))
+        drafted = image.draft(None, (2 * size[1], 2 * size[0]))
         extent = None if drafted is None or stretched else drafted[1][2:]
         needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height + ROW_BYTES * max(image.size)
         with _memory(needed, whole, big):
@@ -99,9 +100,9 @@ def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any
     return big if needed > BIG_BYTES else ALONE
 
 
-def fit(image: Image.Image, size: int, channels: int, extent: tuple[float, float] | None = None) -> Pixels:
-    """Turn an image upright, scale its shorter side to ``size`` (up or down, Lanczos) and crop the centre: uint8
-    ``(size, size, channels)``.
+def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, float] | None = None) -> Pixels:
+    """Turn an image upright, scale it (up or down, Lanczos) until it just covers ``size`` (height, width), and crop the
+    centre: uint8 (height, width, ``channels``).
 
     ``extent`` is the width and height that show something if the right and lower edges are padded: 125 x 83.25 of the
     125 x 84 pixels of a JPEG of 500 x 333 at a quarter of its size. Transparent pixels become white. An image that
@@ -110,26 +111,29 @@ def fit(image: Image.Image, size: int, channels: int, extent: tuple[float, float
     orientation = _orientation(image)
     order = -1 if orientation in (5, 6, 7, 8) else 1
     (width, height), shown = image.size[::order], (extent or image.size)[::order]
-    side = min(shown)
+    rows_out, columns_out = size
+    # Products by a quotient of 1 are exact, so squares are cut to the pixel, and no rounding leads beyond the edge.
+    wide = min(shown[0], shown[1] * (columns_out / rows_out))
+    high = min(shown[1], shown[0] * (rows_out / columns_out))
     before = (orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8))  # whether turning puts the padding first
-    left = (shown[0] - side) / 2 + before[0] * (width - shown[0])
-    top = (shown[1] - side) / 2 + before[1] * (height - shown[1])
+    left = (shown[0] - wide) / 2 + before[0] * (width - shown[0])
+    top = (shown[1] - high) / 2 + before[1] * (height - shown[1])
     mode = "L" if channels == 1 else "RGB"
     if width * height <= WHOLE_PIXELS:
         whole = _coloured(_upright(image, orientation, 0, height), mode)
-        fitted = whole.resize((size, size), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
-        return np.array(fitted).reshape(size, size, channels)  # (H, W, C)
-    reach = 3 * max(1.0, side / size) + 1  # rows that Lanczos reads beyond a strip
-    first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + side + reach))
-    narrow = Image.new(mode, (size, height), None)  # the other rows take no memory
+        fitted = whole.resize((columns_out, rows_out), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
+        return np.array(fitted).reshape(*size, channels)  # (H, W, C)
+    reach = 3 * max(1.0, high / rows_out) + 1  # rows that Lanczos reads beyond a strip
+    first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + high + reach))
+    narrow = Image.new(mode, (columns_out, height), None)  # the other rows take no memory
     rows = max(1, STRIP_PIXELS // width)
     for start in range(first, last, rows):
         end = min(start + rows, last)
         strip = _coloured(_upright(image, orientation, start, end), mode)
-        box = (left, 0, left + side, end - start)
-        narrow.paste(strip.resize((size, end - start), Image.Resampling.LANCZOS, box), (0, start))
-    fitted = narrow.resize((size, size), Image.Resampling.LANCZOS, (0, top, size, top + side))
-    return np.array(fitted).reshape(size, size, channels)
+        box = (left, 0, left + wide, end - start)
+        narrow.paste(strip.resize((columns_out, end - start), Image.Resampling.LANCZOS, box), (0, start))
+    fitted = narrow.resize((columns_out, rows_out), Image.Resampling.LANCZOS, (0, top, columns_out, top + high))
+    return np.array(fitted).reshape(*size, channels)
 
 
 def _orientation(image: Image.Image) -> int:

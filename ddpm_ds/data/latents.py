@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels
+from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels, written
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, open_tensors, parse_json, read_bytes, sha256_of
@@ -151,10 +151,10 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
             f"data.channels = {data.channels}, but the latents of data.autoencoder = {found.name} have "
             f"{found.channels}; --set data.channels={found.channels}"
         )
-    if data.image_size * found.factor > MOST_SIDE:
+    if max(data.size) * found.factor > MOST_SIDE:
         raise DataError(
-            f"data.image_size = {data.image_size} is of latents, each made of {found.factor}x{found.factor} pixels by "
-            f"data.autoencoder = {found.name}, and {MOST_SIDE:,} pixels are the most; use "
+            f"data.image_size = {written(data.size)} is of latents, each made of {found.factor}x{found.factor} pixels "
+            f"by data.autoencoder = {found.name}, and {MOST_SIDE:,} pixels are the most; use "
             f"{MOST_SIDE // found.factor} or less"
         )
     if learned is not None and learned.get(AUTOENCODER) != found.digest:
@@ -173,7 +173,8 @@ def pixels_of(data: DataSpec) -> DataSpec:
     found = autoencoder_of(data)
     if found is None:
         return data
-    changes = {"autoencoder": None, "channels": 3, "image_size": data.image_size * found.factor}
+    height, width = data.size
+    changes = {"autoencoder": None, "channels": 3, "image_size": (height * found.factor, width * found.factor)}
     return data.model_copy(update=changes)
 
 

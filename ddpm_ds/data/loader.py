@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.data.cache import DatasetCache, Indices, Kind
+from ddpm_ds.config.spec import HeldOut
+from ddpm_ds.data.cache import IMAGES, DatasetCache, Indices, Kind, StoredImages
 from ddpm_ds.device import host_memory
 from ddpm_ds.errors import SpecError
 
@@ -35,6 +36,9 @@ WINDOW = 0.125
 """Share of a host's memory for the images of one window; a run holds two windows."""
 RUNS = 256
 """Number of runs of neighbouring images in a window of ``data.shuffle_images``."""
+MOST_RANGES = 10
+"""Maximum ranges of neighbouring images that are held out; only those at the ends of a range resemble images that are
+trained on."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,23 @@ or of some milliseconds in another process."""
 class MicroBatch(NamedTuple):
     """Images of one micro-batch of one replica."""
 
-    images: Tensor  # (n, C, H, W) uint8, float16 for latents
+    images: Tensor  # (n, C, H, W) uint8, float16 for latents, float16 or float32 for fields; (n, 0) if not asked for
     labels: Tensor  # (n,) int64
     index: Tensor  # type: ignore[assignment]  # (n,) int64, images seen before this one; hides tuple.index
+    condition: Tensor | None = None  # (n, C, h, w), the stored condition, of its own size and dtype
+    mask: Tensor | None = None  # (n, 1 or C, H, W) uint8, 1 where a pixel counts in the loss
+    vector: Tensor | None = None  # (n, K) float32
+
+    def each(self, work: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a micro-batch of what ``work`` makes of each tensor that is there."""
+        others = (None if part is None else work(part) for part in self[3:])
+        return MicroBatch(work(self.images), work(self.labels), work(self.index), *others)
 
 
 def micro_batches(
     cache: DatasetCache,
     *,
+    fields: Set[str] = frozenset({IMAGES}),
     among: Indices | None = None,
     seed: int,
     window: int | None = None,
@@ -165,10 +178,11 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    ``among`` are the rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
+    Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
+    rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
     :class:`Order`. ``workers`` processes read ahead, or two threads of this process if 0. A worker's error or death is
     raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images`` is not
-    M x ``replicas`` x ``micro_batch_images``.
+    M x ``replicas`` x ``micro_batch_images``, and KeyError for a field that the cache does not have.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -177,11 +191,14 @@ def micro_batches(
         raise ValueError(f"replica = {replica} is not one of {replicas}")
     first = start_images + replica * micro_batch_images
     order = Order(len(cache if among is None else among), seed, window)
-    images = _Reads(cache, among, order, first, turn, micro_batch_images, pin_memory and not workers)
+    names = tuple(name for name in cache.fields if name in fields)
+    if missing := sorted(fields - cache.fields.keys()):
+        raise KeyError(missing[0])
+    data = _Reads(cache, among, order, first, turn, micro_batch_images, pin_memory and not workers, names)
     if not workers:
-        return _ahead(images.__getitem__, 2, micro_batch_images, pin_memory)
+        return _ahead(data.__getitem__, 2, micro_batch_images, pin_memory, names)
     loader = DataLoader(
-        images,
+        data,
         batch_size=None,
         sampler=itertools.count(),
         collate_fn=_as_it_is,
@@ -195,11 +212,11 @@ def micro_batches(
         reads = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory)
+    return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory, names)
 
 
-_Read = tuple[Tensor, Indices, Indices]
-"""Images, labels and image indices of some micro-batches. Only the images are a tensor, since sending one to another
+_Read = tuple[Any, ...]
+"""Each field, labels and image indices of some micro-batches. Only fields are tensors, since sending one to another
 process takes milliseconds."""
 
 
@@ -217,12 +234,13 @@ class _Reads(Dataset[_Read]):
     turn: int
     size: int
     pin_memory: bool
+    fields: tuple[str, ...] = (IMAGES,)
 
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches in a read."""
-        image_bytes = math.prod(self.cache.meta.shape) * self.cache.meta.dtype.itemsize
-        return max(1, min(READ_BYTES // image_bytes, READ_IMAGES) // self.size)
+        image_bytes = sum(self.cache.meta.field(name).nbytes for name in self.fields)
+        return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.size)
 
     def __getitem__(self, number: int) -> _Read:
         count = self.micro_batches
@@ -234,22 +252,35 @@ class _Reads(Dataset[_Read]):
         for start, stop in self.order.ahead(begins, begins + self.turn * count, begin=number == 0):
             if self.among is not None:
                 start, stop = int(self.among[start]), int(self.among[stop - 1]) + 1
-            self.cache.images.will_read(start, stop)
-        dtype = torch.from_numpy(np.empty(0, self.cache.meta.dtype)).dtype
-        images = torch.empty((len(stored), *self.cache.meta.shape), dtype=dtype, pin_memory=self.pin_memory)
-        self.cache.images.read(stored, images.numpy())
-        return images, self.cache.labels[stored], index
+            for name in self.fields:
+                self.cache.fields[name].will_read(start, stop)
+        read = (self._read(self.cache.fields[name], stored) for name in self.fields)
+        return *read, self.cache.labels[stored], index
+
+    def _read(self, field: StoredImages, positions: Indices) -> Tensor:
+        """Return a field of the images at ``positions``."""
+        shape = (len(positions), *field.shape[1:])
+        if not self.pin_memory:  # numpy asks for huge pages, torch does not: a quarter of the time for large fields
+            return torch.from_numpy(field.read(positions, np.empty(shape, field.dtype)))
+        dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
+        found = torch.empty(shape, dtype=dtype, pin_memory=True)
+        field.read(positions, found.numpy())
+        return found
 
 
-def _ahead(read: Callable[[int], _Read], threads: int, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
+def _ahead(
+    read: Callable[[int], _Read], threads: int, size: int, pin_memory: bool, fields: Sequence[str]
+) -> Iterator[MicroBatch]:
     """Yield the micro-batches of ``size`` images of read 0, 1, ... as views, while ``threads`` read ahead."""
 
     def parts(number: int) -> list[MicroBatch]:
-        images, *others = read(number)
-        labels, index = (torch.from_numpy(numbers) for numbers in others)
+        *found, labels, index = read(number)
+        numbers = {"labels": torch.from_numpy(labels), "index": torch.from_numpy(index)}
         if pin_memory:
-            labels, index = labels.pin_memory(), index.pin_memory()
-        return list(map(MicroBatch, images.split(size), labels.split(size), index.split(size)))
+            numbers = {name: values.pin_memory() for name, values in numbers.items()}
+        tensors = {IMAGES: torch.empty(len(index), 0), **dict(zip(fields, found, strict=True)), **numbers}
+        columns = zip(*(tensor.split(size) for tensor in tensors.values()), strict=True)
+        return [MicroBatch(**dict(zip(tensors, row, strict=True))) for row in columns]
 
     with ThreadPoolExecutor(threads) as pool:
         coming = deque(pool.submit(parts, number) for number in range(threads))
@@ -299,21 +330,24 @@ def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterat
 
     def copy(batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            copied = MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+            copied = batch.each(lambda tensor: tensor.to(device, non_blocking=True))
             return copied, stream.record_event()
 
     for (batch, copied), _ in itertools.pairwise(map(copy, batches)):  # the next one is on its way
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
-        for tensor in batch:
+        for tensor in (part for part in batch if part is not None):
             tensor.record_stream(current)  # keeps the memory until the current stream has used it
         yield batch
 
 
-def split(count: int, held_out: int) -> tuple[Indices, Indices]:
+def split(count: int, held_out: int, how: HeldOut = "random") -> tuple[Indices, Indices]:
     """Split a cache of ``count`` images into training images and ``held_out`` others; positions are int64 and rising.
 
-    The split depends on the two numbers alone, so that runs of any seed are measured on the same images.
+    The split depends on these arguments alone, so that runs of any seed are measured on the same images. ``how`` is
+    ``data.held_out``; "ranges" are at most 10, of equal length but for one image, in the middle of equal parts::
+
+        count = 20, held_out = 4, ranges of 1     ..h.. ..h.. ..h.. ..h..
 
     Raises:
         SpecError: no image would be left to train on.
@@ -323,8 +357,19 @@ def split(count: int, held_out: int) -> tuple[Indices, Indices]:
             f"data.held_out_images = {held_out:,} leaves nothing of the {count:,} images; --set data.held_out_images="
             f"{count // 10}"
         )
-    order = shuffled(count)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    chosen = np.zeros(count, bool)
+    if how == "random":
+        chosen[shuffled(count)[:held_out]] = True
+    elif how == "last":
+        chosen[count - held_out :] = True
+    else:
+        ranges = min(MOST_RANGES, held_out)
+        for number in range(ranges):
+            begin, end = (count * edge // ranges for edge in (number, number + 1))
+            length = held_out * (number + 1) // ranges - held_out * number // ranges
+            first = begin + (end - begin - length) // 2
+            chosen[first : first + length] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
 def shuffled(count: int) -> Indices:
@@ -355,7 +400,7 @@ class Residence:
             meta.kind,
             meta.count,
             stored_bytes=sum((store.path / name).stat().st_size for name in meta.files),
-            decoded_bytes=meta.count * math.prod(meta.shape) * meta.dtype.itemsize,
+            decoded_bytes=meta.count * sum(meta.field(name).nbytes for name in store.fields),
             memory_bytes=host_memory(),
             cores=len(os.sched_getaffinity(0)),
         )

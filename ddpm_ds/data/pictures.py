@@ -3,8 +3,6 @@
 Images in a grid may be enlarged for viewing; read the tensors to get exact pixels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,18 +43,22 @@ def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, diffusio
     return f"{run}{seen}\n{sampler.kind} in {sampler.steps_of(diffusion)} steps, {WEIGHTS[kind]}{of_length}"
 
 
-def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.Image:
-    """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible.
+def grid(
+    images: Tensor, title: str = "", labels: Sequence[str] = (), *, columns: int | None = None, footer: str = ""
+) -> Image.Image:
+    """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible or in so many ``columns``.
 
-    The title's lines are above, and the labels, one for each image or none at all, below their images.
+    The title's lines are above, and the labels, one for each image or none at all, below their images; the lines of
+    the ``footer`` are at the bottom.
     """
-    columns = math.ceil(math.sqrt(len(images)))
+    if columns is None:
+        columns = min(len(images), math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3])))
     rows = math.ceil(len(images) / columns)
     factor = math.ceil(SMALLEST_SIDE_PIXELS / max(columns * images.shape[3], rows * images.shape[2]))
     images = images.cpu().repeat_interleave(factor, 2).repeat_interleave(factor, 3)
     _, channels, height, width = images.shape
     blank = torch.full((rows * columns - len(images), channels, height, width), GREY, dtype=torch.uint8)
-    title_size = columns * width // 30
+    title_size = max(1, columns * width // 30)
     title_font = ImageFont.load_default(title_size)
     font = ImageFont.load_default(max(SMALLEST_LABEL_PIXELS, min(title_size, height // 6)))
     label_height = _line_height(font) if labels else 0
@@ -65,11 +67,14 @@ def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.I
     tiles = cells.view(rows, columns, channels, h, w).permute(2, 0, 3, 1, 4).reshape(channels, rows * h, columns * w)
     lines = title.splitlines()
     top = GUTTER_PIXELS + len(lines) * _line_height(title_font)
-    drawn = picture(F.pad(tiles, (GUTTER_PIXELS, 0, top, 0), value=GREY))
+    below = footer.splitlines()
+    bottom = len(below) * _line_height(title_font)
+    drawn = picture(F.pad(tiles, (GUTTER_PIXELS, 0, top, bottom), value=GREY))
     pen = ImageDraw.Draw(drawn)
-    for number, line in enumerate(lines):
-        at = (2 * GUTTER_PIXELS, GUTTER_PIXELS + number * _line_height(title_font))
-        pen.text(at, _shortened(line, title_font, columns * w), fill="black", font=title_font)
+    for first, text in ((GUTTER_PIXELS, lines), (top + rows * h, below)):
+        for number, line in enumerate(text):
+            at = (2 * GUTTER_PIXELS, first + number * _line_height(title_font))
+            pen.text(at, _shortened(line, title_font, columns * w), fill="black", font=title_font)
     short = {label: _shortened(label, font, width) for label in set(labels)}
     for number, label in enumerate(labels):
         row, column = divmod(number, columns)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Lock
@@ -26,12 +27,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.cache import DECODING, META, CacheMeta, DatasetCache, Kind, Look, Origin, damaged
+from ddpm_ds.data.cache import (
+    DECODING,
+    IMAGES,
+    META,
+    CacheMeta,
+    DatasetCache,
+    Kind,
+    Look,
+    Origin,
+    StoredField,
+    damaged,
+    field_of,
+)
 from ddpm_ds.data.decoding import ALONE, decoded
+from ddpm_ds.data.fields import FieldSource, check_fields, open_fields
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
+from ddpm_ds.data.residuals import REGRESSION, Regression, fields_of, made_of, residuals
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, UnreadableImage, printable
-from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, lock_of, locked, tidy, write_cache
+from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -59,7 +74,7 @@ that are scaled down while they are decoded, and did not read ``dataset.json`` i
 def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
     ("auto" means the cache that exists), the version of decoding (that of the first is empty) and, for latents, the
-    autoencoder.
+    autoencoder; for residuals, the folder of the regression.
 
     Raises:
         DataError: the autoencoder can't be used.
@@ -67,8 +82,15 @@ def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
-    name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
+    if spec.residual_of is not None:
+        fields = cache_path(fields_of(spec), version)
+        of_run = sha256(os.fsencode(os.path.realpath(spec.residual_of))).hexdigest()[:8]
+        return fields.with_name(f"{fields.name}-residual-{of_run}")
+    name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
+    keys |= spec.named_arrays
+    if (beside := keys.pop("data.condition.path", None)) is not None:
+        keys["data.condition.path"] = os.path.realpath(beside)
     named = {key: value for key, value in keys.items() if value is not None}
     path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
     if path or named:  # else the source has pixels, and no files to decode
@@ -98,6 +120,7 @@ def prepare(
     together: int = 1,
     verify: bool | None = None,
     encode_on: torch.device | None = None,
+    regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
 ) -> DatasetCache:
     """Return the data-set cache of ``spec``, making it if it is missing; ``progress`` shows bars.
@@ -105,13 +128,15 @@ def prepare(
     An existing cache is used as it is, also if its source has gone. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
     and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
-    Latents are made on the device ``encode_on`` only. ``learned`` are the checksums of the images that a checkpoint was
-    trained on: if those of an earlier version's cache are the same, that cache is returned.
+    Latents are made on the device ``encode_on`` only, and residuals with a ``regression`` only. ``learned`` are the
+    checksums of the images that a checkpoint was trained on: if those of an earlier version's cache are the same, that
+    cache is returned.
 
     Raises:
-        DataError: the source fails, has changed since it was prepared (unless ``learned`` is given or ``verify`` is
-            False), too many images are unreadable, ``store_root`` is not writable or full, the cache is damaged, the
-            autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
+        DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
+            ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
+            or full, the cache is damaged, the autoencoder can't be used, latents or residuals are of other pixels,
+            fields or weights, or missing without ``encode_on`` or ``regression``.
     """
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
@@ -120,10 +145,10 @@ def prepare(
     if os.path.exists(path):  # False if a folder above it can't be entered, which is reported below
         verify_source = verify is not False
         if verify is None:
-            verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
+            verify = sum(file.stat().st_size for file in path.glob("*.*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)
-        if found.meta.shape != (shape := (spec.channels, spec.stored_size, spec.stored_size)):
-            raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {shape}")
+        if found.meta.shape != spec.stored_shape:
+            raise damaged(path, f"{META} says images of {found.meta.shape}, the spec {spec.stored_shape}")
         with suppress(OSError):  # somebody else's folder
             tidy(path)
         if verify_source and found.meta.sha256 != learned:
@@ -132,11 +157,22 @@ def prepare(
             now = prepare(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
                 raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
+        if regression is not None:
+            now = prepare(fields_of(spec), progress)
+            if any(found.meta.sha256.get(name) != checksum for name, checksum in made_of(now, regression).items()):
+                changed = "weights" if found.meta.sha256.get(REGRESSION) != regression.digest else "fields"
+                raise DataError(f"{path} has residuals of other {changed} than there are now; delete it and try again")
+        check_fields(spec, found.meta)
         return found
     if (autoencoder := autoencoder_of(spec)) is not None and encode_on is None:
         raise DataError(
             f"data.autoencoder = {autoencoder.name}: there are no latents at {path}; make them once with: "
             "ddpm-ds prepare --encode"
+        )
+    if spec.residual_of is not None and regression is None:
+        raise DataError(
+            f"data.residual_of = {spec.residual_of}: there are no residuals at {path}; make them once with: "
+            f"ddpm-ds prepare --residual {spec.residual_of}"
         )
     try:
         spec.store_root.mkdir(parents=True, exist_ok=True)
@@ -144,6 +180,8 @@ def prepare(
             coder = Coder(autoencoder, encode_on)
             _ = coder.model  # finds a damaged one before hours of preparation
             _build_latents(path, coder, prepare(pixels_of(spec), progress, together=together), spec, progress)
+        elif regression is not None:
+            _build_residuals(path, regression, prepare(fields_of(spec), progress, together=together), spec, progress)
         else:
             path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
     except OSError as error:
@@ -154,6 +192,7 @@ def prepare(
     made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
     if progress:
         print(f"{path.name}: {made.summary}", file=sys.stderr)
+    check_fields(spec, made.meta)
     return made
 
 
@@ -164,47 +203,68 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
             return path
         decoding = decoding_of(spec, progress)
     plan = decoding.plan
-    path = cache_path(spec.model_copy(update={"store": plan.kind}))
+    path = cache_path(spec.model_copy(update={"store": "encoded" if plan.kind == "encoded" else "pixels"}))
     if plan.kind == "encoded" and spec.store == "auto" and progress:
         kept, pixels = (f"{size / 1024:,.0f} KiB" for size in (plan.image_bytes, math.prod(plan.shape)))
         print(f"data.store: encoded, {kept} an image instead of {pixels}; data.workers decode them", file=sys.stderr)
-    several = processes > 1 and decoding.shareable
-    with by_processes(decoding, processes) if several else nullcontext(decoding.chunks) as chunks:
-        made_of = {DECODING: DECODING_VERSION} if plan.kind == "encoded" else None
-        write_cache(path, plan, chunks, spec, decoding.source.classes, progress, made_of, decoding.origin)
+    chunking: AbstractContextManager[Chunks] = nullcontext(decoding.chunks)
+    if isinstance(decoding, Decoding) and decoding.shareable and processes > 1:
+        chunking = by_processes(decoding, processes)
+    with chunking as chunks:
+        write_cache(path, plan, chunks, spec, decoding.facts, progress)
     return path
 
 
 def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
     """Make the cache of the latents of all ``pixels``."""
-    shape = (spec.channels, spec.image_size, spec.image_size)
-    made_of = sources_of(pixels, coder.autoencoder)
-    origin = sha256(repr(sorted(made_of.items())).encode()).hexdigest()
-    plan = _plan("latents", shape, len(pixels), 2 * math.prod(shape), origin)
+    shape = spec.shape
+    sources = sources_of(pixels, coder.autoencoder)
+    plan = _plan("latents", {IMAGES: field_of("latents", shape)}, len(pixels), 2 * math.prod(shape), _hash_of(sources))
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [])
 
-    write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of, pixels.meta.origin)
+    write_cache(path, plan, chunks, spec, Facts(pixels.meta.classes, sources, pixels.meta.origin), progress)
 
 
-def _plan(kind: Kind, shape: tuple[int, int, int], images: int, image_bytes: float, origin: str) -> CachePlan:
-    return CachePlan(kind, shape, images, image_bytes, max(1, int(SHARD_BYTES / image_bytes)), origin)
+def _build_residuals(path: Path, regression: Regression, fields: DatasetCache, spec: DataSpec, progress: bool) -> None:
+    """Make the cache of the residuals of all ``fields``."""
+    meta, sources = fields.meta, made_of(fields, regression)
+    stored = {name: meta.field(name) for name in fields.fields}
+    image_bytes = sum(each.nbytes for each in stored.values())
+    plan = _plan("fields", stored, len(fields), image_bytes, _hash_of(sources))
+    facts = Facts(meta.classes, sources, meta.origin, fields.constants, meta.coordinates, meta.masked)
+    write_cache(path, plan, lambda numbers: residuals(fields, regression, numbers), spec, facts, progress)
 
 
-def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
-    """Return the decoding of the source of ``spec``, with the plan of its cache, before anything is decoded or written.
+def _hash_of(sources: Mapping[str, str]) -> str:
+    """Return a hash of the checksums that images are made of."""
+    return sha256(repr(sorted(sources.items())).encode()).hexdigest()
+
+
+def _plan(kind: Kind, fields: Mapping[str, StoredField], images: int, image_bytes: float, origin: str) -> CachePlan:
+    return CachePlan(kind, fields, images, image_bytes, max(1, int(SHARD_BYTES / image_bytes)), origin)
+
+
+def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
+    """Return what reads the source of ``spec``, with the plan of its cache, before anything is decoded or written.
 
     Raises:
-        DataError: the source fails, or has no encoded images to keep.
+        DataError: the source fails, has no encoded images to keep, or has other fields than the spec says.
     """
-    looks = None if spec.path is None else looks_of(spec.path)  # before it is read, since it may change meanwhile
-    source = open_source(spec, progress)
-    shape = (spec.channels, spec.stored_size, spec.stored_size)
-    images, image_bytes = len(source.labels), float(math.prod(shape))
-    content, encoded_bytes = _sampled(source)
-    keep_encoded = spec.store == "encoded"
+    beside = None if spec.condition is None else spec.condition.path
+    looks, beside_looks = ({} if path is None else looks_of(path) for path in (spec.path, beside))  # before it is read
+    source: FieldSource | Source
+    if spec.reads_arrays:
+        source = fields = open_fields(spec)
+        content, encoded_bytes, keep_encoded = fields.content, None, False
+        image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
+    else:
+        source = open_source(spec, progress)
+        content, encoded_bytes = _sampled(source)
+        image_bytes, keep_encoded = float(math.prod(spec.stored_shape)), spec.store == "encoded"
+    images = len(source.labels)
     if encoded_bytes is None and keep_encoded:
         raise DataError(f"data.store = encoded, but data.source = {spec.source} has pixels; --set data.store=pixels")
     if encoded_bytes is not None and spec.store == "auto":
@@ -212,10 +272,28 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
     if keep_encoded:
         image_bytes = max(1.0, encoded_bytes or 0.0)
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
-    of_file = f"{content} {looks}" if spec.path is not None and spec.path.is_file() else content
-    plan = _plan("encoded" if keep_encoded else "pixels", shape, images, image_bytes, of_file)
-    origin = None if looks is None else Origin(content=content, looks=looks)
-    return Decoding(source, plan, shareable=encoded_bytes is not None, origin=origin)
+    of_files = [str(look) for path, look in ((spec.path, looks), (beside, beside_looks)) if path and path.is_file()]
+    origin = None if spec.path is None else Origin(content=content, looks=looks, condition_looks=beside_looks)
+    if isinstance(source, FieldSource):
+        kind: Kind = "fields" if spec.are_fields else "pixels"
+        plan = _plan(kind, source.fields, images, image_bytes, " ".join([content, *of_files]))
+        masked = spec.mask is not None
+        return Reading(
+            plan, source.chunks, Facts(source.classes, {}, origin, source.constants, source.coordinates, masked)
+        )
+    kind = "encoded" if keep_encoded else "pixels"
+    plan = _plan(kind, {IMAGES: field_of(kind, spec.stored_shape)}, images, image_bytes, " ".join([content, *of_files]))
+    facts = Facts(source.classes, {DECODING: DECODING_VERSION} if keep_encoded else {}, origin)
+    return Decoding(source, plan, shareable=encoded_bytes is not None, facts=facts)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Reading of a source's fields, by one process, since nothing is decoded."""
+
+    plan: CachePlan
+    chunks: Chunks
+    facts: Facts
 
 
 def _sampled(source: Source) -> tuple[str, float | None]:
@@ -273,11 +351,14 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
     if spec.path is None or (origin := found.meta.origin) is None:
         return
     looks = [(before, _look(spec.path / name)) for name, before in origin.looks.items()]
+    if spec.condition is not None and (beside := spec.condition.path) is not None:
+        looks += [(before, _look(beside / name)) for name, before in origin.condition_looks.items()]
     if all(before == now for before, now in looks):
         return
     if all(now is None or before[0] == now[0] for before, now in looks):
         try:
-            if _sampled(open_source(spec, progress))[0] == origin.content:
+            read = open_fields(spec).content if spec.reads_arrays else _sampled(open_source(spec, progress))[0]
+            if read == origin.content:
                 return
         except (DataError, OSError) as error:
             if progress and os.path.lexists(spec.path):
@@ -292,8 +373,8 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
 class Decoding:
     """Decoding of a source's images, shared by several processes."""
 
-    def __init__(self, source: Source, plan: CachePlan, shareable: bool, origin: Origin | None = None) -> None:
-        self.source, self.plan, self.origin = source, plan, origin
+    def __init__(self, source: Source, plan: CachePlan, shareable: bool, facts: Facts) -> None:
+        self.source, self.plan, self.facts = source, plan, facts
         self.shareable = shareable and plan.images > FEW_IMAGES
         """Whether several processes are faster than one."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(plan.shape)))
@@ -310,19 +391,19 @@ class Decoding:
 
     def chunk(self, numbers: range) -> Chunk:
         """Decode images, even if they are kept encoded, to find those that are unreadable."""
-        chunk = Chunk([], [], [])
-        channels, size, _ = self.plan.shape
+        images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
+        channels, *size = self.plan.shape
         for i in numbers:
             try:
-                pixels = decoded(self.source, i, size, channels, self.large)
+                pixels = decoded(self.source, i, (size[0], size[1]), channels, self.large)
             except UnreadableImage as error:
-                chunk.skipped.append((error.name, error.reason))
+                skipped.append((error.name, error.reason))
                 continue
             content = self.source.read(i) if self.plan.kind == "encoded" else pixels.transpose(2, 0, 1).tobytes()
             assert isinstance(content, bytes)
-            chunk.images.append(content)
-            chunk.labels.append(int(self.source.labels[i]))
-        return chunk
+            images.append(content)
+            labels.append(int(self.source.labels[i]))
+        return Chunk(images, labels, skipped)
 
 
 _decoding: Decoding

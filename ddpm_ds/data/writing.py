@@ -1,8 +1,8 @@
 """Writing of a data-set cache by any number of processes and hosts that share its folder.
 
-Images are written in order to files of bounded size, in a folder beside the cache. Each process takes the next file
-that no other works on. A finished file has a record of its labels and survives if its process is killed, so that others
-can continue. A cache is complete or does not exist.
+Images, and other fields of them, are written in order to files of bounded size, in a folder beside the cache. Each
+process takes the next file that no other works on. A finished file has a record of its labels and survives if its
+process is killed, so that others can continue. A cache is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -30,7 +30,23 @@ from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, Origin, shard_name
+from ddpm_ds.data.cache import (
+    CONSTANTS,
+    FORMAT,
+    IMAGES,
+    LABELS,
+    META,
+    OFFSETS,
+    SKIPPED,
+    CacheMeta,
+    Coordinate,
+    Images,
+    Kind,
+    Origin,
+    StoredField,
+    shard_name,
+)
+from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of, sync
 
@@ -46,15 +62,22 @@ class CachePlan:
     """Plan of a cache, which its files must match."""
 
     kind: Kind
-    shape: tuple[int, int, int]  # (C, H, W)
+    fields: Mapping[str, StoredField]
+    """Fields of an image, images among them."""
     images: int
     """Images of the source, including unreadable ones."""
     image_bytes: float
-    """Mean bytes per image."""
+    """Mean bytes per image, of all fields together."""
     shard_images: int
     """Images of the source per file."""
     origin: str
     """Hash of the source's names and labels."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the images."""
+        channels, height, width = self.fields[IMAGES].shape
+        return channels, height, width
 
     @property
     def shards(self) -> int:
@@ -76,16 +99,38 @@ class Record(BaseModel):
     """Bytes of each encoded image."""
     skipped: tuple[tuple[str, str], ...]
     """Names of unreadable images, with reasons."""
-    sha256: str
+    sha256: dict[str, str]
+    """Checksum of the file of each field."""
+    moments: dict[str, tuple[Numbers, ...]] = {}
+    """Moments (5, C) of fields."""
 
 
 class Chunk(NamedTuple):
     """Consecutive images of the source."""
 
-    images: list[bytes]
-    """Bytes to write for each image: pixels or latents (C, H, W), or an encoded file."""
+    images: Sequence[bytes | memoryview]
+    """What to write for each image: pixels, latents or fields (C, H, W), or an encoded file."""
     labels: list[int]
     skipped: list[tuple[str, str]]
+    others: Mapping[str, Sequence[memoryview]] = {}
+    """What to write for each image in other fields."""
+    moments: Mapping[str, Moments] = {}
+    """Moments of fields, of all images in the chunk."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a cache says of its images beside their values."""
+
+    classes: tuple[str, ...]
+    made_of: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the images' origins, also kept in ``meta.json``, by names that no file has."""
+    origin: Origin | None = None
+    constants: Images | None = None
+    """Fields that are the same for all images, float32 (C, H, W)."""
+    coordinates: tuple[Coordinate, ...] = ()
+    masked: bool = False
+    """Whether values can be NaN, for masked ones."""
 
 
 Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
@@ -148,16 +193,13 @@ def write_cache(
     plan: CachePlan,
     chunks: Chunks,
     spec: DataSpec,
-    classes: tuple[str, ...],
+    facts: Facts,
     progress: bool,
-    made_of: Mapping[str, str] | None = None,
-    origin: Origin | None = None,
     beginnings: int = 3,
 ) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    ``made_of`` are checksums of the images' origins, also kept in ``meta.json``, by names that no file has, as is
-    ``origin``. If the unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
+    If the unfinished folder is removed, the cache is begun again, ``beginnings`` times in all.
 
     Raises:
         DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
@@ -170,7 +212,7 @@ def write_cache(
     try:
         with tqdm(total=plan.images, desc=f"preparing {path.name}", disable=not progress) as bar:
             shards = _Shards(folder, plan, chunks, spec.max_bad_fraction, bar)
-            while not _finished(path, shards, spec, classes, made_of or {}, origin):
+            while not _finished(path, shards, spec, facts):
                 pass  # files that changed after they were written are written again
     except OSError as error:
         if path.exists():  # another process has finished
@@ -178,20 +220,13 @@ def write_cache(
         if beginnings == 1 or not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
             raise
         # Another process gave up and removed the folder; begin again, to meet what it has met.
-        write_cache(path, plan, chunks, spec, classes, progress, made_of, origin, beginnings - 1)
+        write_cache(path, plan, chunks, spec, facts, progress, beginnings - 1)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
 
 
-def _finished(
-    path: Path,
-    shards: _Shards,
-    spec: DataSpec,
-    classes: tuple[str, ...],
-    made_of: Mapping[str, str],
-    origin: Origin | None,
-) -> bool:
+def _finished(path: Path, shards: _Shards, spec: DataSpec, facts: Facts) -> bool:
     """Write the files that are missing and put the cache in place; return False if a file of another process, or of a
     start that was killed, is not what its record says, and has to be written again.
     """
@@ -202,7 +237,7 @@ def _finished(
         elif shards.forget_damaged(records):
             return False
         else:
-            _describe(shards.folder, shards.plan, records, spec, classes, made_of, origin)
+            _describe(shards.folder, shards.plan, records, spec, facts)
             shards.folder.rename(path)
             sync(path.parent)
             tidy(path)
@@ -308,7 +343,10 @@ class _Shards:
 
         def is_damaged(number: int) -> bool:
             with suppress(OSError):
-                return sha256_of(self.folder / shard_name(self.plan.kind, number)) != records[number].sha256
+                return any(
+                    sha256_of(self.folder / shard_name(self.plan.kind, number, name)) != checksum
+                    for name, checksum in records[number].sha256.items()
+                )
             return True
 
         with ThreadPoolExecutor() as pool:
@@ -319,37 +357,55 @@ class _Shards:
         return bool(damaged)
 
     def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
-        """Write one file of images and its record; ``skipped_before`` are the unreadable images of earlier files."""
+        """Write one file of each field and their record; ``skipped_before`` are the unreadable images of earlier
+        files.
+        """
         plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
         bar.update(max(0, numbers.start - bar.n))
         labels: list[int] = []
         sizes: list[int] = []
         skipped: list[tuple[str, str]] = []
-        with _complete(self.folder / shard_name(plan.kind, number)) as file:
-            self._write_header(file, len(numbers))
+        moments: dict[str, Moments] = {}
+        with ExitStack() as stack:
+            names = {name: self.folder / shard_name(plan.kind, number, name) for name in plan.fields}
+            files = {name: stack.enter_context(_complete(path)) for name, path in names.items()}
+            self._write_headers(files, len(numbers))
             for chunk in self.chunks(numbers):
-                file.writelines(chunk.images)
+                files[IMAGES].writelines(chunk.images)
+                for name, images in chunk.others.items():
+                    files[name].writelines(images)
+                for name, found in chunk.moments.items():
+                    moments[name] = merged(np.stack([moments[name], found])) if name in moments else found
                 labels += chunk.labels
                 sizes += map(len, chunk.images) if plan.kind == "encoded" else []
                 skipped += chunk.skipped
                 bar.update(len(chunk.images) + len(chunk.skipped))
                 self._check_skipped([*skipped_before, *skipped])
-            file.seek(0)
-            self._write_header(file, len(labels))
-            file.flush()
-            checksum = sha256_of(Path(file.name))
-        record = Record(labels=tuple(labels), sizes=tuple(sizes), skipped=tuple(skipped), sha256=checksum)
+                del chunk  # an image may take 200 MB, and the next is about to be read
+            self._write_headers(files, len(labels))
+            for file in files.values():
+                file.flush()
+            checksums = {name: sha256_of(Path(file.name)) for name, file in files.items()}
+        record = Record(
+            labels=tuple(labels),
+            sizes=tuple(sizes),
+            skipped=tuple(skipped),
+            sha256=checksums,
+            moments={name: tuple(map(tuple, found.tolist())) for name, found in moments.items()},
+        )
         with _complete(self.folder / _record_name(number)) as file:
             file.write(record.model_dump_json().encode())
         self.found.discard(number)
         return record
 
-    def _write_header(self, file: BinaryIO, count: int) -> None:
-        """Write the header of a ``.npy`` file of ``count`` images, padded so that the count can be changed later."""
-        if self.plan.kind != "encoded":
-            descr = "<f2" if self.plan.kind == "latents" else "|u1"
-            header = {"descr": descr, "fortran_order": False, "shape": (count, *self.plan.shape)}
-            np.lib.format.write_array_header_1_0(file, header)
+    def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
+        """Write the headers of ``.npy`` files of ``count`` images, padded so that the count can be changed later."""
+        for name, file in files.items():
+            if self.plan.kind != "encoded":
+                stored = self.plan.fields[name]
+                header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
+                file.seek(0)
+                np.lib.format.write_array_header_1_0(file, header)
 
 
 @contextmanager
@@ -370,16 +426,16 @@ def _describe(
     plan: CachePlan,
     records: Sequence[Record],
     spec: DataSpec,
-    classes: tuple[str, ...],
-    made_of: Mapping[str, str],
-    origin: Origin | None,
+    facts: Facts,
 ) -> None:
-    """Write the files of a cache other than its images."""
+    """Write the files of a cache other than its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
-    files = {LABELS: np.array(labels, np.int64)}
+    files: dict[str, Images] = {LABELS: np.array(labels, np.int64)}
     if plan.kind == "encoded":
         files[OFFSETS] = np.cumsum([0, *(size for record in records for size in record.sizes)])
+    if facts.constants is not None:
+        files[CONSTANTS] = facts.constants
     for name, array in files.items():
         with _complete(folder / name) as file:
             np.save(file, array)
@@ -387,21 +443,38 @@ def _describe(
         report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
         with _complete(folder / SKIPPED) as file:
             file.write(report.encode(errors="backslashreplace"))
-    checksums = {shard_name(plan.kind, number): record.sha256 for number, record in enumerate(records)}
+    checksums = {
+        shard_name(plan.kind, number, name): checksum
+        for number, record in enumerate(records)
+        for name, checksum in record.sha256.items()
+    }
+    measured = {name for record in records for name in record.moments}
+    constants = facts.constants
     meta = CacheMeta(
         format=FORMAT,
         source=spec.source,
         folder=spec.name if spec.path is None else str(spec.path),
         count=len(labels),
         shape=plan.shape,
-        classes=classes,
+        classes=facts.classes,
         skipped=len(skipped),
-        sha256=checksums | {name: sha256_of(folder / name) for name in files} | dict(made_of),
+        sha256=checksums | {name: sha256_of(folder / name) for name in files} | dict(facts.made_of),
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
-        origin=origin,
+        origin=facts.origin,
+        constants=None if constants is None else StoredField(shape=constants.shape, values="float32"),
+        statistics={name: _statistics(records, name) for name in sorted(measured)},
+        coordinates=facts.coordinates,
+        masked=facts.masked,
     )
+    if plan.fields != {IMAGES: meta.field(IMAGES)}:
+        meta = meta.model_copy(update={"fields": dict(plan.fields)})
     # Defaults are left out so that older versions can read a cache of one file of pixels.
     with _complete(folder / META) as file:
         file.write((meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode())
     sync(folder)
+
+
+def _statistics(records: Sequence[Record], name: str) -> Statistics:
+    """Return the statistics of a field over all files."""
+    return Statistics.of(merged(np.array([record.moments[name] for record in records if name in record.moments])))

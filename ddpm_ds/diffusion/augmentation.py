@@ -6,10 +6,9 @@ In sampling the condition is all zeros. EDM's code stretches half of the stretch
 paper's table, all are stretched along a random axis.
 """
 
-from __future__ import annotations
-
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from ddpm_ds.keyed import Stream
 LOG_SCALE = LOG_STRETCH = 0.2 * math.log(2.0)
 """Standard deviation of the logarithm of the scaling factor, and of the stretching factor."""
 TRANSLATION = 1.0 / 8.0
-"""Standard deviation of a translation, as a share of the image's size."""
+"""Standard deviation of a translation, as a share of the image's width or height."""
 FILTER = (
     0.015404109327027373,
     0.0034907120842174702,
@@ -51,7 +50,7 @@ LOG_CONTRAST, LOG_SATURATION = 0.5 * math.log(2.0), math.log(2.0)
 
 
 def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> tuple[Tensor, Tensor]:
-    """Return transformed images in [-1, 1], (N, C, H, H) channels-last, and the condition (N, 9), both float32.
+    """Return transformed images in [-1, 1], (N, C, H, W) channels-last, and the condition (N, 9), both float32.
 
     Half of the images are mirrored. Each other transformation happens with ``probability``: flipping upside down,
     scaling, rotation, stretching along a random axis and translation. ``index`` (N,) int64 are the image indices that
@@ -70,10 +69,10 @@ def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> t
     images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
     images = torch.where(turned[:, None, None, None], images.flip(2), images)
     matrix = _back(angle, (LOG_SCALE * size).exp(), axis, (LOG_STRETCH * stretch).exp())
-    offsets = shift * (TRANSLATION * images.shape[3])
+    offsets = [part * (TRANSLATION * side) for part, side in zip(shift.unbind(1), images.mT.shape[2:], strict=True)]
     changed = scaled | rotated | stretched | moved
     images = torch.where(changed[:, None, None, None], _resampled(images, matrix, offsets), images)
-    images = images.contiguous(memory_format=torch.channels_last)  # (N, C, H, H)
+    images = images.contiguous(memory_format=torch.channels_last)  # (N, C, H, W)
     return images, torch.cat((torch.stack([part.float() for part in condition], dim=1), shift), dim=1)  # (N, 9)
 
 
@@ -128,27 +127,36 @@ def _back(angle: Tensor, scale: Tensor, axis: Tensor, stretch: Tensor) -> tuple[
     return cos * first - sin * mixed, cos * mixed - sin * last, sin * first + cos * mixed, sin * mixed + cos * last
 
 
-def _resampled(images: Tensor, matrix: tuple[Tensor, Tensor, Tensor, Tensor], offsets: Tensor) -> Tensor:
-    """Return images (N, C, H, H) resampled at points moved back by ``offsets`` (N, 2) pixels (right, down) and then
-    mapped by ``matrix``, four (N,).
+def _resampled(images: Tensor, matrix: tuple[Tensor, Tensor, Tensor, Tensor], offsets: Sequence[Tensor]) -> Tensor:
+    """Return images (N, C, H, W) resampled at points moved back by ``offsets``, (N,) pixels each (right, down), and
+    then mapped by ``matrix``, four (N,).
 
     Pixels are interpolated in images of twice the size, which the filter makes and halves again.
     """
-    pixels = images.shape[3]
-    middle, margin = (pixels - 1) / 2.0, max(pixels // 2, BEFORE + 1)
-    padded = F.pad(images.contiguous(), (margin,) * 4, mode="reflect")
-    doubled = _doubled(_doubled(padded).mT).mT  # (N, C, D, D)
+    sides = images.mT.shape[2:]  # (W, H): all that follows is first of x, then of y
+    middles = [(pixels - 1) / 2.0 for pixels in sides]
+    margins = [max(pixels // 2, BEFORE + 1) for pixels in sides]
+    padded = F.pad(images.contiguous(), [margin for margin in margins for _ in range(2)], mode="reflect")
+    doubled = _doubled(_doubled(padded).mT).mT  # (N, C, D, E)
     # Points in pixels from the centre: of the doubled new image, and the corresponding points of the old one.
-    new = (torch.arange(-BEFORE, 2 * pixels + AFTER - 1, device=images.device) - MIDDLE) / 2.0 - middle  # (K,)
-    x = new[None, None, :] - offsets[:, 0, None, None]  # (N, 1, K)
-    y = new[None, :, None] - offsets[:, 1, None, None]  # (N, K, 1)
+    across, down = (
+        (torch.arange(-BEFORE, 2 * pixels + AFTER - 1, device=images.device) - MIDDLE) / 2.0 - middle
+        for pixels, middle in zip(sides, middles, strict=True)
+    )
+    x = across[None, None, :] - offsets[0][:, None, None]  # (N, 1, K)
+    y = down[None, :, None] - offsets[1][:, None, None]  # (N, L, 1)
     x_by_x, x_by_y, y_by_x, y_by_y = (part[:, None, None] for part in matrix)
-    old = torch.stack((x_by_x * x + x_by_y * y, y_by_x * x + y_by_y * y), dim=3)  # (N, K, K, 2)
+    old = (x_by_x * x + x_by_y * y, y_by_x * x + y_by_y * y)  # (N, L, K) each
     # In grid_sample's coordinates: -1 is the first doubled pixel, 1 the last.
-    number = 2.0 * old + (2.0 * (middle + margin - REACH) + MIDDLE)
-    grid = number * (2.0 / (doubled.shape[3] - 1)) - 1.0
+    numbers = (
+        2.0 * points + (2.0 * (middle + margin - REACH) + MIDDLE)
+        for points, middle, margin in zip(old, middles, margins, strict=True)
+    )
+    grid = torch.stack(
+        [number * (2.0 / (side - 1)) - 1.0 for number, side in zip(numbers, doubled.mT.shape[2:], strict=True)], dim=3
+    )  # (N, L, K, 2)
     found = F.grid_sample(doubled, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
-    return _halved(_halved(found).mT).mT  # (N, C, H, H)
+    return _halved(_halved(found).mT).mT  # (N, C, H, W)
 
 
 def _doubled(images: Tensor) -> Tensor:

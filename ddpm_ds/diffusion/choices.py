@@ -227,6 +227,12 @@ TARGETS = {
         error=lambda ratio: (ratio.sqrt() + 1.0) ** 2,
         diffusers=None,
     ),
+    "regression": Target(
+        target=lambda x0, eps, level: x0,
+        to_x0=lambda prediction, x_t, level: prediction,
+        error=lambda ratio: ratio * 0.0 + 1.0,
+        diffusers=None,
+    ),
 }
 """What the U-Net predicts, by `diffusion.objective`.
 

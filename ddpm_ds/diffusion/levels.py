@@ -6,8 +6,6 @@ first timesteps. Tables are float64 on the CPU, because betas of 1e-4 and signal
 is the paper's t = 1, which has the least noise, but some.
 """
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 from typing import NamedTuple, assert_never
@@ -15,7 +13,7 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.choices import MOST_SIGMA
+from ddpm_ds.config.choices import MOST_SIGMA, OBJECTIVES
 from ddpm_ds.config.spec import ALL_SIGMAS, DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, ContinuousSchedule, NoiseLevel, evaluations
 from ddpm_ds.errors import SpecError
@@ -69,8 +67,10 @@ class Visit(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Noise over signal, at most MOST_SIGMA, rounded to 12 digits so that a level written as 80 is exactly 80."""
-        return min(float(f"{float(self.level.noise / self.level.signal):.12g}"), MOST_SIGMA)
+        """Noise over signal, at most MOST_SIGMA, which is also that of neither; rounded to 12 digits, so that a level
+        written as 80 is exactly 80.
+        """
+        return min(MOST_SIGMA, float(f"{float(self.level.noise / self.level.signal):.12g}"))
 
 
 class Timesteps:
@@ -155,12 +155,36 @@ class Continuous:
         ]
 
 
-def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timesteps | Continuous:
+class Noiseless:
+    """The only level of a regression, at which x_t is zeros; same methods as :class:`Timesteps`."""
+
+    dtype = torch.float32
+    normal = False
+
+    def draw(self, draws: Draws) -> Tensor:
+        return torch.zeros_like(draws.uniform(Stream.TIMESTEP)[:, 0])
+
+    def level(self, t: Tensor) -> NoiseLevel:
+        return NoiseLevel(torch.zeros_like(t), torch.zeros_like(t))
+
+    def weights(self, t: Tensor) -> Tensor:
+        return torch.ones_like(t)
+
+    def quantile(self, percent: int) -> tuple[float, int]:
+        return 0.0, Stream.HELD_OUT
+
+    def visits(self, sampler: SamplerSpec) -> list[Visit]:
+        return [Visit(0.0, self.level(torch.zeros((), dtype=torch.float64)), 0.0, 1.0, Stream.SAMPLE + 1)]
+
+
+def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timesteps | Continuous | Noiseless:
     """Return the noise levels of a process, with their tables on `device`.
 
     Raises:
         SpecError: the schedule is impossible.
     """
+    if not OBJECTIVES[spec.objective].diffuses:
+        return Noiseless()
     return Continuous(spec) if isinstance(NOISE[spec.schedule], ContinuousSchedule) else Timesteps(spec, device)
 
 

@@ -1,18 +1,19 @@
 """Diffusion process of a run: random draws, noise and loss for a micro-batch, on its device."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds import keyed
+from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.condition import Moves, Scale
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
 from ddpm_ds.keyed import Draws, Stream
 
@@ -32,40 +33,48 @@ class Diffusion:
         self.spec = spec
         self.seed = seed
         self.levels = levels_of(spec, device)
+        self.diffuses = OBJECTIVES[spec.objective].diffuses
+        """Whether images are noised."""
+        self._channel_weights = torch.tensor(spec.channel_weights, device=device) if spec.channel_weights else None
 
-    def draws(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> Draws:
-        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W)."""
+    def draws(
+        self,
+        index: Tensor,
+        shape: torch.Size | tuple[int, ...],
+        more_words: Mapping[int, int] = MappingProxyType({}),
+        more_normals: Mapping[int, int] = MappingProxyType({}),
+    ) -> Draws:
+        """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), with those of more streams."""
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
-        normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])}
+        normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
         (normals if self.levels.normal else words)[Stream.TIMESTEP] = 1
-        return Draws(self.seed, index, words, normals)
+        return Draws(self.seed, index, {**words, **more_words}, {**normals, **more_normals})
 
-    def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: int | None = None) -> Tensor:
+    def moves(self, draws: Draws, stored: tuple[int, ...], size: tuple[int, int] | None, flips: bool) -> Moves:
+        """Return how images of a `stored` size (height, width) are changed in training: cropped to `size`, each at a
+        random place, and half of them mirrored if `flips`.
+        """
+        place = None
+        if size is not None and stored != size:  # uniform over all places
+            rows, columns = (before - cropped + 1 for before, cropped in zip(stored, size, strict=True))
+            place = draws.integers(Stream.CROP, rows * columns)  # (N,)
+        return Moves(size, place, draws.coins(Stream.FLIP) if flips else None)
+
+    def prepare(self, images: Tensor, draws: Draws | None, flips: bool, size: tuple[int, int] | None = None) -> Tensor:
         """Convert uint8 images (N, C, H, W) to float32 in [-1, 1], mirroring half of them if `flips`; float16 latents
         only become float32.
 
-        Images larger than `size` are cropped to (N, C, size, size), each at a random place. `draws` may be None if
+        Images larger than `size` (height, width) are cropped to it, each at a random place. `draws` may be None if
         images are neither cropped nor mirrored. Source: DDPM (Ho et al. 2020), section 3.3.
         """
-        if size is not None and images.shape[-1] > size:  # uniform over all places
-            assert draws is not None
-            places = images.shape[-1] - size + 1
-            place = draws.integers(Stream.CROP, places**2)  # (N,)
-            crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
-            each = torch.arange(len(images), device=images.device)
-            images = crops[each, :, place // places, place % places]  # (N, C, size, size)
-        if flips:
-            assert draws is not None
-            mirrored = draws.coins(Stream.FLIP)  # (N,)
-            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-        pixels = images.to(torch.float32, memory_format=torch.channels_last)
-        if images.is_floating_point():
-            return pixels
-        # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
-        return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
+        moves = Moves() if draws is None else self.moves(draws, images.shape[2:], size, flips)
+        return Scale().to_unit(moves.of(images))  # (N, C, H, W)
 
     def draw(self, draws: Draws, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
+        if not self.diffuses:
+            t = self.levels.draw(draws)
+            return t, t.new_zeros(shape).contiguous(memory_format=torch.channels_last)
         eps = draws.normal(Stream.NOISE).reshape(shape)
         return self.levels.draw(draws), eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
@@ -89,13 +98,21 @@ class Diffusion:
         more = keyed.normal(self.seed, Stream.PERTURBATION, index, eps[0].numel()).view_as(eps)
         return torch.add(eps, more, alpha=gamma)
 
-    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the loss, a float32 scalar: the mean over images of weight times distance."""
-        return (self.levels.weights(t) * self.distances(prediction, x0, eps, t)).mean()
+    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the loss, a float32 scalar: the mean over images of weight times distance, in which the errors of each
+        channel are multiplied by its weight.
+        """
+        errors = self.errors(prediction, x0, eps, t)
+        if self._channel_weights is not None:
+            errors = errors * self._channel_weights
+        return (self.levels.weights(t) * mean_error(errors, mask)).mean()
 
-    def distances(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the unweighted distance of each prediction from its target, a mean over pixels in float32, (N,);
-        `prediction` may have any float dtype.
+    def distances(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the unweighted distance of each prediction from its target, (N,) float32."""
+        return mean_error(self.errors(prediction, x0, eps, t), mask)
+
+    def errors(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the error of each element of the predictions, of any float dtype, (N, H, W, C) float32.
 
         Huber is d^2 / 2 for |d| <= delta, else delta (|d| - delta / 2). Source: Huber 1964; DDPM, eq. 14 (l2).
         """
@@ -107,7 +124,7 @@ class Diffusion:
         target = TARGETS[self.spec.objective].target(x0, eps, self.level(t))
         # (N, H, W, C) views: the gradients of PyTorch's losses are contiguous in the order of the dimensions.
         prediction, target = prediction.float().permute(0, 2, 3, 1), target.float().permute(0, 2, 3, 1)
-        return kinds[self.spec.loss](prediction, target, reduction="none").flatten(1).mean(dim=1)  # (N,)
+        return kinds[self.spec.loss](prediction, target, reduction="none")
 
     def drop_labels(self, labels: Tensor, draws: Draws, share: float, none_label: int) -> Tensor:
         """Replace a random `share` of labels (N,) by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
@@ -115,3 +132,16 @@ class Diffusion:
             return labels
         dropped = draws.uniform(Stream.LABEL_DROP)[:, 0] < share  # (N,)
         return labels.masked_fill(dropped, none_label)
+
+
+def mean_error(errors: Tensor, mask: Tensor | None, *, by_channel: bool = False) -> Tensor:
+    """Return the mean of errors (N, H, W, C) over the elements of each image, (N,), or of each of its channels, (N, C).
+
+    `mask` (N, 1 or C, H, W) is 1 at the elements that count, and 0 elsewhere; where none does the mean is 0.
+    """
+    first, last = (1, 2) if by_channel else (1, 3)
+    if mask is None:
+        return errors.flatten(first, last).mean(dim=1)
+    counts = mask.permute(0, 2, 3, 1).expand_as(errors).to(errors.dtype)  # (N, H, W, C)
+    total = (errors * counts).flatten(first, last).sum(dim=1)
+    return total / counts.flatten(first, last).sum(dim=1).clamp(min=1.0)

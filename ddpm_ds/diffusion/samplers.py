@@ -6,8 +6,6 @@ deviation is not 1 adds one factor. A :class:`Drawing` is the state of some unfi
 it, such as a pipeline of stages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,6 +17,7 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import STEPS, TARGETS, Coefficients
+from ddpm_ds.diffusion.condition import Condition
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.keyed import Stream
 
@@ -121,7 +120,8 @@ class Drawing:
     "Applying guidance in a limited interval".
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
-    None without classes or for "no label", whose number is `no_label`.
+    None without classes or for "no label", whose number is `no_label`. `condition` is what the U-Net takes beside
+    these, and `dropped` what it takes for a dropped condition, by which images without labels are guided.
     """
 
     def __init__(
@@ -131,20 +131,27 @@ class Drawing:
         seed: int,
         index: Tensor,
         shape: tuple[int, int, int],
-        labels: Tensor | None,
-        no_label: int | None,
+        labels: Tensor | None = None,
+        no_label: int | None = None,
+        condition: Condition | None = None,
+        dropped: Condition | None = None,
         guide: Callable[..., Tensor] | None = None,
     ) -> None:
         self.calls = len(sampler.times)
         """Number of predictions to take."""
         self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
         self._guide, self._guidance = guide, sampler.spec.guidance
-        self._labels = self._guided_labels = labels  # (N,), (M,)
-        self._doubled = labels is not None and guide is None and sampler.spec.guides
-        if labels is not None and guide is None and any(sampler.guided):
-            assert no_label is not None
-            none = torch.full_like(labels, no_label)
-            self._guided_labels = torch.cat([labels, none]) if self._doubled else none
+        self._given = self._guided_given = _given(labels, condition)  # of N and of M images
+        without: Condition | None = None
+        if guide is None and any(sampler.guided):
+            if labels is not None:
+                assert no_label is not None
+                without = _given(torch.full_like(labels, no_label), condition)
+            elif dropped is not None:
+                without = dropped
+        self._doubled = without is not None and sampler.spec.guides
+        if without is not None:
+            self._guided_given = _joined(self._given, without) if self._doubled else without
         twice = self._doubled or guide is not None
         self.evaluations = tuple(2 if guided and twice else 1 for guided in sampler.guided)
         """Evaluations of a U-Net per image at each call, those of the guide among them."""
@@ -153,16 +160,19 @@ class Drawing:
         self._taken = 0
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return the next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) and, with labels, labels (M,) int64.
+        """Return the next inputs of the U-Net: x_t (M, C, H, W) float32 with its condition's channels, t (M,) and, with
+        labels, labels (M,) int64, then what else a condition tells.
 
-        M is N, or 2 N if the U-Net guides itself: all images with their labels, then all without.
+        M is N, or 2 N if the U-Net guides itself: all images with their labels or conditions, then all without.
         """
         guided = self._sampler.guided[self._taken]
-        labels = self._guided_labels if guided else self._labels
+        given = self._guided_given if guided else self._given
         x_t = torch.cat([self._x, self._x]) if guided and self._doubled else self._x
         time, dtype = self._sampler.times[self._taken], self._sampler.t_dtype
         t = torch.full((len(x_t),), time, dtype=dtype, device=x_t.device)
-        return (x_t, t) if labels is None else (x_t, t, labels)
+        if given.channels.shape[1]:
+            x_t = torch.cat((x_t, given.channels), dim=1)
+        return (x_t, t, *given.told)
 
     def take(self, prediction: Tensor) -> None:
         """Advance by the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
@@ -189,3 +199,15 @@ class Drawing:
     def _noise(self, stream: int) -> Tensor:
         """Return standard normal noise of each image, (N, C, H, W) float32."""
         return keyed.normal(self._seed, stream, self._index, math.prod(self._shape)).unflatten(1, self._shape)
+
+
+def _given(labels: Tensor | None, condition: Condition | None) -> Condition:
+    """Return all that the U-Net takes beside x_t and t: labels come first."""
+    channels, told = (torch.empty(0, 0), ()) if condition is None else condition
+    return Condition(channels, told if labels is None else (labels, *told))
+
+
+def _joined(one: Condition, other: Condition) -> Condition:
+    """Return what the U-Net takes for the images of ``one``, then for those of ``other``."""
+    told = (torch.cat(pair) for pair in zip(one.told, other.told, strict=True))
+    return Condition(torch.cat((one.channels, other.channels)), tuple(told))

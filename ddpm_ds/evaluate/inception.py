@@ -5,8 +5,6 @@ of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréche
 colours and which pixels vary together; it can't be compared with an FID.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -31,8 +29,8 @@ Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
 
 LARGEST_SIDE_PIXELS = 32
-"""Maximum side in pixels; larger images are averaged down to it, since there are too few images for the covariance of
-more pixels.
+"""Maximum height and width in pixels; what is larger is averaged down to it, since there are too few images for
+the covariance of more pixels.
 """
 CHUNK_IMAGES = 4096
 EXTRACTOR = "inception-v3-compat"
@@ -93,7 +91,8 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
     for first in range(0, len(positions), CHUNK_IMAGES):
         chunk = torch.from_numpy(images[positions[first : first + CHUNK_IMAGES]]).double()  # (n, C, H, W)
         if max(chunk.shape[2:]) > LARGEST_SIDE_PIXELS:
-            chunk = F.adaptive_avg_pool2d(chunk, LARGEST_SIDE_PIXELS)
+            height, width = (min(side, LARGEST_SIDE_PIXELS) for side in chunk.shape[2:])
+            chunk = F.adaptive_avg_pool2d(chunk, (height, width))
         pixels = (chunk / 127.5 - 1).flatten(1).numpy()  # (n, D)
         total = total + pixels.sum(0)
         products = products + pixels.T @ pixels

@@ -2,8 +2,6 @@
 PNG files, and a child run in MLflow. Every output is complete or does not exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -11,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -20,10 +18,12 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from ddpm_ds.config.spec import SamplerSpec
-from ddpm_ds.data.pictures import grid, grid_title, picture
+from ddpm_ds.data.drawn import MOST_ROWS, Drawn
+from ddpm_ds.data.pictures import grid_title, picture
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import OutputError, print_to_stderr
+from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import sync, temporary_beside, write_file
 from ddpm_ds.tracking.address import check_tracking_uri
@@ -57,6 +57,12 @@ class Request(BaseModel):
     count: int = 0
     batch_images: int = 0
     """Number of images per batch; another number gives the same images only up to rounding."""
+    inputs: str | None = None
+    """Checksum of the inputs that images are drawn for; None without."""
+    members: int = 1
+    """Number of images of each input: image i is one of input i // members."""
+    steps_ahead: int = 1
+    """Number of states that follow each other, of each image."""
 
     @classmethod
     def of(
@@ -66,7 +72,7 @@ class Request(BaseModel):
         labels: Sequence[int] | None,
         guide: Trained | None = None,
         /,
-        **numbers: int,
+        **numbers: Any,
     ) -> Self:
         """Return a request for images of ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are
         ``seed``, ``first``, ``count`` and ``batch_images``.
@@ -101,10 +107,16 @@ class Request(BaseModel):
         """Return the labels (N,) int64 of the images with the numbers ``index``; None without labels."""
         return None if self.labels is None else torch.tensor([self.labels[i % len(self.labels)] for i in index])
 
+    def by_input(self, images: np.ndarray) -> np.ndarray:
+        """Return images (inputs x members, ...) as (inputs, members, ...)."""
+        return images.reshape(-1, self.members, *images.shape[1:])
+
     @property
     def key(self) -> str:
         """Checksum of everything that determines the images, up to rounding."""
-        followed = self.model_dump_json(exclude={"origin", "weights", "images_seen", "guide", "batch_images"})
+        conditional = set() if self.inputs is not None else {"inputs", "members", "steps_ahead"}
+        exclude = {"origin", "weights", "images_seen", "guide", "batch_images", *conditional}
+        followed = self.model_dump_json(exclude=exclude)
         return hashlib.sha256(followed.encode()).hexdigest()[:8]
 
 
@@ -126,7 +138,8 @@ class DrawnImages:
     ::
 
         FOLDER/
-            000000000-64.npy    a finished batch, named by its first image and its size, uint8 (N, C, H, W)
+            000000000-64.npy    a finished batch, named by its first image and its size: uint8 (N, C, H, W), or float32
+                                for fields, (N, T, C, H, W) with several states of each
             000000064-64.npy
             images.npy          all images, once none is missing; it replaces the batches
 
@@ -152,7 +165,7 @@ class DrawnImages:
         return [batch for batch in batches if self._path(batch).name not in names]
 
     def keep(self, batch: range, images: Tensor) -> None:
-        """Write the images (N, C, H, W) uint8 of a batch."""
+        """Write the images of a batch."""
         content = io.BytesIO()
         np.save(content, images.numpy())
         with writing(self._folder):
@@ -160,7 +173,7 @@ class DrawnImages:
             write_file(self._path(batch), content.getvalue())
 
     def images(self) -> np.ndarray:
-        """Return all images in order, (N, C, H, W) uint8, mapped into memory; none may be missing."""
+        """Return all images in order, mapped into memory; none may be missing."""
         with writing(self._folder):
             if not self._whole.exists():
                 self._join_batches()
@@ -174,8 +187,9 @@ class DrawnImages:
 
     def _join_batches(self) -> None:
         temporary = self._whole.with_name(".images.npy.tmp")
-        shape = np.load(self._path(self._request.batches[0]), mmap_mode="r").shape[1:]
-        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(self._request.count, *shape))
+        first = np.load(self._path(self._request.batches[0]), mmap_mode="r")
+        shape = (self._request.count, *first.shape[1:])
+        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=first.dtype, shape=shape)
         for batch in self._request.batches:
             start = batch.start - self._request.first
             whole[start : start + len(batch)] = np.load(self._path(batch))
@@ -186,17 +200,82 @@ class DrawnImages:
         return self._folder / f"{batch.start:09}-{len(batch)}.npy"
 
 
-def titled_grid(trained: Trained, sampler: SamplerSpec, images: np.ndarray, labels: Tensor | None) -> Image.Image:
-    """Return a grid of images (N, C, H, W) uint8, with names of labels (N,) and a title that says what drew them."""
+def titled_grid(
+    trained: Trained,
+    sampler: SamplerSpec,
+    images: np.ndarray,
+    labels: Tensor | None,
+    *,
+    inputs: Inputs | None = None,
+    request: Request | None = None,
+    channel: int = 0,
+) -> Image.Image:
+    """Return a grid of images (N, C, H, W), with names of labels (N,) and a title that says what drew them; images of a
+    ``request`` for ``inputs`` are in rows, beside these. Of fields it shows a ``channel``.
+    """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     names = [] if trained.spec is None else class_names(trained.spec)
     classes = [] if labels is None else labels.tolist()
-    return grid(torch.from_numpy(np.array(images)), title, [names[label] if names else str(label) for label in classes])
+    said = [names[label] if names else str(label) for label in classes]
+    channels = trained.channels if trained.are_fields else ()
+    if inputs is None or request is None:
+        return Drawn(torch.from_numpy(np.array(images)), channels=channels).picture(title, said, channel)
+    rows = images[: MOST_ROWS * request.members]
+    numbers = range(request.first // request.members, (request.first + len(rows)) // request.members)
+    of_given = None if trained.facts is None else trained.facts.fields.get("condition")
+    drawn = Drawn(
+        torch.from_numpy(np.array(rows)),
+        request.members,
+        inputs.shown(numbers),
+        inputs.truth(numbers),
+        channels,
+        () if of_given is None else of_given.channels,
+    )
+    return drawn.picture(title, said, channel)
+
+
+def write_npy(path: Path, images: np.ndarray) -> None:
+    """Write an array as a ``.npy`` file; it may be mapped from another.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    temporary = temporary_beside(path)
+    with writing(path):
+        np.save(temporary.with_suffix(".npy"), images)
+        temporary.with_suffix(".npy").replace(temporary)
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
+
+
+def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:
+    """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder with a variable for each channel, and the
+    coordinates of the run's data; the inputs are numbered from ``first`` on.
+
+    Raises:
+        OutputError: as :func:`new_folder`.
+    """
+    import xarray
+
+    assert trained.facts is not None, "only fields are written"
+    along = {each.along: each for each in trained.facts.coordinates}
+    names = {axis: along[axis].name if axis in along else axis for axis in ("height", "width")}
+    dims = ("input", "member", *(("step",) if images.ndim == 6 else ()), *names.values())
+    coordinates: dict[str, Any] = {
+        along[axis].name: (along[axis].name, list(along[axis].values), {"units": along[axis].units})
+        for axis in names
+        if axis in along and len(along[axis].values) == images.shape[-2 if axis == "height" else -1]
+    }
+    coordinates["input"] = np.arange(first, first + len(images))
+    channels = {name: (dims, images[..., number, :, :]) for number, name in enumerate(trained.channels)}
+    with new_folder(path) as folder:
+        xarray.Dataset(channels, coordinates).to_zarr(folder, mode="w", consolidated=False)
 
 
 def write_npz(path: Path, images: np.ndarray, labels: Tensor | None) -> None:
-    """Write an npz archive: ``arr_0`` are images (N, H, W, C) uint8, ``arr_1`` the labels (N,) int64, if any.
+    """Write an npz archive: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64, if any.
 
     Names and axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
     ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces.

@@ -4,13 +4,13 @@ An image is a function of the weights, the sampler, the seed, its number and its
 finished batch counts whichever process drew it, and processes that share the work wait for each other only at the end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from pydantic import Field, InstanceOf
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_SEED
-from ddpm_ds.config.spec import Batch, SamplerSpec, check_sampler
+from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
+from ddpm_ds.config.choices import OBJECTIVES
+from ddpm_ds.config.spec import Batch, GivenPath, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
+from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
+from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
@@ -32,6 +35,8 @@ JOIN_LIMIT = timedelta(minutes=10)
 """Maximum time until all processes have loaded the weights."""
 WAIT_LIMIT = timedelta(days=1)
 """Maximum time to wait for the slowest process; a process that dies is noticed at once, by its connection."""
+AHEAD = 2**49
+"""Difference of the image numbers of one state and the next, above all numbers of images."""
 LOG_SECONDS = 30.0
 """Seconds between two lines of the progress bar if there is no terminal."""
 
@@ -44,15 +49,29 @@ def draw(
     labels: Tensor | None,
     seed: int,
     guide: Trained | None = None,
+    inputs: Inputs | None = None,
+    members: int = 1,
+    numbers: Sequence[int] | None = None,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Draw the images with the numbers ``index`` (N,) int64 as one batch; return uint8 (N, C, H, W) on the CPU.
+    """Draw the images with the numbers ``index`` (N,) int64 as one batch; return (N, C, H, W) on the CPU, uint8, or
+    float32 in physical units for fields.
 
     ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
-    ``after_step`` is called with the numbers of U-Net evaluations per image: those done, and all.
+    Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net needs that was trained with
+    a condition of each image; ``numbers`` (N,) names other inputs. ``after_step`` is called with the numbers of U-Net
+    evaluations per image: those done, and all.
     """
     device = next(trained.unet.parameters()).device
+    condition, dropped, base = None, None, None
     with torch.inference_mode():
+        if inputs is not None:
+            numbers = (index // members).tolist() if numbers is None else numbers
+            condition, base = inputs.condition(numbers, device), inputs.base(numbers)
+        elif trained.takes_condition:
+            condition = trained.conditions.at_rest({}, index.to(device), trained.scale)
+        if condition is not None:
+            dropped = trained.conditions.dropped(condition)
         drawing = Drawing(
             Sampler(sampler, trained.diffusion),
             seed=seed,
@@ -60,19 +79,71 @@ def draw(
             shape=trained.image_shape,
             labels=None if labels is None else labels.to(device),
             no_label=trained.unet_spec.classes,
+            condition=condition,
+            dropped=dropped,
             guide=None if guide is None else guide.unet,
         )
         for number in range(drawing.calls):
             drawing.take(trained.unet(*drawing.inputs()))
             if after_step is not None:
                 after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
-        return trained.to_pixels(drawing.images()).cpu()
+        images = trained.finished(drawing.images()).cpu()
+        return images if base is None else images + base
+
+
+def draw_ahead(
+    trained: Trained, sampler: SamplerSpec, index: Tensor, *, inputs: Inputs, members: int, steps: int, **how: Any
+) -> Tensor:
+    """Draw ``steps`` states after each input, (N, steps, C, H, W) float32 on the CPU; the next is drawn for each.
+
+    The first one is what :func:`draw` draws; the noise of the later ones is that of images beyond all others.
+    """
+    states: list[Tensor] = []
+    numbers: Sequence[int] = (index // members).tolist()
+    for step in range(steps):
+        drawn = draw(trained, sampler, index + step * AHEAD, inputs=inputs, numbers=numbers, **how)
+        states.append(drawn)
+        inputs, numbers = Inputs.of_states(trained, drawn), range(len(drawn))
+    return torch.stack(states, dim=1)
+
+
+def draw_ensembles(
+    trained: Trained,
+    sampler: SamplerSpec,
+    inputs: Inputs,
+    numbers: Sequence[int],
+    members: int,
+    *,
+    seed: int,
+    batch_images: int,
+    guide: Trained | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each input in turn with its ``members``, (K, C, H, W) float32 on the CPU: fields in physical
+    units, pictures from 0 to 255. They are those of ``ddpm-ds sample``, up to rounding, whatever is drawn at once.
+
+    Raises:
+        LayoutError: the device has no memory for ``batch_images`` at once.
+    """
+    wanted = [number * members + member for number in numbers for member in range(members)]
+    known = None if inputs.labels is None else [int(inputs.labels[number]) for number in numbers]
+    left: list[Tensor] = []
+    waiting = iter(numbers)
+    for first in range(0, len(wanted), batch_images):
+        index = torch.tensor(wanted[first : first + batch_images])
+        labels = None if known is None else torch.tensor(known)[torch.arange(first, first + len(index)) // members]
+        how: dict[str, Any] = {"labels": labels, "seed": seed, "guide": guide, "inputs": inputs, "members": members}
+        left += _drawn_at_once(batch_images, partial(draw, trained, sampler, index, **how)).float()
+        while len(left) >= members:
+            yield next(waiting), torch.stack(left[:members])
+            del left[:members]
 
 
 def sample(
     trained: InstanceOf[Trained],
-    count: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 64,
+    count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = None,
     *,
+    conditions: GivenPath | None = None,
+    members: Annotated[int, Field(ge=1, le=MOST_MEMBERS)] | None = None,
     sampler: SamplerSpec | None = None,
     labels: Sequence[int] | Literal["all"] | None = "all",
     guide: InstanceOf[Trained] | None = None,
@@ -81,12 +152,15 @@ def sample(
     batch_images: Batch = 64,
     progress: bool = False,
 ) -> Tensor:
-    """Draw the images ``first`` to ``first + count - 1`` of a seed; return uint8 (count, C, H, W) on the CPU.
+    """Draw the images ``first`` to ``first + count - 1`` of a seed, 64 by default; return (count, C, H, W) on the CPU,
+    uint8, or float32 in physical units for fields.
 
+    With ``conditions``, a file or folder or ``"held-out"``, draw ``members`` (8; of a regression 1) for each of
+    ``count`` of its inputs from the ``first`` on (all, 64 at most); return (count, members, C, H, W).
     ``ddpm-ds sample`` with the same values gives the same images, up to rounding. By default ``sampler`` is the run's.
     Image i gets the label number i modulo the number of ``labels``: by default each class in turn, and with None no
-    label. ``guide`` is a worse U-Net on the same device, which guidance leads away from, as with ``--guide``.
-    ``batch_images`` are drawn at once; ``progress`` shows a bar.
+    label; by default inputs have the labels that they are known to have. ``guide`` is a worse U-Net on the same device,
+    which guidance leads away from, as with ``--guide``. ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
         SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, ``guide`` has
@@ -95,23 +169,81 @@ def sample(
     """
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
-        latents = trained.autoencoder is not None
-        check_sampler(sampler, trained.diffusion, classes=classes, guide=guide is not None, latents=latents)
+        check_sampler(sampler, trained.diffusion, guide=guide is not None, **trained.sampler_checks)
     except ValueError as error:
         raise SpecError(str(error)) from None
     check_guidance(sampler, trained.diffusion)
     if guide is not None:
         check_guide(guide, trained, [sampler])
+    inputs = None
+    if conditions is None:
+        check_unconditioned(trained)
+    else:
+        inputs = Inputs.open(Path(conditions), trained)
+    asked = labels != "all"
     if labels == "all":
         labels = None if classes is None else range(classes)
     if labels is not None and not labels:
         raise SpecError("labels = [] names no class; use None to draw without labels")
     for label in labels or ():
         check_label(label, classes)
-    numbers = {"seed": seed, "first": first, "count": count, "batch_images": batch_images}
-    request = Request.of(trained, sampler, labels, guide, **numbers)
+    if inputs is None and members is not None:
+        raise SpecError(f"members = {members} are of conditions, which is None")
+    numbers = {"seed": seed, "first": first, "batch_images": batch_images}
+    request = request_for(trained, sampler, labels, guide, inputs, asked, count=count, members=members, **numbers)
     batches = tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
-    return torch.cat([_draw_batch(trained, request, batch, guide) for batch in batches])
+    images = torch.cat([_draw_batch(trained, request, batch, guide, inputs) for batch in batches])
+    return images if inputs is None else images.unflatten(0, (-1, request.members))
+
+
+def request_for(
+    trained: Trained,
+    sampler: SamplerSpec,
+    labels: Sequence[int] | None,
+    guide: Trained | None,
+    inputs: Inputs | None,
+    labels_asked: bool,
+    *,
+    first: int = 0,
+    count: int | None = None,
+    members: int | None = None,
+    steps_ahead: int = 1,
+    **numbers: int,
+) -> Request:
+    """Return the request for ``count`` images from the ``first`` on (None: 64) or, with ``inputs``, for the ``members``
+    of so many of these (None: 8 of all, of 64 at most).
+
+    Inputs take ``labels`` in turn if they were asked for, else those that they are known to have.
+
+    Raises:
+        SpecError: there are no such inputs, or a regression is asked for several members.
+    """
+    if inputs is None:
+        return Request.of(trained, sampler, labels, guide, first=first, count=count or USUAL_COUNT, **numbers)
+    regresses = not OBJECTIVES[trained.diffusion.objective].diffuses
+    if regresses and members not in (None, 1):
+        raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
+    members = members or (1 if regresses else USUAL_MEMBERS)
+    there = len(inputs) - first
+    count = count or min(there, USUAL_COUNT)
+    if not 0 < count <= there:
+        raise SpecError(
+            f"--first {first} and --count {count:,}: --conditions has {len(inputs):,} inputs; name some of these"
+        )
+    if not labels_asked and labels is not None:
+        labels = None if inputs.labels is None else inputs.labels.tolist()
+    return Request.of(
+        trained,
+        sampler,
+        None if labels is None else tuple(label for label in labels for _ in range(members)),
+        guide,
+        inputs=inputs.key,
+        members=members,
+        steps_ahead=steps_ahead,
+        first=first * members,
+        count=count * members,
+        **numbers,
+    )
 
 
 def _draw_batch(
@@ -119,24 +251,27 @@ def _draw_batch(
     request: Request,
     index: Sequence[int],
     guide: Trained | None,
+    inputs: Inputs | None = None,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
+    how: dict[str, Any] = {"labels": request.labels_of(index), "seed": request.seed, "guide": guide}
+    how |= {"inputs": inputs, "members": request.members, "after_step": after_step}
+    if request.steps_ahead > 1:
+        how["steps"] = request.steps_ahead
+    drawing = draw if request.steps_ahead == 1 else draw_ahead
+    return _drawn_at_once(request.batch_images, partial(drawing, trained, request.sampler, torch.tensor(index), **how))
+
+
+def _drawn_at_once(batch_images: int, drawn: Callable[[], Tensor]) -> Tensor:
+    """Return what is drawn; raises LayoutError if the device has no memory for ``batch_images`` at once."""
     try:
-        return draw(
-            trained,
-            request.sampler,
-            torch.tensor(index),
-            labels=request.labels_of(index),
-            seed=request.seed,
-            guide=guide,
-            after_step=after_step,
-        )
+        return drawn()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise LayoutError(
-            f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
+            f"--batch-images = {batch_images}: the device has no memory for so many images at once; use fewer"
         ) from None
 
 
@@ -158,6 +293,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
         {
             "weights (device, dtype)": (next(one.unet.parameters()).device, next(one.unet.parameters()).dtype),
             "images (C, H, W)": one.image_shape,
+            "channels and numbers of data.condition": (one.interface.condition_channels, one.interface.numbers),
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
             **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},
@@ -180,9 +316,10 @@ def draw_missing(
     world_size: int = 1,
     *,
     guide: Trained | None = None,
+    inputs: Inputs | None = None,
 ) -> None:
     """Draw the images of a request that are not there, and return when all processes have finished. Process i draws
-    every batch whose number is i modulo ``world_size``. ``guide`` must be that of the request.
+    every batch whose number is i modulo ``world_size``. ``guide`` and ``inputs`` must be those of the request.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
@@ -192,13 +329,13 @@ def draw_missing(
     if rank == 0 and (done := drawn.count):
         print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     if world_size == 1:
-        draw_share(trained, request, drawn, 0, 1, guide=guide)
+        draw_share(trained, request, drawn, 0, 1, guide=guide, inputs=inputs)
         return
     use_interface_towards(os.environ["MASTER_ADDR"])
     store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     try:
-        draw_share(trained, request, drawn, rank, world_size, guide=guide)
+        draw_share(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs)
         try:
             dist.monitored_barrier(timeout=WAIT_LIMIT)
         except RuntimeError:
@@ -210,7 +347,14 @@ def draw_missing(
 
 
 def draw_share(
-    trained: Trained, request: Request, drawn: DrawnImages, rank: int, world_size: int, *, guide: Trained | None = None
+    trained: Trained,
+    request: Request,
+    drawn: DrawnImages,
+    rank: int,
+    world_size: int,
+    *,
+    guide: Trained | None = None,
+    inputs: Inputs | None = None,
 ) -> None:
     """Draw what is missing of this rank's share, every ``world_size``-th batch; do not wait for other ranks."""
     missing = set(drawn.missing())
@@ -231,5 +375,5 @@ def draw_share(
 
         for batch in request.batches[rank::world_size]:
             if batch in missing:
-                drawn.keep(batch, _draw_batch(trained, request, batch, guide, show))
+                drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, show))
                 bar.update(drawn.count - bar.n)  # includes the images of other processes

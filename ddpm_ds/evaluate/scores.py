@@ -1,7 +1,5 @@
 """Scores that compare drawn images with the training images: a table, JSON and metrics for MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -70,7 +68,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             raise DataError(
                 f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
             )
-        reference = reference.centre(trained.picture_shape[1])
+        reference = reference.centre(trained.picture_shape[1:])
     if reference.meta.shape != trained.picture_shape:
         there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.picture_shape))
         raise DataError(f"--dataset {reference.path} has images of {there}, {origin} draws {drawn}; name another")
@@ -249,20 +247,18 @@ def table(results: Sequence[tuple[Request, Sequence[Score]]]) -> str:
     for same in zip(*(scores for _, scores in results), strict=True):
         for score, (request, _) in zip(same, results, strict=True):
             counts = f"{score.samples:,}", f"{score.references:,}"
-            how = request.sampler.kind, str(request.sampler.steps), request.weights, _guidance(request)
+            how = request.sampler.kind, str(request.sampler.steps), request.weights, guidance_said(request)
             rows.append((score.title, rounded(score.value), rounded(score.real), *counts, *how, score.tool))
     return "\n".join(aligned(rows, TEXT_COLUMNS))
 
 
-def _guidance(request: Request) -> str:
+def guidance_said(request: Request) -> str:
     """Return the guidance in words, such as ``2 at 0.3-5 by guide``; its noise levels and guide are left out if they
     are the usual ones.
     """
     sampler = request.sampler
-    if request.labels is None and request.guide is None:
-        return "-"
     if sampler.guidance == 1.0:
-        return "1"
+        return "-" if request.labels is None and request.guide is None else "1"
     low, high = sampler.guidance_between
     where = "" if sampler.guidance_between == ALL_SIGMAS else f" at {low:g}-{high:g}"
     return f"{sampler.guidance:g}{where}{'' if request.guide is None else ' by guide'}"

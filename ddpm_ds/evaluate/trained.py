@@ -5,37 +5,47 @@ The package diffusers is not needed to read such a folder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
 from ddpm_ds.checkpoint.groups import checkpoint_at
-from ddpm_ds.checkpoint.manifest import MANIFEST
+from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import (
+    DataSpec,
     DiffusionSpec,
     FilePath,
     GivenPath,
+    Interface,
     Length,
     RunSpec,
     SamplerSpec,
     UnetSpec,
 )
+from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.data.residuals import REGRESSION
+from ddpm_ds.data.sources.base import map_array
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.device import DTYPES, usable_device
+from ddpm_ds.diffusion.condition import Conditions, Scale
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
 from ddpm_ds.files import expanded, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 Weights = Literal["ema", "raw"]
@@ -53,8 +63,8 @@ class Trained:
     diffusion: DiffusionSpec
     sampler: SamplerSpec
     """Sampler of the run; for an export the default one, under edm from its sigma_max to its sigma_min."""
-    image_shape: tuple[int, int, int]
-    """Shape (C, H, W) of the images or latents that the U-Net draws."""
+    interface: Interface
+    """What the U-Net takes and predicts."""
     origin: str
     """Path of the folder that the weights were read from."""
     digest: str
@@ -67,18 +77,120 @@ class Trained:
     """Folder of the run, if the checkpoint is in its ``checkpoints``."""
     spec: RunSpec | None = None
     """Spec of the run; None for an export."""
+    exported: DataSpec | None = None
+    """Images and conditions of an export that says them; None for a run."""
     autoencoder: Autoencoder | None = None
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
+    facts: FieldFacts | None = None
+    """Scales and names of fields; None for pictures and latents."""
+    constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    """(C, H, W), channels of the condition that are the same for all images."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of the images or latents that the U-Net draws."""
+        return self.interface.shape
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
-        return unet_layers(self.unet_spec, image_channels=self.image_shape[0], image_size=self.image_shape[1])
+        return unet_layers(self.unet_spec, self.interface)
 
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
         """Function from the U-Net's images or latents to uint8 pixels."""
         return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
+
+    @property
+    def known_data(self) -> DataSpec | None:
+        """The images and conditions; None for an export of pictures or latents without a condition."""
+        return self.exported if self.spec is None else self.spec.data
+
+    @property
+    def data(self) -> DataSpec:
+        """The images and conditions; raises SpecError for an export that does not say them."""
+        if self.known_data is None:
+            raise SpecError(f"{self.origin} is an export, which does not say its condition; name the run's folder")
+        return self.known_data
+
+    @property
+    def is_conditioned(self) -> bool:
+        """Whether the U-Net takes something of each image's own that is no label: images are drawn for inputs."""
+        condition = None if self.known_data is None else self.known_data.condition
+        return condition is not None and (condition.kind is not None or condition.vector_size > 0)
+
+    @property
+    def sampler_checks(self) -> dict[str, Any]:
+        """What :func:`ddpm_ds.config.spec.check_sampler` has to know of the U-Net."""
+        data = self.known_data
+        return {
+            "classes": self.unet_spec.classes,
+            "latents": self.autoencoder is not None,
+            "drops": data is not None and data.condition is not None and data.condition.drop > 0.0,
+            "unbounded": self.are_fields and self.data.is_unbounded,
+        }
+
+    @property
+    def are_fields(self) -> bool:
+        """Whether the images are fields of floats."""
+        return self.known_data is not None and self.known_data.are_fields
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the channels of fields: those of their source, or numbers."""
+        names = () if self.facts is None else self.facts.fields["images"].channels
+        return names or tuple(map(str, range(self.interface.channels)))
+
+    @property
+    def takes_condition(self) -> bool:
+        """Whether the U-Net takes anything beside x_t, t and labels; what is constant needs no inputs."""
+        return bool(self.interface.condition_channels or self.interface.numbers)
+
+    @functools.cached_property
+    def conditions(self) -> Conditions:
+        """What makes the conditions of images."""
+        return Conditions(
+            self.data,
+            augmentation_numbers(self.unet_spec, self.interface.channels),
+            next(self.unet.parameters()).device,
+            statistics=self._statistics("condition"),
+            constants=self.constants,
+        )
+
+    @functools.cached_property
+    def scale(self) -> Scale:
+        """Scale of the images."""
+        device = next(self.unet.parameters()).device
+        if not self.are_fields:
+            return Scale.of(None, None, device, pictures=True)
+        return Scale.of(self.data.normalise, self._statistics("images"), device)
+
+    @functools.cached_property
+    def regression(self) -> Trained | None:
+        """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images.
+
+        Raises:
+            CheckpointError: there is none, or the residuals were made by other weights.
+        """
+        if self.spec is None or (path := self.spec.data.residual_of) is None:
+            return None
+        stored = next(self.unet.parameters())
+        found = load_trained(path, device=stored.device, dtype=stored.dtype)
+        if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
+            raise CheckpointError(
+                f"data.residual_of = {path}: {found.origin} has other weights than the residuals that {self.origin} "
+                "has learned were made by; bring those back"
+            )
+        return found
+
+    def finished(self, images: Tensor) -> Tensor:
+        """Return drawn images (N, C, H, W) as they are kept: fields in physical units, float32, others as uint8."""
+        if self.are_fields:
+            return self.scale.to_physical(images)
+        return self.to_pixels(images)
+
+    def _statistics(self, name: str) -> Statistics | None:
+        return None if self.facts is None else self.facts.statistics.get(name)
 
     @property
     def picture_shape(self) -> tuple[int, int, int]:
@@ -149,16 +261,21 @@ def load_trained(
     diffusion, levels = folder.process()
     if decoder is not None:
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
+    fields = folder.fields()
+    unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=diffusion,
-        sampler=SamplerSpec(clip="static" if decoder is None else "none", **levels),
-        image_shape=(folder.image_channels, folder.image_size, folder.image_size),
+        sampler=SamplerSpec(clip="none" if unclipped else "static", **levels),
+        interface=folder.interface,
         origin=str(found),
         digest=digest,
         weights="export",
         autoencoder=decoder,
+        exported=None if fields is None else fields.data,
+        facts=None if fields is None else fields.facts,
+        constants=None if fields is None else _constants(fields.data, found),
     )
 
 
@@ -183,8 +300,11 @@ def _load_checkpoint(
 ) -> Trained:
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
+    facts = None
     try:
         spec = RunSpec.model_validate(reader.manifest.spec)
+        if reader.manifest.fields is not None:
+            facts = FieldFacts.model_validate(reader.manifest.fields, strict=False)
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
@@ -198,7 +318,7 @@ def _load_checkpoint(
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"autoencoder": moved})})
     data = spec.data
     autoencoder = autoencoder_of(data, reader.manifest.data_sha256)
-    layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
+    layers = unet_layers(spec.unet, data.interface)
     shapes = parameter_shapes(layers)
     if shapes != reader.manifest.parameters:
         wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
@@ -212,7 +332,7 @@ def _load_checkpoint(
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
-        image_shape=(data.channels, data.image_size, data.image_size),
+        interface=data.interface,
         origin=str(path),
         digest=digest,
         weights="raw" if kind == KINDS["raw"] else kind,
@@ -220,6 +340,26 @@ def _load_checkpoint(
         run_dir=run_dir if in_run else None,
         spec=spec,
         autoencoder=autoencoder,
+        facts=facts,
+        constants=_constants(data, path, run_dir),
+    )
+
+
+def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None:
+    """Read the constant channels of the condition, if it has some, from the first of ``folders`` that holds them."""
+    if data.condition is None or not data.condition.constant_channels:
+        return None
+    shape = (data.condition.constant_channels, *data.stored_size)
+    for file in (folder / CONSTANTS for folder in folders):
+        if file.exists():
+            with contextlib.suppress(OSError):
+                found = map_array(file)
+                if found.shape == shape and found.dtype == np.float32:
+                    return np.array(found)
+            raise CheckpointError(f"{file} is damaged; copy it again from the folder of the run")
+    raise CheckpointError(
+        f"{folders[0]} has constants in its condition, which are in {CONSTANTS} of the run's folder; copy that file "
+        "there"
     )
 
 

@@ -3,8 +3,6 @@
 Values are MLflow's, so a comparison needs neither the runs' folders nor the machine they ran on.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math
@@ -42,9 +40,11 @@ DEFAULT = (
 """Metrics that are compared by default. Those that no run has are left out; so is progress if it is the same in all
 runs.
 """
+OF_CHANNELS = "validation/loss_channel_*"
+"""Metrics that are compared by default after these: the held-out loss of each channel, of runs that have channels."""
 
 LOWER = (
-    *("*loss", "*_seconds", "*_bytes", "*_fraction", "*_ms", "*fid", "*kid"),
+    *("*loss", OF_CHANNELS, "*_seconds", "*_bytes", "*_fraction", "*_ms", "*fid", "*kid"),
     *("perf/imbalance", "train/skipped_steps", "train/rewinds"),
 )
 HIGHER = ("*_per_second", "usage/*tflops*", "perf/mfu")
@@ -209,7 +209,8 @@ def _metrics(runs: Sequence[RecordedRun], asked_for: Sequence[str] | None) -> tu
     there = {name for run in runs for name in run.metrics}
     if asked_for is None:
         as_far = len({run.metrics.get(PROGRESS) for run in runs}) == 1
-        return tuple(name for name in DEFAULT if name in there and not (name == PROGRESS and as_far))
+        usual = [name for name in DEFAULT if name in there and not (name == PROGRESS and as_far)]
+        return (*usual, *sorted(name for name in there if fnmatchcase(name, OF_CHANNELS)))
     for name in asked_for:
         if name not in there:
             near = difflib.get_close_matches(name, there, n=3, cutoff=0.4) or sorted(there)[:3]

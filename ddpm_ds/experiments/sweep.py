@@ -11,8 +11,6 @@
     RUNS/vary-digits-1a2b3c4d.precision-fp16/
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

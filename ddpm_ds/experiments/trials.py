@@ -1,7 +1,5 @@
 """Variables and trials of a sweep; a trial is a spec, a DeepSpeed JSON and a number of processes."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -3,8 +3,6 @@
 The first two are measured once and cached in the user's cache folder; start-up times are kept with each run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -135,15 +133,14 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
 
 def _inputs(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return a carry as the layer takes it, with gradients; for the first layer x_t, t and labels."""
-    size = layer.in_resolution
-    h = torch.randn(images, layer.in_channels, size, size, device=device, dtype=dtype)
+    h = torch.randn(images, layer.in_channels, *layer.in_size, device=device, dtype=dtype)
     if isinstance(layer, EmbedLayer):
         t = torch.zeros(images, dtype=torch.int64, device=device)
         return (h, t) if layer.classes is None else (h, t, t)
     emb = torch.randn(images, layer.embedding_channels, device=device, dtype=dtype)
     carry = [h, emb]
     if layer.skip_channels:
-        carry.append(torch.randn(images, layer.skip_channels, size, size, device=device, dtype=dtype))
+        carry.append(torch.randn(images, layer.skip_channels, *layer.in_size, device=device, dtype=dtype))
     formats = {2: torch.contiguous_format, 4: torch.channels_last}
     return tuple(tensor.contiguous(memory_format=formats[tensor.ndim]).requires_grad_() for tensor in carry)
 
@@ -230,7 +227,7 @@ def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dty
 def _on_few_pixels(layer: Layer) -> Layer:
     size_in = 2 * FEW_PIXELS if isinstance(layer, DownsampleLayer) else FEW_PIXELS
     size_out = 2 * FEW_PIXELS if isinstance(layer, UpsampleLayer) else FEW_PIXELS
-    return replace(layer, in_resolution=size_in, out_resolution=size_out)
+    return replace(layer, in_size=(size_in, size_in), out_size=(size_out, size_out))
 
 
 def write_device(run_dir: Path, device: Device) -> None:

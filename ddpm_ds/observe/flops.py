@@ -8,8 +8,6 @@ The numbers have two sources:
     latency                                    DeepSpeed's profiler; its own count of flops is only in its text
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -19,8 +19,6 @@ that of its children, so that nothing counts twice. An event belongs to the firs
 A node of autograd's graph has no group by its name, since a checkpoint may recompute other operators within it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gzip

@@ -4,8 +4,6 @@ An observer is told when each optimizer step begins and what is done between two
 may wrap the engine's instructions; it costs nothing in all others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ The trace has a row for each rank and a slice for each event. The picture shows 
 each instruction, grey where the rank waits; it can be read 400 pixels wide. Both need aligned traces.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import textwrap

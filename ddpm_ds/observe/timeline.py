@@ -5,8 +5,6 @@ RUN_DIR/trace/steps-20-22.png    one of them: the step of median length; not for
 RUN_DIR/trace/summary.json       circumstances of the trace, and for each rank what :func:`rank_seconds` returns
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import defaultdict

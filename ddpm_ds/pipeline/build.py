@@ -1,7 +1,5 @@
 """Construction of a running engine from a list of layers and a resolved configuration, on a GPU or on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

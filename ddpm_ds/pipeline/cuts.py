@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.unet.layers import Layer, boundary_shapes
+from ddpm_ds.unet.layers import Layer, boundary_shapes, first_cut
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,7 +118,7 @@ def mirrored_cuts(
     live, turns = live_skips(layers), _turns(layers)
     pairs = [
         (cut, mirror)
-        for cut in range(1, turns[-1])
+        for cut in range(first_cut(layers), turns[-1])
         for mirror in range(turns[0] + 1, len(layers))
         if live[cut] == live[mirror] and any(cut < turn < mirror for turn in turns)
     ]
@@ -200,6 +200,7 @@ def neighbouring(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sched
         moved = tuple(bound + move.get(place, 0) for place, bound in enumerate(bounds))
         if all(left < right for left, right in itertools.pairwise(moved)):
             with contextlib.suppress(LayoutError):
+                _check_condition(layers, moved)
                 if folds(schedule):
                     check_mirrored(layers, moved)
                 yield moved
@@ -259,11 +260,15 @@ def weighted(
     """
     if folds(schedule):
         return mirrored_cuts(layers, weights, stages, crossing, room)
-    if stages > len(layers):
+    first = first_cut(layers)
+    most = len(layers) - first + 1
+    if stages > most:
+        together = ", of which the first two stay together" if first > 1 else ""
         raise LayoutError(
-            f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers; use at most {len(layers)} stages"
+            f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers{together}; use at most {most} stages"
         )
-    return balanced(weights, stages, [sent_elements(layers, cut) for cut in range(1, len(layers))], crossing, room)
+    elements = [sent_elements(layers, cut) for cut in range(1, len(layers))]
+    return balanced(weights, stages, elements, crossing, room, first)
 
 
 def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
@@ -274,9 +279,23 @@ def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: 
             f"pipeline.partition = {list(cuts)} does not cut {len(layers)} layers into {count} stages; "
             f"give {count - 1} increasing positions between 1 and {len(layers) - 1}"
         )
+    _check_condition(layers, bounds)
     if folds(schedule):
         check_mirrored(layers, bounds)
     return bounds
+
+
+def _check_condition(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
+    """Refuse a cut that a condition would cross.
+
+    Raises:
+        LayoutError: the cut is before the first convolution, which reads the condition.
+    """
+    if bounds[1] < (first := first_cut(layers)):
+        raise LayoutError(
+            f"pipeline.partition cuts before layer {bounds[1]}, {layers[bounds[1]].name}, and data.condition is never "
+            f"sent between stages; begin the second stage at layer {first} or later"
+        )
 
 
 def balanced(
@@ -285,10 +304,12 @@ def balanced(
     elements: Sequence[float],
     crossing: float = 0.0,
     room: Room | None = None,
+    first: int = 1,
 ) -> tuple[int, ...]:
     """Return the contiguous partition that exactly minimises the heaviest part, and then the elements that cross.
 
-    ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides.
+    ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides. No cut is
+    before item ``first``.
 
     Raises:
         LayoutError: no partition fits every part into the ``room``.
@@ -298,6 +319,7 @@ def balanced(
     before, cut = running_sum(weights), np.array([0.0, *elements, 0.0])
     parts = before[None, :] - before[:, None] + crossing * (cut[None, :] + cut[:, None])  # [start, stop]
     parts[np.tril_indices(len(before))] = math.inf
+    parts[0, 1:first] = math.inf
     edges = [parts] * stages
     if room is not None:
         sums = [running_sum(room.layer_bytes(rank, 0)) for rank in range(stages)]

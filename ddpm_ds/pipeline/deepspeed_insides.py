@@ -4,8 +4,6 @@ Each function states the assumptions that it rests on, and ``tests/pipeline/test
 of them, so that an incompatible upgrade of DeepSpeed fails there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -11,8 +11,6 @@ A program (:mod:`ddpm_ds.pipeline.schedule`) lists the instructions of a rank in
 - random draws are keyed by the image index, so each stage computes its micro-batch's draws by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

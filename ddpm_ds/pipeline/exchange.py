@@ -4,8 +4,6 @@ Every function takes the type of the value, by which the receiver rebuilds and c
 mappings, dataclasses and named tuples of these. All functions are collective.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

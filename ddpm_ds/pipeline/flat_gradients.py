@@ -12,8 +12,6 @@ number of parameters::
 Weights, fp32 masters and the optimizer's state stay where DeepSpeed puts them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

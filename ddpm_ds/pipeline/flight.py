@@ -12,8 +12,6 @@ are ready after phase 1's backward, which on every rank precedes phase 0's: phas
 emb and the skips as roots.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

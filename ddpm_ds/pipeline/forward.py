@@ -11,8 +11,6 @@ a time. A sampler whose micro-batches take turns gives the next input of one whi
 pipeline, so that no stage waits for a whole round.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 
@@ -38,7 +36,7 @@ class ForwardPipeline:
         self._back = StageChannels()
         """Way back of predictions, if the last stage is on another rank than the first."""
         if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
-            shape = (images, *engine.module.unet_layers[0].output_shape)
+            shape = (images, *engine.module.unet_layers[-1].output_shape)
             back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
             self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
         self._under_way: deque[Carry] = deque()

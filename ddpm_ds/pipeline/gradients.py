@@ -1,7 +1,5 @@
 """What an engine does with its gradients: in one flat tensor, parameter by parameter, or as DeepSpeed does."""
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol

@@ -14,8 +14,6 @@ What is not captured, since it is rare: steps that an observer watches, those wh
 drawing. All of them need the memory of the graph, which is given back before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections import deque
@@ -218,10 +216,13 @@ class StepGraph:
         engine = self._engine
         batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.reads_data else []
         if not self._inputs:
-            self._inputs = [type(batch)(*(tensor.clone() for tensor in batch)) for batch in batches]
+            self._inputs = [
+                type(batch)(*(None if part is None else part.clone() for part in batch)) for batch in batches
+            ]
             return
         for kept, batch in zip(self._inputs, batches, strict=True):
-            torch._foreach_copy_(list(kept), list(batch))
+            pairs = [(own, new) for own, new in zip(kept, batch, strict=True) if own is not None]
+            torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])
 
     def _begin(self) -> bool:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""

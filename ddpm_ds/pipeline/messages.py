@@ -23,8 +23,6 @@ waits for it too: an allocator short of memory, a profiler, or code that is comp
 Steps in which this may happen send their messages from host to host over gloo instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -192,16 +190,17 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gradients: bool) -> tuple[Tensor, ...]:
-    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps, labels, and in training
-    (``gradients``) the condition.
+    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps, labels, levels, and in training
+    (``gradients``) the vector.
     """
     layer = layers[index]
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
-        condition = torch.zeros((images, layer.conditions), device=like.device)
-        labels = () if layer.classes is None else (numbers.clone(),)
-        return (image, numbers, *labels, *((condition,) if layer.conditions and gradients else ()))
+        told = [] if layer.classes is None else [numbers.clone()]
+        told += [numbers.float()] if layer.told_level else []
+        told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers and gradients else []
+        return (image, numbers, *told)
 
     def zeros(shape: tuple[int, ...]) -> Tensor:  # makes one-channel images with the strides of training
         memory_format = torch.channels_last if len(shape) == 4 else torch.contiguous_format

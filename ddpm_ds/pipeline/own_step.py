@@ -4,8 +4,6 @@ Learning rate, loss scale and whether a step is skipped are tensors: a CUDA grap
 had when it was captured. The host reads them where people see them, at log points and in checkpoints.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

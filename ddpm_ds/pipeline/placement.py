@@ -8,8 +8,6 @@ Two hosts of two processes, 2 stages x 2 replicas::
     replicas         replica 2 + stage     replica 0: s0 s1       replica 1: s0 s1    sums of gradients, new weights
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

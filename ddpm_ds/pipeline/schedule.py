@@ -16,8 +16,6 @@ it, and at the end the reduction and the optimizer's step. DeepSpeed's schedules
 the simulator and the tests' model of communicators use the same programs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence

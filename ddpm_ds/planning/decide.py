@@ -4,8 +4,6 @@ decided          the axis over hosts, recomputation and micro-batches in flight,
 cut_and_ordered  cuts by measured times and the order of a planned schedule, by rank 0
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace

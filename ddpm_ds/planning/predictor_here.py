@@ -1,7 +1,5 @@
 """The predictor of a run on hosts like this one, and the planner's number of stages by it."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

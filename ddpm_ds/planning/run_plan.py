@@ -147,7 +147,7 @@ def plan_run(
 
             stages, chosen = stages_here(spec, config, ds_path, world_size=world_size, hosts=names)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    layers = unet_layers(spec.unet, spec.data.interface)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
 

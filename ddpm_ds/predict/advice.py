@@ -4,8 +4,6 @@ Layouts that differ from the run's in one respect are searched, with the same ba
 (loader processes, loss scale, pauses) saves the share of the time that it costs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

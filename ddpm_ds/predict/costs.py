@@ -3,8 +3,6 @@
 The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.predict.advice`).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -6,8 +6,6 @@ same answer to all processes before they communicate; measured ones differ, so r
 memory first, and simulates only promising layouts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

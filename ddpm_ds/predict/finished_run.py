@@ -1,7 +1,5 @@
 """Finished run, read from its folder: layout, device, traced step, and the seconds of each layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

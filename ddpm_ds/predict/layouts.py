@@ -3,8 +3,6 @@
 Does not import torch.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -206,8 +204,7 @@ class Workload:
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net."""
-        data = self.spec.data
-        return unet_layers(self.spec.unet, image_channels=data.channels, image_size=data.image_size)
+        return unet_layers(self.spec.unet, self.spec.data.interface)
 
     @functools.cached_property
     def precision(self) -> Precision:

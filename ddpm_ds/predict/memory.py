@@ -3,8 +3,6 @@
 The planner, the advice of a verdict and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -353,4 +351,4 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 def _working_elements(layer: Layer) -> int:
     """Return the elements of a layer's input and its gradient, plus twice those of its output."""
     width = layer.in_channels + layer.skip_channels
-    return 2 * width * layer.in_resolution**2 + 2 * math.prod(layer.output_shape)
+    return 2 * width * math.prod(layer.in_size) + 2 * math.prod(layer.output_shape)

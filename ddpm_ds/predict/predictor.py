@@ -1,7 +1,5 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

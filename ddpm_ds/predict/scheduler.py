@@ -6,8 +6,6 @@ limits are tried besides the named schedules, and the shortest simulated step wi
 (Qi et al. 2023, arXiv:2401.10241) to unequal stages.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

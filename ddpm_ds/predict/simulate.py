@@ -14,8 +14,6 @@ after the latency. All messages of a direction between two ranks are posted by o
 can be simulated one at a time, each as far as its messages allow, and the times are exact.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict, deque

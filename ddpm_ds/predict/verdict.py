@@ -11,8 +11,6 @@ explained by simulating the same schedule, one cause after the other::
 The waiting that is left is communication.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import textwrap

@@ -6,8 +6,6 @@ quotes, with ``\``, ``"``, ``$`` and the backquote escaped by a backslash. Blank
 are also understood.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import hashlib

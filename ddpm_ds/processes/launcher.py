@@ -4,8 +4,6 @@ Does not import torch. Tests hold what DeepSpeed 0.19.8 does (deepspeed/launcher
 rank, and which hosts of a hostfile take part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Process group of a program: its time-outs, its construction and the errors if it can't be made."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

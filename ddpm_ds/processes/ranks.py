@@ -5,8 +5,6 @@ host. At its end it records its exit code for ``ddpm-ds run``, since a process t
 it exits, and DeepSpeed's launcher reports the code of any rank, or 0 if a part of it was killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -13,8 +13,6 @@ address by which the other hosts reach it. Ranks seal their values with the run'
 and ignore values without a valid seal. docs/security.md names the remaining risks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

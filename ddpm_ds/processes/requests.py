@@ -9,8 +9,6 @@ All ranks must do the same at the same step, so their requests are combined once
 later, when it has long arrived.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

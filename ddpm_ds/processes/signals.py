@@ -3,8 +3,6 @@
 Imports nothing slow, so that a program can handle them before it imports anything else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -9,8 +9,6 @@ signalled and watched: all ranks follow a request to one, and the end of one end
 themselves when they have lost the others or their launcher.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -2,8 +2,6 @@
 whether other trackers are installed. None of them is imported.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sqlite3

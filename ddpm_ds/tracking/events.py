@@ -13,8 +13,6 @@ One JSON object per line, appended by rank 0, with the ``time`` in milliseconds:
     {"finish": "FINISHED" | "FAILED" | "KILLED"}
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import threading

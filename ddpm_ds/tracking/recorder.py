@@ -1,7 +1,5 @@
 """Recorder of a run on rank 0: feeds the progress line, the run's folder and its MLflow run."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import subprocess
@@ -9,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from torch import Tensor
-
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
+from ddpm_ds.data.drawn import Drawn
+from ddpm_ds.data.pictures import grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
@@ -86,9 +83,9 @@ class Recorder:
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
-    def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
+    def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
-        if self.tracker is None or self.folder is None or self._spec is None or images is None:
+        if self.tracker is None or self.folder is None or self._spec is None or drawn is None:
             return
         spec, run = self._spec, self.folder.path.resolve().name
         path = self.folder.samples(images_seen)
@@ -98,7 +95,8 @@ class Recorder:
             path.parent.mkdir(exist_ok=True)
             title = grid_title(run, images_seen, spec.sampler, spec.diffusion, "ema")
             names = class_names(spec)
-            write_png(grid(images, title, [names[i % len(names)] for i in range(len(images)) if names]), path)
+            classes = [names[i % len(names)] for i in range(len(drawn.images)) if names]
+            write_png(drawn.picture(title, classes), path)
         except OSError as error:
             self.log(f"{path} can't be written ({error.strerror}); training continues")
             return
@@ -173,7 +171,7 @@ def recorded(
     line: ProgressLine,
     spec: RunSpec,
     *,
-    files: Mapping[str, str],
+    files: Mapping[str, str | bytes],
     settings: Mapping[str, object],
     tags: Mapping[str, str],
     dataset: Mapping[str, str],
@@ -185,15 +183,15 @@ def recorded(
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
-    ``files`` are texts to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
+    ``files`` is what to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
     ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings that have changed since;
     ``note`` is the reason for a new run, ``parent`` the identity of its parent run. ``sender`` is as in
     :meth:`Tracker.start`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(run_dir)
-    for name, text in files.items():  # a full disk must not cut off those of the start before
-        replace_file(run_dir / name, text.encode())
+    for name, content in files.items():  # a full disk must not cut off those of the start before
+        replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
     flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
     params = parameters(flat, own)
     own |= {name: value for name, value in flat.items() if name.startswith(DERIVED) and name not in params}

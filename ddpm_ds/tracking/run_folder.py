@@ -1,7 +1,5 @@
 """Small files of a run's folder: state kept between two processes, and the identity of its MLflow run."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

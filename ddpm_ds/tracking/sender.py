@@ -13,8 +13,6 @@ and what can't be sent in the next seconds stays in the file, for the run's next
 collects the system metrics of a host.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Checks that all ranks of a run have the same software, files and images, and a GPU each."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

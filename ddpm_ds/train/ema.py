@@ -3,8 +3,6 @@
 Under ZeRO each rank averages the partition that it owns, so there is no second full copy of an average anywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

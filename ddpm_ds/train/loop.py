@@ -1,7 +1,5 @@
 """Training loop: step, average, log, validate and save; roll back or stop if the numbers are bad."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import deque

@@ -4,8 +4,6 @@ Reading the loss each step would stop the host until the device has caught up. A
 and reads them once, at the log point.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

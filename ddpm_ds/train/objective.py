@@ -3,79 +3,152 @@
 So the first and the last stage draw the same, and a resumed run continues as if it had never stopped.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ddpm_ds import keyed
 from ddpm_ds.config.ds_config import Layout
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import ConditionSpec, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.diffusion.augmentation import augmented, coloured
+from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.keyed import Draws, Stream
+from ddpm_ds.unet.layers import augmentation_numbers
 
 
 class Noised(NamedTuple):
     """Micro-batch as training needs it, on the device."""
 
     x0: Tensor
-    """(N, C, H, W) fp32, pixels in [-1, 1] or latents"""
+    """(N, C, H, W) fp32, on the U-Net's scale: pixels in [-1, 1], latents, or normalised fields"""
     t: Tensor
     """(N,) int64, or float32 if noise levels are continuous"""
     eps: Tensor
     """(N, C, H, W) fp32"""
     labels: Tensor | None
     """(N,) int64, dropped labels replaced; None in a run without classes"""
-    condition: Tensor | None
-    """(N, :func:`ddpm_ds.unet.layers.condition_numbers`) fp32, how images were augmented; None in a run without
-    augmentation"""
     images: Tensor
     """(N,) int64, image indices"""
+    mask: Tensor | None = None
+    """(N, 1 or C, H, W) uint8, 1 where a pixel counts; None if all do, or where no loss is computed"""
+    given: Given | None = None
+    """What the condition is made of; None has no condition"""
 
 
 class Denoising:
-    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec."""
+    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec.
 
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+    ``statistics`` are those of the data-set cache, by field, and ``constants`` (C, H, W) its constant fields. ``seed``
+    replaces that of the spec.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        device: torch.device,
+        statistics: Mapping[str, Statistics] = MappingProxyType({}),
+        constants: npt.NDArray[np.float32] | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        data, unet = spec.data, spec.unet
         self._spec = spec
         self._device = device
-        self._diffusion = Diffusion(spec.diffusion, spec.train.seed, device)
+        self._diffusion = Diffusion(spec.diffusion, spec.train.seed if seed is None else seed, device)
+        self._scale = Scale.of(data.normalise, statistics.get("images"), device)
+        self._negated = negated(data, device)[0]
+        numbers = augmentation_numbers(unet, data.channels)
+        self._conditions = Conditions(
+            data, numbers, device, statistics=statistics.get("condition"), constants=constants
+        )
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
-        spec = self._spec
-        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
-        size = spec.data.image_size
-        draws = self._diffusion.draws(index, (*images.shape[:2], size, size))
-        x0 = self._diffusion.prepare(images, draws, flips=spec.data.horizontal_flips, size=size)
-        conditions = []
+        spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
+        size, stored = spec.data.size, batch.images.shape[2:]
+        draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
+        moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
+        x0 = self._clean(batch, moves)
+        numbers = []
         if spec.unet.augmentation:
-            x0, numbers = augmented(x0, index, spec.train.seed, spec.unet.augmentation)
-            conditions.append(numbers)
+            x0, added = augmented(x0, batch.index, spec.train.seed, spec.unet.augmentation)
+            numbers.append(added)
         if spec.unet.colour_augmentation:
-            x0, numbers = coloured(x0, index, spec.train.seed, spec.unet.colour_augmentation)
-            conditions.append(numbers)
-        condition = torch.cat(conditions, dim=1) if conditions else None
+            x0, added = coloured(x0, batch.index, spec.train.seed, spec.unet.colour_augmentation)
+            numbers.append(added)
         t, eps = self._diffusion.draw(draws, x0.shape)
-        if spec.unet.classes is None:
-            return Noised(x0, t, eps, None, condition, index)
-        labels = self._diffusion.drop_labels(labels, draws, spec.train.label_drop, spec.unet.classes)
-        return Noised(x0, t, eps, labels, condition, index)
+        labels = None
+        if spec.unet.classes is not None:
+            labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
+        augmentation = torch.cat(numbers, dim=1) if numbers else None
+        given = Given(batch.condition, batch.vector, augmentation, draws, moves, trained=True)
+        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given)
+
+    def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
+        """Turn stored images into what a held-out loss is measured on: their centres, with the noise of a ``stream`` at
+        the timestep or noise level ``time``, and nothing else that is random but rectangles that are cut out.
+        """
+        spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
+        diffusion, moves = self._diffusion, Moves(spec.data.size)
+        x0 = self._clean(batch, moves)
+        t = torch.full_like(batch.index, time, dtype=diffusion.levels.dtype)
+        eps = keyed.normal(diffusion.seed, stream, batch.index, x0[0].numel()).view_as(x0)
+        eps = eps.contiguous(memory_format=torch.channels_last)
+        labels = None if spec.unet.classes is None else batch.labels
+        draws = Draws(diffusion.seed, batch.index, {Stream.CUT: 4})
+        given = Given(batch.condition, batch.vector, None, draws, moves, trained=False)
+        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given)
+
+    def _clean(self, batch: MicroBatch, moves: Moves) -> Tensor:
+        return self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
+
+    @staticmethod
+    def _mask(batch: MicroBatch, moves: Moves) -> Tensor | None:
+        return None if batch.mask is None else moves.of(batch.mask)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
-        """Return (x_t, t[, labels][, condition])."""
-        eps = self._diffusion.perturbed(prepared.eps, prepared.images)
-        x_t = self._diffusion.noised(prepared.x0, prepared.t, eps)
-        return (x_t, prepared.t, *(part for part in (prepared.labels, prepared.condition) if part is not None))
+        """Return (x_t, t[, labels][, level][, vector]), x_t with its condition's channels."""
+        x0, t, eps, given = prepared.x0, prepared.t, prepared.eps, prepared.given
+        if given is None or given.trained:
+            eps = self._diffusion.perturbed(eps, prepared.images)
+        x_t = self._diffusion.noised(x0, t, eps)
+        labels = () if prepared.labels is None else (prepared.labels,)
+        if given is None:
+            return (x_t, t, *labels)
+        condition, *told = self._conditions.channels(x0, given)
+        return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *told)
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the mean loss of the micro-batch, an fp32 scalar."""
-        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t)
+        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t, prepared.mask)
+
+    def errors(self, prediction: Tensor, prepared: Noised) -> Tensor:
+        """Return the error of each element, (N, H, W, C) fp32, without weights and mask."""
+        return self._diffusion.errors(prediction, prepared.x0, prepared.eps, prepared.t)
+
+
+def fields_read(data: DataSpec, *, first: bool, last: bool) -> frozenset[str]:
+    """Return the fields of the cache that a rank reads which holds the ``first`` stage, the ``last``, or both: a
+    condition is read where it is used, and never sent.
+    """
+    condition = data.condition or ConditionSpec()
+    used = {
+        "images": True,
+        "condition": first and condition.kind == "stored",
+        "vector": first and condition.vector_size > 0,
+        "mask": last and data.mask is not None,
+    }
+    return frozenset(name for name, reads in used.items() if reads)
 
 
 def replica_batches(
@@ -88,12 +161,15 @@ def replica_batches(
     replica: int,
     among: Indices | None = None,
     start_images: int = 0,
+    first: bool = True,
+    last: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device; see
-    :func:`ddpm_ds.data.loader.micro_batches`.
+    """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device of a rank that holds
+    the ``first`` stage, the ``last``, or both; see :func:`ddpm_ds.data.loader.micro_batches`.
     """
     batches = micro_batches(
         store,
+        fields=fields_read(spec.data, first=first, last=last),
         among=among,
         seed=spec.train.seed,
         window=spec.data.shuffle_images,

@@ -1,7 +1,5 @@
 """Rehearsal of a run: a few of its steps and one of its pictures, to learn their time and memory."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start of a run: its claimed folder, a checkpoint of the same run, or a file of initial weights."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -4,8 +4,6 @@ Each rank writes the pieces that its optimizer owns, addressed by parameter name
 depend on stages, replicas, ZeRO stage or precision: in another layout each rank reads the pieces that it owns there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.config.spec import CheckpointSpec
+from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -65,9 +64,9 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
     return {moment: state[moment] for moment in MOMENTS}
 
 
-def described(plan: RunPlan, data_sha256: dict[str, str]) -> Description:
-    """Return what every checkpoint of a run says of it, before its first image; the checksums are of the data-set
-    cache.
+def described(plan: RunPlan, data_sha256: dict[str, str], fields: FieldFacts | None = None) -> Description:
+    """Return what every checkpoint of a run says of it, before its first image; the checksums and ``fields`` are of the
+    data-set cache.
     """
     return Description(
         images=0,
@@ -77,6 +76,7 @@ def described(plan: RunPlan, data_sha256: dict[str, str]) -> Description:
         layout=plan.ds.layout.sizes,
         data_sha256=data_sha256,
         parameters=parameter_shapes(plan.layers),
+        fields=None if fields is None else fields.model_dump(mode="json"),
     )
 
 

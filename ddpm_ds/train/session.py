@@ -1,7 +1,5 @@
 """Training of a started run on one process: build the engine, record, train."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import platform
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
@@ -40,6 +39,7 @@ from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
+from ddpm_ds.train.previews import Previews
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
@@ -90,7 +90,7 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device),
+            Denoising(plan.spec, device, prepared.store.meta.statistics, prepared.store.constants),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -121,20 +121,22 @@ def _recorded(
     """Return what records the run on rank 0, with the ``kernels`` that were chosen for it."""
     plan, store = prepared.plan, prepared.store
     spec, config = plan.spec.model_dump(mode="json"), replace(plan.ds, kernels=kernels).as_json()
-    files = {
+    kept: dict[str, str | bytes] = {
         SPEC: yaml.safe_dump(spec, sort_keys=False),
         DS_CONFIG: json.dumps(config, indent=2) + "\n",
         **files,
         RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
     }
+    if store.constants is not None:
+        kept[CONSTANTS] = (store.path / CONSTANTS).read_bytes()
     if plan.programs is not None:
-        files[PROGRAMS] = written(plan.programs)
+        kept[PROGRAMS] = written(plan.programs)
     images = Path(store.meta.folder).name if store.meta.folder else store.meta.source
     return recorded(
         prepared.claim.run_dir,
         line,
         plan.spec,
-        files=files,
+        files=kept,
         settings={**spec, "ds_config": config, "derived": _derived(plan, prepared.device)},
         tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
         dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
@@ -180,7 +182,7 @@ def _train(
                 ema,
                 run_dir,
                 spec.checkpoint,
-                described(plan, store.meta.sha256),
+                described(plan, store.meta.sha256, store.meta.facts),
                 log=recorder.log,
                 groups=groups,
                 store=watchdog.store,
@@ -206,9 +208,10 @@ def _train(
         recorder.finish("FINISHED")
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
-    among, held_out = split(len(store), spec.data.held_out_images)
+    among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
-    validation = Validation(spec, engine, ema, losses, watchdog, recorder)
+    previews = Previews(spec, engine, watchdog, store, held_out if len(held_out) else among)
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
 
     def batches() -> Iterator[Any] | None:
         """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
@@ -223,6 +226,8 @@ def _train(
             replica=engine.grid.get_data_parallel_id(),
             among=among,
             start_images=engine.next_index,
+            first=engine.is_first_stage(),
+            last=engine.stage_id == engine.loss_stage,
         )
 
     def finish() -> None:

@@ -1,7 +1,5 @@
 """Start of a run on one process: it meets the other ranks, checks what they share, and decides what is still open."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -185,10 +183,10 @@ def check_store(store: DatasetCache, spec: RunSpec) -> None:
             too large.
     """
     try:
-        check_picture(spec.samples, pixels_of(spec.data).image_size)
+        check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    split(len(store), spec.data.held_out_images)
+    split(len(store), spec.data.held_out_images, spec.data.held_out)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):

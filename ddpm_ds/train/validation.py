@@ -3,30 +3,28 @@
 Both use the averaged weights and run through the pipeline: replicas share the images, stages share the U-Net.
 """
 
-from __future__ import annotations
-
-import itertools
 import math
+import re
 import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds import keyed
-from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
+from ddpm_ds.config.choices import OBJECTIVES
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.latents import ToPixels, autoencoder_of, to_pixels
-from ddpm_ds.data.loader import Indices
-from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.keyed import SAMPLE_SEED
+from ddpm_ds.data.loader import Indices, MicroBatch
+from ddpm_ds.diffusion.levels import levels_of
+from ddpm_ds.diffusion.process import mean_error
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due
+from ddpm_ds.train.objective import Denoising, Noised, fields_read
+from ddpm_ds.train.previews import Previews
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0
@@ -35,109 +33,86 @@ NOISE_SEED = 0
 
 class HeldOutLoss:
     """Loss of an engine on the ``positions`` of a data-set cache, on the centres of images that are cropped in
-    training; only first stages read images.
+    training; only first stages read images and what belongs to them.
     """
 
     def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
-        self._engine, self._classes = engine, spec.unet.classes
-        self._store, self._positions = store.centre(spec.data.image_size), positions
-        self._diffusion = Diffusion(spec.diffusion, NOISE_SEED, engine.device)
-        self._held_out_at = [self._diffusion.levels.quantile(quantile) for quantile in HELD_OUT_QUANTILES]
+        self._engine, self._store, self._positions = engine, store, positions
+        self._objective = Denoising(spec, engine.device, store.meta.statistics, store.constants, seed=NOISE_SEED)
+        levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
+        self._quantiles = {
+            quantile: levels.quantile(quantile) for quantile in HELD_OUT_QUANTILES[:: 1 if diffuses else 9]
+        }
+        """Timestep or noise level, and stream of the noise, of each percentile; all are one in a regression."""
+        self._fields = sorted(fields_read(spec.data, first=True, last=True))
+        self._channels = channel_names(spec.data)
         self._images = min(engine.micro_batch_size, len(positions))
-        self._noised: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._noised: dict[int, tuple[Noised, Tensor]] = {}
 
     def measure(self, watchdog: Watchdog) -> dict[str, float]:
-        """Return ``eval/loss``, which is the mean of ``validation/loss_t10`` to ``loss_t90``, and these.
+        """Return ``eval/loss``, which is the mean of ``validation/loss_t10`` to ``loss_t90``, and these; a regression
+        has the first alone. Fields and latents also have ``validation/loss_channel_NAME`` of each channel.
 
-        They are the distance that training minimises, without flips, weights and perturbed inputs, so that runs which
-        differ in those can be compared.
+        They are the distance that training minimises, without flips, dropped conditions, weights and perturbed inputs,
+        so that runs which differ in those can be compared. Masked pixels don't count.
 
         The replicas share the work, by quantile and part of the images. Collective over all ranks; all first stages get
         the numbers, the others an empty dictionary.
         """
         engine, replicas = self._engine, self._engine.dp_world_size
         parts = math.ceil(len(self._positions) / self._images)
-        mine = range(engine.grid.get_data_parallel_id(), len(HELD_OUT_QUANTILES) * parts, replicas)
-        sums = torch.zeros(len(HELD_OUT_QUANTILES), dtype=torch.float64, device=engine.device)
+        quantiles = list(self._quantiles)
+        mine = range(engine.grid.get_data_parallel_id(), len(quantiles) * parts, replicas)
+        sums = torch.zeros(len(quantiles) + len(self._channels), dtype=torch.float64, device=engine.device)
 
         def give(number: int) -> Carry:
             quantile, part = divmod(mine[number], parts)
-            return self._inputs(number, self._held_out_at[quantile], part)
+            return self._inputs(number, self._quantiles[quantiles[quantile]], part)
 
         def take(number: int, prediction: Tensor) -> None:
-            x0, eps, t, counts = self._noised.pop(number)
-            sums[mine[number] // parts] += (self._diffusion.distances(prediction, x0, eps, t) * counts).sum()
+            prepared, counts = self._noised.pop(number)
+            errors = self._objective.errors(prediction, prepared)
+            sums[mine[number] // parts] += (mean_error(errors, prepared.mask) * counts).sum()
+            if self._channels:
+                of_channels = mean_error(errors, prepared.mask, by_channel=True)  # (N, C)
+                sums[len(quantiles) :] += (of_channels * counts[:, None]).sum(dim=0) / len(quantiles)
 
         pipeline = ForwardPipeline(engine, self._images)
         pipeline.run(len(mine), give, take, depth=len(mine), progress=watchdog.progress)
         if not engine.is_first_stage():
             return {}
         dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
-        losses = (sums / len(self._positions)).tolist()
-        by_quantile = zip(HELD_OUT_QUANTILES, losses, strict=True)
-        values = {f"validation/loss_t{quantile}": loss for quantile, loss in by_quantile}
+        found = (sums / len(self._positions)).tolist()
+        losses, of_channels = found[: len(quantiles)], found[len(quantiles) :]
+        values = {f"validation/loss_t{quantile}": loss for quantile, loss in zip(quantiles, losses, strict=True)}
+        values = values if len(quantiles) > 1 else {}
+        values |= {
+            f"validation/loss_channel_{name}": loss for name, loss in zip(self._channels, of_channels, strict=True)
+        }
         return {"eval/loss": sum(losses) / len(losses), **values}
 
     def _inputs(self, number: int, level: tuple[float, int], part: int) -> Carry:
-        """Return x_t, t and labels of one part; the last one is filled up with images that don't count."""
-        device, size, (time, stream) = self._engine.device, self._images, level
+        """Return the inputs of the U-Net for one part; the last one is filled up with images that don't count."""
+        size, (time, stream) = self._images, level
         index = torch.arange(part * size, (part + 1) * size)
-        counts = (index < len(self._positions)).double().to(device)
+        counts = (index < len(self._positions)).double().to(self._engine.device)
         index = index.clamp(max=len(self._positions) - 1)
         stored = self._positions[index.numpy()]
-        index = index.to(device)
-        x0 = self._diffusion.prepare(torch.from_numpy(self._store.images[stored]).to(device), None, flips=False)
-        t = torch.full_like(index, time, dtype=self._diffusion.levels.dtype)
-        eps = keyed.normal(NOISE_SEED, stream, index, x0[0].numel()).view_as(x0)
-        eps = eps.contiguous(memory_format=torch.channels_last)
-        self._noised[number] = x0, eps, t, counts
-        x_t = self._diffusion.noised(x0, t, eps)
-        if self._classes is None:
-            return x_t, t
-        return x_t, t, torch.from_numpy(self._store.labels[stored]).to(device)
+        fields = {name: torch.from_numpy(self._store.fields[name].read(stored)) for name in self._fields}
+        batch = MicroBatch(labels=torch.from_numpy(self._store.labels[stored]), index=index, **fields)
+        prepared = self._objective.held_out(batch, time, stream)
+        self._noised[number] = prepared, counts
+        return self._objective.inputs(prepared)
 
 
-def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog, to_pixels: ToPixels) -> Tensor | None:
-    """Draw the first ``samples.count`` images of the sampler, uint8 (count, C, H, W) on rank 0's CPU; None elsewhere.
-
-    They are those of ``ddpm-ds sample`` with its own seed. Collective over all ranks.
+def channel_names(data: DataSpec) -> list[str]:
+    """Return the names under which the held-out loss of each channel is tracked, numbers unless each channel is a
+    variable of its own; none for pictures, whose channels are colours.
     """
-    sampler, count, replicas = Sampler(spec.sampler, spec.diffusion), spec.samples.count, engine.dp_world_size
-    # as many micro-batches as keep all stages at work, each no larger than those of training
-    images = max(1, min(engine.micro_batch_size, math.ceil(count / (replicas * engine.num_stages))))
-    rounds = math.ceil(count / (replicas * images))
-    replica = engine.grid.get_data_parallel_id()
-    data, classes = spec.data, spec.unet.classes
-    drawings = []
-    for number in range(rounds) if engine.is_first_stage() else ():
-        index = torch.arange(images, device=engine.device) + (number * replicas + replica) * images
-        drawing = Drawing(
-            sampler,
-            seed=SAMPLE_SEED,
-            index=index,
-            shape=(data.channels, data.image_size, data.image_size),
-            labels=None if classes is None else index % classes,
-            no_label=classes,
-        )
-        drawings.append(drawing)
-    # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
-    for guided, visits in itertools.groupby(sampler.guided):
-        ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
-            rounds * len(list(visits)),
-            lambda number: drawings[number % rounds].inputs(),
-            lambda number, prediction: drawings[number % rounds].take(prediction),
-            depth=rounds,
-            progress=watchdog.progress,
-        )
-    if not engine.is_first_stage():
-        return None
-    with watchdog.pause():  # an autoencoder may take long
-        mine = to_pixels(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
-    mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in five dims
-    everyone = [torch.empty_like(mine) for _ in range(replicas)]
-    dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
-    drawn = torch.stack(everyone, dim=1).flatten(0, 2)[:count].cpu()  # in the order of their index
-    return drawn if dist.get_rank() == 0 else None
+    if data.channels <= 3 and not data.are_fields:
+        return []
+    names = data.variables if len(data.variables) == data.channels else map(str, range(data.channels))
+    return [re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) for name in names]  # MLflow refuses other characters
 
 
 class Validation:
@@ -152,12 +127,13 @@ class Validation:
         engine: UnetPipelineEngine,
         ema: Ema,
         held_out: HeldOutLoss | None,
+        previews: Previews,
         watchdog: Watchdog,
         recorder: Recorder,
     ) -> None:
         self._spec, self._engine, self._ema = spec, engine, ema
         self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
-        self._to_pixels = to_pixels(autoencoder_of(spec.data), engine.device)
+        self._previews = previews
 
     def due(self, before: int, done: bool) -> bool:
         """Return whether samples or the held-out loss are due after the step from ``before`` images on."""
@@ -195,6 +171,6 @@ class Validation:
 
     def _draw(self, begin: float) -> None:
         with self._recorder.doing("drawing samples"):
-            images = draw_previews(self._spec, self._engine, self._watchdog, self._to_pixels)
+            drawn = self._previews.draw()
         seconds = time.perf_counter() - begin
-        self._recorder.samples(images, seconds, self._engine.images_seen, self._engine.global_steps)
+        self._recorder.samples(drawn, seconds, self._engine.images_seen, self._engine.global_steps)

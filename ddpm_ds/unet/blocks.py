@@ -5,8 +5,6 @@ residual block also from its projection of emb and a mask, which :func:`walk` ma
 :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,13 +25,13 @@ from ddpm_ds.unet.layers import (
     UpsampleLayer,
 )
 from ddpm_ds.unet.operations import (
-    ConditionEmbedding,
     Convolution,
     EmbeddingProjection,
     GroupNorm,
     KeyedDropout,
     LabelEmbedding,
     Linear,
+    VectorEmbedding,
     arithmetic_dtype,
     draw_masks,
     norm_silu,
@@ -103,11 +101,12 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
 
 
 class Embed(nn.Module):
-    """First layer: ``(x_t, t[, labels][, condition])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
+    """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
-    x_t (N, C, H, W), t (N,) int64 or float32, labels (N,) int64, condition (N, `conditions`) of any float dtype.
-    Without labels a class-conditional U-Net uses "no label", which is label `classes`; without a condition it uses
-    zeros, which add nothing.
+    x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others are told apart by their kind:
+    labels (N,) are whole numbers, a level (N,) is of a float dtype, and so is a vector (N, `numbers`). Without labels a
+    class-conditional U-Net uses "no label", which is label `classes`; without a level it uses 0; without a vector it
+    uses zeros, which add nothing.
     """
 
     def __init__(self, layer: EmbedLayer) -> None:
@@ -118,31 +117,44 @@ class Embed(nn.Module):
         self.label_embedding: LabelEmbedding | None = None
         if layer.classes is not None:
             self.label_embedding = LabelEmbedding(layer.classes, layer.embedding_channels)
-        self.condition_embedding: ConditionEmbedding | None = None
-        if layer.conditions:
-            self.condition_embedding = ConditionEmbedding(layer.conditions, layer.embedding_channels)
+        self.condition_embedding: VectorEmbedding | None = None
+        if layer.numbers:
+            self.condition_embedding = VectorEmbedding(layer.numbers, layer.embedding_channels)
+        self.level1 = self.level2 = None
+        if layer.told_level:
+            self.level1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
+            self.level2 = Linear(layer.embedding_channels, layer.embedding_channels)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
         x_t, t, *rest = inputs
         x_t = x_t.to(self.linear1.weight.dtype, memory_format=torch.channels_last)
-        condition = rest.pop() if rest and rest[-1].ndim == 2 else None
-        label = None
-        if self.layer.classes is not None:
-            label = rest[0] if rest else torch.full_like(t, self.layer.classes, dtype=torch.int64)
+        label = next((part for part in rest if not part.is_floating_point()), None)
+        level = next((part for part in rest if part.is_floating_point() and part.ndim == 1), None)
+        vector = next((part for part in rest if part.ndim == 2), None)
+        t = t.float()  # one dtype of t, else the warm-up compiles for another
+        if self.layer.classes is not None and label is None:
+            label = torch.full_like(t, self.layer.classes, dtype=torch.int64)
+        if self.layer.told_level and level is None:
+            level = torch.zeros_like(t)
         dtype = arithmetic_dtype(x_t.device.type, x_t.dtype)
-        emb = self.compute(t.float(), label, condition, dtype)  # one dtype of t, else the warm-up compiles for another
-        return x_t, emb.to(x_t.dtype)
+        return x_t, self.compute(t, label, level, vector, dtype).to(x_t.dtype)
 
-    def compute(self, t: Tensor, label: Tensor | None, condition: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute the embedding (N, E) of timesteps and labels, (N,) each, and conditions in ``dtype``."""
-        layer = self.layer
-        waves = sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift)
-        emb: Tensor = self.linear2(F.silu(self.linear1(waves.to(dtype))))
+    def compute(
+        self, t: Tensor, label: Tensor | None, level: Tensor | None, vector: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Compute the embedding (N, E) of timesteps, labels and levels, (N,) each, and vectors in ``dtype``."""
+        emb: Tensor = self.linear2(F.silu(self.linear1(self._waves(t, dtype))))
         if self.label_embedding is not None and label is not None:
             emb = emb + self.label_embedding(label).to(dtype)
-        if self.condition_embedding is not None and condition is not None:
-            emb = emb + self.condition_embedding(condition.to(dtype))
+        if self.level1 is not None and self.level2 is not None and level is not None:
+            emb = emb + self.level2(F.silu(self.level1(self._waves(level, dtype))))
+        if self.condition_embedding is not None and vector is not None:
+            emb = emb + self.condition_embedding(vector.to(dtype))
         return emb
+
+    def _waves(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        layer = self.layer
+        return sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
 
 
 class Input(CarryLayer):

@@ -5,8 +5,6 @@ opaque to ``torch.compile`` and causes no graph break. The division of a tensor 
 summation, depends on its shape alone. Triton is imported at the first call, since PyTorch for CPUs comes without it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any

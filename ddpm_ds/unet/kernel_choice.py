@@ -1,7 +1,5 @@
 """Choice of the kernels for a U-Net's normalisations and dropouts, ours or PyTorch's, as measured at start."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,7 +34,8 @@ class NormShape:
     """Shape of a normalisation with SiLU, and of the embedding around it."""
 
     channels: int
-    resolution: int
+    size: tuple[int, int]
+    """Height and width."""
     groups: int
     epsilon: float
     embedding: Literal["none", "add", "scale_shift"]
@@ -49,11 +48,11 @@ def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
         match layer:
             case BlockLayer():
                 of_layer = (layer.groups, layer.epsilon)
-                shapes[NormShape(layer.width, layer.in_resolution, *of_layer, "none")] += 1
+                shapes[NormShape(layer.width, layer.in_size, *of_layer, "none")] += 1
                 embedding: Literal["add", "scale_shift"] = "scale_shift" if layer.scale_shift else "add"
-                shapes[NormShape(layer.out_channels, layer.out_resolution, *of_layer, embedding)] += 1
+                shapes[NormShape(layer.out_channels, layer.out_size, *of_layer, embedding)] += 1
             case OutputLayer():
-                shapes[NormShape(layer.in_channels, layer.in_resolution, layer.groups, layer.epsilon, "none")] += 1
+                shapes[NormShape(layer.in_channels, layer.in_size, layer.groups, layer.epsilon, "none")] += 1
     return shapes
 
 
@@ -203,7 +202,7 @@ def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dt
     x = _pictures(shape, device, dtype, images)
     copied = torch.empty_like(x)
     copy = seconds(lambda: copied.copy_(x), device)
-    passes = 5 if whole(shape.resolution**2, shape.channels, shape.groups, x.element_size()) is not None else 8
+    passes = 5 if whole(math.prod(shape.size), shape.channels, shape.groups, x.element_size()) is not None else 8
     return passes / 2 * copy / one_norm_seconds(shape, device, dtype, images, "fused")
 
 
@@ -224,5 +223,6 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _pictures(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> Tensor:
-    size = (images, shape.channels, shape.resolution, shape.resolution)
-    return torch.randn(size, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+    return torch.randn(images, shape.channels, *shape.size, device=device, dtype=dtype).to(
+        memory_format=torch.channels_last
+    )

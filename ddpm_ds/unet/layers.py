@@ -11,13 +11,12 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
 The list runs down the left side and up the right one: ``down.0`` is near its start and ``up.0`` near its end.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
@@ -33,8 +32,9 @@ class Layer:
     in_channels: int
     """Number of channels of h on arrival, before a popped skip is concatenated."""
     out_channels: int
-    in_resolution: int
-    out_resolution: int
+    in_size: tuple[int, int]
+    """Height and width of h on arrival."""
+    out_size: tuple[int, int]
     embedding_channels: int
     skip_channels: int = 0
     """Number of channels of the skip that is popped and concatenated to h; 0 pops nothing."""
@@ -44,11 +44,11 @@ class Layer:
     @property
     def output_shape(self) -> tuple[int, int, int]:
         """Shape of the new h: (channels, height, width)."""
-        return (self.out_channels, self.out_resolution, self.out_resolution)
+        return (self.out_channels, *self.out_size)
 
     @property
     def pixels(self) -> int:
-        return self.out_resolution**2
+        return math.prod(self.out_size)
 
     @property
     def weights(self) -> int:
@@ -82,31 +82,37 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Embedding of timestep, label and condition: ``(x_t, t[, label][, condition])`` to a carry whose h is x_t."""
+    """Embedding of what the U-Net is told: ``(x_t, t[, label][, level][, vector])`` to a carry whose h is x_t.
+
+    ``in_channels`` are those of x_t and of the condition that is concatenated to it.
+    """
 
     sinusoid_channels: int
     sine_first: bool
     sinusoid_shift: int
     classes: int | None
-    conditions: int = 0
-    """Size of the condition that describes a training image's augmentation; 0 means none."""
+    told_level: bool = False
+    """Whether a second noise level, that of the condition, is embedded as the timestep is."""
+    numbers: int = 0
+    """Size of the vector that is added to the embedding: a training image's augmentation, then the numbers of the data;
+    0 means none."""
 
     @property
     def weights(self) -> int:
-        return (self.sinusoid_channels + self.embedding_channels) * self.embedding_channels
+        return (1 + self.told_level) * (self.sinusoid_channels + self.embedding_channels) * self.embedding_channels
 
     @property
     def vectors(self) -> int:
         labels = 0 if self.classes is None else self.classes + 1
-        return (2 + labels + self.conditions) * self.embedding_channels
+        return (2 * (1 + self.told_level) + labels + self.numbers) * self.embedding_channels
 
     @property
     def macs(self) -> int:
-        return self.weights + self.conditions * self.embedding_channels
+        return self.weights + self.numbers * self.embedding_channels
 
     @property
     def activation_elements(self) -> int:
-        return self.sinusoid_channels + 2 * self.embedding_channels + self.conditions
+        return (1 + self.told_level) * (self.sinusoid_channels + 2 * self.embedding_channels) + self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +149,7 @@ class DownsampleLayer(ConvolutionLayer):
 
     @property
     def activation_elements(self) -> int:
-        side = self.in_resolution + 1 if self.asymmetric else self.in_resolution
-        return self.in_channels * side**2
+        return self.in_channels * math.prod(side + self.asymmetric for side in self.in_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,72 +249,74 @@ class AttentionLayer(Layer):
         return (6 * self.in_channels + self.heads) * self.pixels + 2 * self.groups
 
 
-def condition_numbers(unet: UnetSpec, image_channels: int) -> int:
-    """Return the size of the condition that describes a training image's augmentation: the numbers of
+def augmentation_numbers(unet: UnetSpec, image_channels: int) -> int:
+    """Return how many numbers describe a training image's augmentation: those of
     :func:`ddpm_ds.diffusion.augmentation.augmented`, then of ``coloured``.
     """
     colours = 3 if image_channels == 1 else 6
     return (9 if unet.augmentation else 0) + (colours if unet.colour_augmentation else 0)
 
 
-def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tuple[Layer, ...]:
+def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
     """Return the U-Net of a spec as its ordered list of layers.
 
-    Widths and resolutions are those of DDPM (Ho et al. 2020, appendix B): an encoder level has
-    `blocks_per_level` blocks, a decoder level one more, each of which pops a skip.
+    Widths and sizes are those of DDPM (Ho et al. 2020, appendix B): an encoder level has `blocks_per_level` blocks, a
+    decoder level one more, each of which pops a skip.
     """
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    sizes = [(interface.size[0] >> level, interface.size[1] >> level) for level in range(len(widths))]
+    attended = unet.attended_levels(interface.size)
     embedding = unet.embedding_channels or 4 * widths[0]
     norm = {"groups": unet.norm_groups, "epsilon": unet.norm_epsilon}
     residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift"}
     padding = {"asymmetric": unet.downsample_padding == "asymmetric"}
     layers: list[Layer] = []
     skips: list[int] = []
-    channels, resolution = image_channels, image_size
+    channels, size = interface.channels + interface.condition_channels, interface.size
 
-    def add(kind: type[Layer], name: str, width: int, size: int, **options: Any) -> None:
-        nonlocal channels, resolution
+    def add(kind: type[Layer], name: str, width: int, new_size: tuple[int, int], **options: Any) -> None:
+        nonlocal channels, size
         layer = kind(
             name=name,
             in_channels=channels,
             out_channels=width,
-            in_resolution=resolution,
-            out_resolution=size,
+            in_size=size,
+            out_size=new_size,
             embedding_channels=embedding,
             **options,
         )
         layers.append(layer)
-        channels, resolution = width, size
+        channels, size = width, new_size
         if layer.pushes:
             skips.append(channels)
 
     def block(name: str, width: int, **carry: Any) -> None:
-        add(BlockLayer, name, width, resolution, **carry, **residual, **norm)
+        add(BlockLayer, name, width, size, **carry, **residual, **norm)
 
     def attention(name: str, **carry: Any) -> None:
         heads = channels // (unet.head_channels or channels)
-        add(AttentionLayer, name, channels, resolution, heads=heads, **carry, **norm)
+        add(AttentionLayer, name, channels, size, heads=heads, **carry, **norm)
 
     add(
         EmbedLayer,
         "embed",
         channels,
-        resolution,
+        size,
         sinusoid_channels=widths[0],
         sine_first=unet.sinusoid_order == "sin_cos",
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
-        conditions=condition_numbers(unet, image_channels),
+        told_level=interface.told_level,
+        numbers=augmentation_numbers(unet, interface.channels) + interface.numbers,
     )
-    add(InputLayer, "conv_in", widths[0], resolution, pushes=True)
+    add(InputLayer, "conv_in", widths[0], size, pushes=True)
     for level, width in enumerate(widths):
-        attends = resolution in unet.attention_resolutions
         for number in range(unet.blocks_per_level):
-            block(f"down.{level}.block.{number}", width, pushes=not attends)
-            if attends:
+            block(f"down.{level}.block.{number}", width, pushes=level not in attended)
+            if level in attended:
                 attention(f"down.{level}.attention.{number}", pushes=True)
         if level < len(widths) - 1:
-            add(DownsampleLayer, f"down.{level}.downsample", width, resolution // 2, pushes=True, **padding)
+            add(DownsampleLayer, f"down.{level}.downsample", width, sizes[level + 1], pushes=True, **padding)
     block("middle.block.0", channels)
     if unet.middle_attention:
         attention("middle.attention")
@@ -317,12 +324,19 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
     for level, width in reversed(list(enumerate(widths))):
         for number in range(unet.blocks_per_level + 1):
             block(f"up.{level}.block.{number}", width, skip_channels=skips.pop())
-            if resolution in unet.attention_resolutions:
+            if level in attended:
                 attention(f"up.{level}.attention.{number}")
         if level:
-            add(UpsampleLayer, f"up.{level}.upsample", width, 2 * resolution)
-    add(OutputLayer, "out", image_channels, resolution, **norm)
+            add(UpsampleLayer, f"up.{level}.upsample", width, sizes[level - 1])
+    add(OutputLayer, "out", interface.channels, size, **norm)
     return tuple(layers)
+
+
+def first_cut(layers: Sequence[Layer]) -> int:
+    """Return the first layer before which the list may be cut: 1, or 2 if h has a condition up to the first
+    convolution, since a condition is never sent.
+    """
+    return 2 if layers[0].out_channels > layers[-1].out_channels else 1
 
 
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:

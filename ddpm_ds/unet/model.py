@@ -1,7 +1,5 @@
 """Modules for the list of layers, the plain U-Net that walks it in one process, and ``torch.compile`` of the layers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import Carry, module_of, walk
+from ddpm_ds.unet.blocks import module_of, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import EmbeddingProjection, draw_weights, set_image_index
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
@@ -58,20 +56,18 @@ class UNet(nn.Module):
         self,
         x_t: Tensor,
         t: Tensor,
-        labels: Tensor | None = None,
-        condition: Tensor | None = None,
-        *,
+        *told: Tensor,
         images: Tensor | None = None,
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
-        labels (N,) int64 are for a class-conditional U-Net; condition (N, K) describes the images' augmentation, with
-        the K of the first layer; images (N,) int64 are the image indices, which dropout needs in training.
+        ``told`` are the other inputs of the first layer (:class:`ddpm_ds.unet.blocks.Embed`): labels, the level of a
+        condition and a vector, as far as the U-Net has them, each of which may be left out. ``images`` (N,) int64 are
+        the image indices, which dropout needs in training.
         """
         if images is not None:
             set_image_index(self.layers, images)
-        inputs: Carry = (x_t, t, *(part for part in (labels, condition) if part is not None))
-        prediction: Tensor = walk(self.layers, inputs)
+        prediction: Tensor = walk(self.layers, (x_t, t, *told))
         return prediction
 
 

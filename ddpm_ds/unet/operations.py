@@ -4,8 +4,6 @@ Weights are cast to the dtype of the input, so a layer chooses the dtype of its 
 initialise them: :func:`draw_weights` does, from its own generator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -233,14 +231,14 @@ class _Projections(torch.autograd.Function):
         return emb_gradient, None, *of_weights, *gradient.sum(0).to(stored).split(sizes)
 
 
-class ConditionEmbedding(Undrawn, nn.Linear):
-    """Linear layer without bias, so that a condition of zeros adds nothing; its weights start at zero."""
+class VectorEmbedding(Undrawn, nn.Linear):
+    """Linear layer without bias, so that a vector of zeros adds nothing; its weights start at zero."""
 
-    def __init__(self, conditions: int, channels: int) -> None:
-        super().__init__(conditions, channels, bias=False)
+    def __init__(self, numbers: int, channels: int) -> None:
+        super().__init__(numbers, channels, bias=False)
 
-    def forward(self, condition: Tensor) -> Tensor:
-        return F.linear(condition, self.weight.to(condition.dtype))
+    def forward(self, vector: Tensor) -> Tensor:
+        return F.linear(vector, self.weight.to(vector.dtype))
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
@@ -369,7 +367,7 @@ def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
     Variance scaling (fan_avg, uniform, scale 1); biases and the last layer of a residual branch are zero.
     """
     for part in module.modules():
-        if isinstance(part, Convolution | Linear | LabelEmbedding | ConditionEmbedding):
+        if isinstance(part, Convolution | Linear | LabelEmbedding | VectorEmbedding):
             part.draw(generator)
 
 

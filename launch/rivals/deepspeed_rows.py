@@ -234,7 +234,7 @@ class StockPipeline:
     def _loss(self, prediction: Tensor, target: tuple[Tensor, ...]) -> Tensor:
         x0, t, eps = target
         unread = torch.empty(0, dtype=torch.int64)
-        return self._objective.loss(prediction, Noised(x0, t, eps, labels=None, condition=None, images=unread))
+        return self._objective.loss(prediction, Noised(x0, t, eps, labels=None, images=unread))
 
     def _read(self, setting: Setting) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Yield inputs of the first stage and targets of the last; the engine uses those that its stage needs."""

@@ -136,7 +136,7 @@ def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
         if 0 < cut < len(layers):
             shapes = boundary_shapes(layers, cut)
             return tuple(torch.empty(images, *shape, requires_grad=True) for shape in shapes)
-        picture = torch.empty(images, *layers[0].output_shape, requires_grad=cut > 0)
+        picture = torch.empty(images, *layers[-1 if cut else 0].output_shape, requires_grad=cut > 0)
         if cut > 0:
             return (picture,)
         number = torch.empty(images, dtype=torch.int64)

@@ -177,13 +177,13 @@ class RandomDenoising(Denoising):
     """Objective whose draws are PyTorch's, as in other people's loops."""
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
-        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
+        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch[:3])
         if self._spec.data.horizontal_flips:
             flips = torch.rand(len(images), device=self._device) < 0.5
             images = torch.where(flips[:, None, None, None], images.flip(-1), images)
         x0 = images.float().div_(127.5).sub_(1.0)
         t = torch.randint(self._spec.diffusion.timesteps, (len(images),), device=self._device)
-        return Noised(x0, t, torch.randn_like(x0), None if self._spec.unet.classes is None else labels, None, index)
+        return Noised(x0, t, torch.randn_like(x0), None if self._spec.unet.classes is None else labels, index)
 
 
 class Loop:

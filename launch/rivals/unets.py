@@ -120,7 +120,7 @@ def diffusers_loop(setting: Setting, *, compiled: bool, randn: bool) -> Loop:
 
     plan = setting.plan
     data, unet = plan.spec.data, plan.spec.unet
-    model: Any = UNet2DModel(**diffusers_config(unet, image_channels=data.channels, image_size=data.image_size))
+    model: Any = UNet2DModel(**diffusers_config(unet, data.interface))
     model.load_state_dict(to_diffusers(comparable_unet(setting).layers.state_dict(), plan.layers))
     called = torch.compile(model) if compiled else model
 
@@ -142,7 +142,7 @@ def lucidrains_loop(setting: Setting, *, randn: bool) -> Loop:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setting.plan.spec.train.seed)
         model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=data.channels)
-    images = torch.zeros(1, data.channels, data.image_size, data.image_size)
+    images = torch.zeros(1, *data.shape)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images, torch.zeros(1, dtype=torch.int64))
     loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model, randn=randn)
@@ -154,7 +154,7 @@ def dim64(setting: Setting) -> Setting:
     """Return the same images, objective and optimizer with the U-Net of launch/specs/cifar10_dim64.yaml."""
     plan, unet = setting.plan, load_spec(DIM64, []).unet
     spec = plan.spec.model_copy(update={"unet": unet})
-    layers = unet_layers(unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    layers = unet_layers(unet, spec.data.interface)
     return replace(setting, plan=replace(plan, spec=spec, layers=layers))
 
 
@@ -196,7 +196,7 @@ def why_not_here(row: str, setting: Setting, missing: dict[str, str]) -> str | N
         return "its images are 32x32x3; use --spec launch/specs/cifar10.yaml"
     if package == "diffusers":
         try:
-            diffusers_config(setting.plan.spec.unet, image_channels=data.channels, image_size=data.image_size)
+            diffusers_config(setting.plan.spec.unet, data.interface)
         except ValueError as error:
             return str(error)
     needs = ["compile" if row in COMPILED else row] + ["autocast"] * (package is not None)

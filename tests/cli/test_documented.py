@@ -1,6 +1,6 @@
-"""The commands of the tutorial and of the README's first screen, typed one after another in a terminal.
+"""The commands of the pages for newcomers and of the README's first screen, typed one after another in a terminal.
 
-A comment before a block of the tutorial says what is appended to it here, so that it trains less. The output that the
+A comment before a block of a page says what is appended to it here, so that it trains less. The output that the
 page shows below a block ends as it does here, numbers aside.
 """
 
@@ -50,23 +50,44 @@ def last_line(text: list[str]) -> str:
     return re.sub(r"\d[\d,.]*", "0", [line.strip() for line in text if line.strip()][-1])
 
 
-def test_the_tutorial_works_as_it_is_typed(folder: Path) -> None:
-    blocks = [match.groupdict() for match in BLOCK.finditer((REPOSITORY / "docs" / "tutorial.md").read_text())]
-    assert [block["command"].split()[:2] for block in blocks] == [
-        ["python", "-"],
-        ["cat", ">"],
-        ["ddpm-ds", "train"],
-        ["ddpm-ds", "train"],
-        ["ddpm-ds", "sample"],
-        ["ddpm-ds", "train"],
-        ["ddpm-ds", "diagnose"],
-    ]
+PAGES = {
+    "tutorial": [
+        "python -",
+        "cat >",
+        "ddpm-ds train",
+        "ddpm-ds train",
+        "ddpm-ds sample",
+        "ddpm-ds train",
+        "ddpm-ds diagnose",
+    ],
+    "fields": [
+        "python launch/make_fields.py",
+        "ddpm-ds train",
+        "ddpm-ds evaluate",
+        "ddpm-ds sample",
+        "ddpm-ds train",
+        "ddpm-ds prepare",
+        "ddpm-ds train",
+        "ddpm-ds evaluate",
+    ],
+    "upscaling": ["python -", "ddpm-ds train", "ddpm-ds evaluate", "ddpm-ds sample"],
+}
+"""Pages of docs/ that a newcomer can type, and how their commands begin."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_works_as_it_is_typed(page: str, folder: Path) -> None:
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+    blocks = [match.groupdict() for match in BLOCK.finditer(text)]
+    assert [" ".join(block["command"].split()[:2]) for block in blocks] == PAGES[page]
+    for shown, spec in re.findall(r"`launch/specs/(\w+)\.yaml` has it all.*?```yaml\n(.*?)```", text, re.DOTALL):
+        assert spec in (REPOSITORY / "launch" / "specs" / f"{shown}.yaml").read_text()
     for block in blocks:
         screen = type_in(f"{block['command']} {block['shorter'] or ''}".strip(), folder)
         screen.assert_clean()
         if block["shown"]:
             assert last_line(screen.lines) == last_line(block["shown"].splitlines())
-    assert (folder / "samples.png").is_file()
+    assert list(folder.glob("*.png"))
 
 
 def test_the_main_job_of_the_readme_works_as_it_is_typed(folder: Path) -> None:

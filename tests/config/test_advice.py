@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -321,7 +321,7 @@ def spec_faults(*overrides: str) -> list[str]:
         *((f"train.{name}", key) for name, key in SYNONYMS.items() if "." not in name),
         ("data.channel", "data.channels"),
         ("ema.half_life", "ema.halflife_images"),
-        ("channels", "data.channels or unet.channels"),
+        ("channels", "data.channels or data.condition.channels or unet.channels"),
         ("sampler.step", "sampler.steps"),
         ("train.dropout", "unet.dropout"),
     ],
@@ -330,7 +330,8 @@ def test_an_unknown_key_of_the_spec_is_answered_with_a_key_that_it_may_be(dotted
     for key in meant.partition(" (")[0].split(" or "):
         model: Any = RunSpec
         for name in key.split("."):
-            model = model.model_fields[name].annotation
+            kind = model.model_fields[name].annotation
+            model = next(iter(get_args(kind)), kind) if name == "condition" else kind  # may be null
     (message,) = spec_faults(f"{dotted}=1")
     assert message == f"--set {dotted}=1: {dotted} is unknown; did you mean {meant}?"
 

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.config.section import Section
@@ -70,6 +71,19 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             ["data.image_column = image is not read by source torchvision", "use source huggingface"],
         ),
         ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
+        ({"data__crop_from": (8, 6)}, ["data.crop_from = [8,6]", "data.image_size = 8", "8 or more", "null"]),
+        (
+            {"data__image_size": (8, 16)},
+            ["unet.attention_resolutions = [4] are sides of squares", "[8,16]", "attention_levels, 0 to 1"],
+        ),
+        (
+            {"unet__attention_levels": (1,)},
+            ["attention_resolutions = [4] and unet.attention_levels = [1]", "remove one"],
+        ),
+        (
+            {"unet__attention_levels": (2,), "unet__attention_resolutions": []},
+            ["attention_levels has 2", "0 to 1"],
+        ),
         (
             {"unet__augmentation": 0.12, "data__horizontal_flips": True},
             ["data.horizontal_flips = true", "unet.augmentation = 0.12", "use false"],
@@ -101,6 +115,110 @@ def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any
     assert "\n" not in problem["msg"]
     for word in words:
         assert word in problem["msg"]
+
+
+@pytest.mark.parametrize("size", [33, 1, (33, 48), (30, 50), (3, 8191)])
+def test_the_sizes_named_for_one_that_can_not_be_halved_can_be(size: int | tuple[int, int]) -> None:
+    unet = {"unet__multipliers": (1,) * 4, "unet__attention_resolutions": []}
+    with pytest.raises(ValidationError) as caught:
+        spec(data__image_size=size, **unet)
+    advice = str(caught.value.errors()[0]["msg"]).partition("such as ")[2].partition(", or fewer")[0]
+    given = (size, size) if isinstance(size, int) else size
+    for named in advice.split(" or "):
+        typed = spec(data__image_size=yaml.safe_load(named), **unet).data.size
+        assert all(abs(one - other) < 8 for one, other in zip(typed, given, strict=True))
+
+
+def test_two_equal_sides_are_a_square() -> None:
+    assert spec(data__image_size=(8, 8)) == spec(data__image_size=8)
+
+
+FIELDS: dict[str, Any] = {"data__values": "float32", "data__channels": 2, "sampler__clip": "none"}
+SOURCE: dict[str, Any] = {"data__source": "arrays", "data__path": "fields.npz"}
+STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
+
+
+@pytest.mark.parametrize(
+    ("condition", "changes", "words"),
+    [
+        ({}, {}, ["data.condition has neither", "use null"]),
+        ({"channels": 2}, {}, ["data.condition has neither"]),
+        ({"drop": 0.1}, {}, ["data.condition has neither"]),
+        ({"kind": "stored"}, {}, ["data.condition.channels = 0", "kind stored"]),
+        ({"kind": "cut_out", "channels": 2}, {}, ["data.condition.channels = 2 is of kind stored", "leave it at 0"]),
+        ({"kind": "cut_out", "variables": ["a"]}, {}, ["data.condition.variables = [a] is of kind stored", "[]"]),
+        ({"kind": "cut_out", "path": "a.h5"}, {}, ["data.condition.path = a.h5 is of a stored condition"]),
+        ({"kind": "cut_out", "resize": "nearest"}, {}, ["data.condition.resize = nearest", "stored or reduced"]),
+        ({"kind": "reduced", "normalise": "range"}, {}, ["data.condition.normalise = range", "stored or constants"]),
+        ({**STORED, "factor": 2}, {}, ["data.condition.factor = 2 is of kind reduced", "leave it at 4"]),
+        ({**STORED, "noise": 0.5}, {}, ["data.condition.noise = 0.5 is of kind reduced"]),
+        ({**STORED, "cut": [0.1, 0.2]}, {}, ["data.condition.cut = [0.1, 0.2] is of kind cut_out"]),
+        ({"kind": "cut_out", "cut": [0.5, 0.2]}, {}, ["data.condition.cut = [0.5, 0.2] should not fall"]),
+        ({**STORED, "constants": ["a"]}, {}, ["data.condition.constants = [a] and constant_channels = 0"]),
+        ({**STORED, "constant_channels": 1}, {}, ["data.condition.constants = [] and constant_channels = 1"]),
+        ({**STORED, "vector": ["a"]}, {}, ["data.condition.vector = [a] and vector_size = 0"]),
+        ({**STORED, "vector_size": 3}, {}, ["data.condition.vector = [] and vector_size = 3"]),
+        ({"kind": "grey"}, {}, ["data.condition.kind = grey needs 3 channels"]),
+        ({"kind": "reduced", "factor": 3}, {}, ["data.condition.factor = 3 does not divide data.image_size = 8"]),
+        (STORED, {"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "a stored data.condition would stay"]),
+        (
+            {"kind": "grey"},
+            {"data__autoencoder": "vae", "data__channels": 3, "sampler__clip": "none"},
+            ["data.condition is of pixels or fields"],
+        ),
+        (STORED, {"sampler__guidance": 2.0}, ["sampler.guidance = 2", "data.condition.drop"]),
+        (STORED, {**FIELDS, "sampler__clip": "static"}, ["sampler.clip = static", "use none"]),
+        (STORED, {"diffusion__channel_weights": [1.0, 2.0]}, ["diffusion.channel_weights", "data.channels = 1"]),
+        (STORED, {"diffusion__channel_weights": [0.0]}, ["diffusion.channel_weights = [0.0] leaves no loss"]),
+        (STORED, {"data__flips_negate": [0]}, ["data.flips_negate = [0]"]),
+        (
+            STORED,
+            {**FIELDS, "data__flips_negate": [4], "data__horizontal_flips": True},
+            ["data.flips_negate has 4", "0 to 3"],
+        ),
+        (
+            STORED,
+            {**FIELDS, "data__flips_negate": ["u"], "data__horizontal_flips": True},
+            ["data.flips_negate has u", "the channel's number"],
+        ),
+        (None, {"diffusion__objective": "regression"}, ["diffusion.objective = regression", "data.condition is null"]),
+        (
+            STORED,
+            {"diffusion__objective": "regression", "diffusion__weighting": "p2"},
+            ["diffusion.weighting = p2 is of noise", "leave it at uniform"],
+        ),
+        (
+            STORED,
+            {"diffusion__objective": "regression", "sampler__steps": 20},
+            ["sampler.steps = 20", "evaluates the U-Net once; use null"],
+        ),
+    ],
+)
+def test_a_condition_that_does_not_fit_is_named_with_its_fix(
+    condition: dict[str, Any] | None, changes: dict[str, Any], words: list[str]
+) -> None:
+    test_what_does_not_fit_together_is_named_with_its_fix({**SOURCE, "data__condition": condition, **changes}, words)
+
+
+def test_conditions_that_fit() -> None:
+    for condition in (
+        {**STORED, "drop": 0.1, "constants": ["a"], "constant_channels": 1, "normalise": "range"},
+        {"vector": ["lead"], "vector_size": 1},
+        {"grid_channels": 8},
+        {"kind": "reduced", "factor": 2, "noise": 0.3, "resize": "bicubic"},
+    ):
+        drops = 2.0 if "drop" in condition else 1.0
+        found = spec(**SOURCE, data__condition=condition, sampler__guidance=drops).data.condition
+        assert (
+            found is not None
+            and found.input_channels(1) == spec(**SOURCE, data__condition=condition).data.interface.condition_channels
+        )
+    assert (
+        spec(
+            **SOURCE, data__condition=STORED, diffusion__objective="regression", sampler__kind="heun"
+        ).data.interface.channels
+        == 1
+    )
 
 
 def test_heads_only_have_to_divide_the_widths_that_are_attended() -> None:

@@ -15,6 +15,7 @@ from ddpm_ds.errors import SpecError
 from tests.launching import REPOSITORY
 
 DIGITS = SPECS / "digits.yaml"
+SIZE = "a whole number from 1 to 8,192 or two of these, [height, width]"
 
 
 def error_of(*overrides: str, path: Path = DIGITS) -> str:
@@ -104,6 +105,18 @@ def test_the_last_override_wins_and_sections_may_be_absent_from_the_file(tmp_pat
     assert (spec.train.seed, spec.diffusion.loss) == (2, "l1")
 
 
+def test_a_section_that_may_be_null_is_set_by_its_keys_or_taken_away(tmp_path: Path) -> None:
+    (file := tmp_path / "null.yaml").write_text(DIGITS.read_text().replace("data:\n", "data:\n  condition: null\n"))
+    for path in (DIGITS, file):
+        made = load_spec(path, ["data.condition.kind=reduced", "data.condition.factor=2"]).data.condition
+        assert made is not None and (made.kind, made.factor) == ("reduced", 2)
+        assert load_spec(path, ["data.condition.kind=reduced", "data.condition=null"]).data.condition is None
+    fix = "is a section; set one of its keys, such as"
+    assert error_of("data.condition=3") == f"--set data.condition=3: data.condition {fix} data.condition.kind"
+    assert error_of("data=null") == f"--set data=null: data {fix} data.source"
+    assert error_of("data.condition.facto=2").endswith("facto is unknown; did you mean data.condition.factor?")
+
+
 def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
     for section_name, section in RunSpec.model_fields.items():
         if not (isinstance(section.annotation, type) and issubclass(section.annotation, Section)):
@@ -136,13 +149,16 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         (
             "data.source=mnist",
             'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays" or "webdataset" or '
-            '"huggingface" or "torchvision"',
+            '"huggingface" or "torchvision" or "hdf5" or "zarr" or "netcdf"',
         ),
         (
             "data.name=a b",
             'data.name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._/-]+ or null',
         ),
-        ("data.channels=65", "data.channels = 65 should be a whole number from 1 to 64"),
+        ("data.image_size=[32]", f"data.image_size = [32] should be {SIZE}"),
+        ("data.image_size=9000", f"data.image_size = 9000 should be {SIZE}"),
+        ("data.crop_from=[8,0]", f"data.crop_from = [8, 0] should be {SIZE} or null"),
+        ("data.channels=257", "data.channels = 257 should be a whole number from 1 to 256"),
         ("name=a b", 'name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._-]+'),
         ('logging.experiment="a\\nb"', 'logging.experiment = "a\\nb" should be text of 1 to 200 printable characters'),
         ("unet=3", "unet is a section; set one of its keys, such as unet.channels"),

@@ -125,16 +125,17 @@ def test_a_cache_travels_by_its_path_and_its_centre_has_a_key_of_its_own(digits:
     sent = pickle.dumps(digits)
     received = pickle.loads(sent)
     assert len(sent) < 1000 and (received.images[:] == digits.images[:]).all()
-    for size, first in ((6, 1), (5, 1)):
+    for size, top, left in (((6, 6), 1, 1), ((5, 5), 1, 1), ((6, 4), 1, 2), ((8, 6), 0, 1)):
         centre = digits.centre(size)
-        assert centre.meta.shape == (1, size, size) and len(centre) == len(digits)
-        expected = digits.images[:][:, :, first : first + size, first : first + size]
+        assert centre.meta.shape == (1, *size) and len(centre) == len(digits)
+        expected = digits.images[:][:, :, top : top + size[0], left : left + size[1]]
         assert centre.images.shape == expected.shape and (centre.images[:] == expected).all()
         received = pickle.loads(pickle.dumps(centre))
         assert (received.images[:] == expected).all() and received.meta == centre.meta
         assert received.key == centre.key
-    assert digits.centre(8) is digits and digits.key == digits.meta.sha256["images.npy"]
-    assert len({digits.key, digits.centre(6).key, digits.centre(5).key}) == 3
+    assert digits.centre((8, 8)) is digits and digits.key == digits.meta.sha256["images.npy"]
+    keys = {digits.key, *(digits.centre(size).key for size in ((6, 6), (5, 5), (6, 5), (5, 6)))}
+    assert len(keys) == 5
 
 
 @pytest.fixture(params=["pixels", "encoded"])
@@ -164,7 +165,7 @@ def test_images_in_several_files_or_encoded_are_those_in_one(photos: dict[str, D
     out = np.empty((20, 3, 8, 8), np.uint8)
     assert several.images.read(order, out) is out and (out == one.images[:][order]).all()
     assert (several.images[7] == one.images[7]).all() and (several.images[3:9] == one.images[3:9]).all()
-    assert (several.centre(4).images[order] == one.centre(4).images[order]).all()
+    assert (several.centre((4, 6)).images[order] == one.centre((4, 6)).images[order]).all()
     assert (pickle.loads(pickle.dumps(several)).images[:] == one.images[:]).all()
     assert several.key != one.key
     several.images.will_read(0, 20)

@@ -32,7 +32,7 @@ formats()
 open("/proc/self/clear_refs", "w").write("5")  # from now on
 before = peak()
 content = open(sys.argv[1], "rb").read()
-decoding.decode(content, 64, 3)
+decoding.decode(content, (64, 64), 3)
 print(peak() - before)
 """
 
@@ -57,16 +57,16 @@ def test_images_turn_and_fit_as_pillow_does_it_in_one_go(mode: str) -> None:
             image = noise(width, height).convert(mode)
         for orientation in range(1, 9):
             image.getexif()[0x0112] = orientation
-            for channels in (1, 3):
+            for size, channels in (((16, 16), 1), ((16, 16), 3), ((16, 40), 3), ((25, 10), 1)):
                 upright = decoding._coloured(ImageOps.exif_transpose(image), "L" if channels == 1 else "RGB")
-                whole = ImageOps.fit(upright, (16, 16), Image.Resampling.LANCZOS)
-                assert (fit(image, 16, channels) == np.array(whole).reshape(16, 16, channels)).all()
+                whole = ImageOps.fit(upright, size[::-1], Image.Resampling.LANCZOS)
+                assert (fit(image, size, channels) == np.array(whole).reshape(*size, channels)).all()
 
 
 @pytest.mark.parametrize("width, height", [(97, 40), (40, 97), (64, 64), (300, 2), (5, 5)])
-@pytest.mark.parametrize("size", [8, 40, 100])
+@pytest.mark.parametrize("size", [(8, 8), (40, 40), (100, 100), (30, 70), (70, 9)])
 def test_strips_of_a_large_image_give_the_pixels_of_the_whole(
-    width: int, height: int, size: int, monkeypatch: pytest.MonkeyPatch
+    width: int, height: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "WHOLE_PIXELS", 0)
     smooth = noise(4, 4).convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
@@ -99,8 +99,8 @@ def test_a_jpeg_that_its_decoder_scales_down_is_not_stretched(
         exif[0x0112] = orientation
         content = file_of(image, "jpeg", quality=95, exif=exif)
         upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-        for size in (8, 16, 31, 32, 64):
-            expected = np.array(ImageOps.fit(upright, (size, size), Image.Resampling.LANCZOS))
+        for size in ((8, 8), (16, 16), (31, 31), (32, 32), (64, 64), (16, 40), (60, 20)):
+            expected = np.array(ImageOps.fit(upright, size[::-1], Image.Resampling.LANCZOS))
             error = np.square(decode(content, size, 3).astype(float) - expected).mean()
             assert error <= 255**2 / 10**4.4, (orientation, size)  # 44 dB
 
@@ -123,26 +123,26 @@ def test_what_would_take_too_much_is_refused_by_its_header(
     content = file_of(noise(400, 400).convert("RGB"), kind, **options)
     budget = decoding.MOST_DECODING_BYTES * 0.16  # of an image of so many million pixels
     monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", len(content) + budget / ((most or 40) - 3))
-    assert decode(content, 8, 3).shape == (8, 8, 3)
+    assert decode(content, (8, 8), 3).shape == (8, 8, 3)
     if most is not None:
         monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", len(content) + budget / (most + 3))
         monkeypatch.setattr(decoding, "fit", None)
         with pytest.raises(ValueError, match=r"^400 x 400 pixels take \d MB to decode, more than \d; scale it down$"):
-            decode(content, 8, 3)
+            decode(content, (8, 8), 3)
 
 
 def test_rows_of_a_very_tall_image_count(monkeypatch: pytest.MonkeyPatch) -> None:
     content = file_of(Image.new("L", (1, 10_000)), "png")
     monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 150_000)
     with pytest.raises(ValueError, match=r"^1 x 10000 pixels take 0 MB to decode"):
-        decode(content, 8, 3)
+        decode(content, (8, 8), 3)
 
 
 def test_pixels_that_would_take_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 1000)
-    assert decode(np.zeros((15, 16, 1), np.uint8), 8, 1).shape == (8, 8, 1)
+    assert decode(np.zeros((15, 16, 1), np.uint8), (8, 8), 1).shape == (8, 8, 1)
     with pytest.raises(ValueError, match="17 x 16 pixels take 0 MB to decode"):
-        decode(np.zeros((16, 17, 3), np.uint8), 8, 3)
+        decode(np.zeros((16, 17, 3), np.uint8), (8, 8), 3)
 
 
 def test_big_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_big_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     big, small = noise(2100, 2000).convert("L"), noise(500, 500).convert("L")
     for image, kind, expected in ((big, "png", [1, -1]), (small, "png", []), (big, "jpeg", [])):
         entered.clear()
-        decode(file_of(image, kind), 8, 1, Context())
+        decode(file_of(image, kind), (8, 8), 1, Context())
         assert entered == expected, "a JPEG is scaled down while it is decoded"
 
 

@@ -72,7 +72,7 @@ def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(said: l
     assert said == []
     for number, batch in enumerate(islice(batches, 2)):
         said.append(f"compute {number}")
-        assert all(torch.equal(found, given) for found, given in zip(batch, micro_batch(number), strict=True))
+        assert all(torch.equal(found, given) for found, given in zip(batch[:3], micro_batch(number)[:3], strict=True))
     assert said == [
         "read 0",
         "side copies 0",
@@ -96,14 +96,14 @@ def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: Da
     try:
         for batch in islice(batches, 39):
             busy = busy @ busy * 1e-3  # the device is behind the host, so that copies overtake
-            next_ones.append(MicroBatch(*(tensor + 0 for tensor in batch)))
+            next_ones.append(batch.each(lambda tensor: tensor + 0))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for found, batch in zip(next_ones, expected, strict=True):
         assert found.images.device.type == "cuda"
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, batch, strict=True))
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found[:3], batch[:3], strict=True))
 
 
 def checked_pinned(batch: MicroBatch) -> MicroBatch:
-    assert all(tensor.is_pinned() for tensor in batch)
+    assert all(tensor.is_pinned() for tensor in batch[:3])
     return batch

@@ -99,7 +99,7 @@ def test_what_is_encoded_before_an_interruption_is_kept(spec_of: SpecOf, monkeyp
 def test_training_reads_latents_as_they_are(spec_of: SpecOf) -> None:
     store = prepare(spec_of(), encode_on=CPU)
     batch = next(micro_batches(store, seed=0, batch_images=12, micro_batch_images=12, replicas=1, replica=0))
-    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(batch.images, None, flips=False, size=4)
+    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(batch.images, None, flips=False, size=(4, 4))
     assert x0.dtype == torch.float32 and x0.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(
         x0.sum((1, 2, 3)).sort().values,
@@ -316,7 +316,7 @@ def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, s
         (["unet.augmentation=0.1"], "unet.augmentation = 0.1 changes pixels, .* use 0"),
         (["unet.colour_augmentation=0.1"], "unet.colour_augmentation = 0.1 changes pixels, .* use 0"),
         (["sampler.clip=static"], "sampler.clip = static keeps pixels in .* use none"),
-        (["data.channels=65"], "data.channels = 65 should be a whole number from 1 to 64"),
+        (["data.channels=257"], "data.channels = 257 should be a whole number from 1 to 256"),
     ],
 )
 def test_what_latents_can_not_have_is_refused_by_the_spec(changes: list[str], said: str) -> None:

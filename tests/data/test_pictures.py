@@ -35,6 +35,15 @@ def test_images_are_enlarged_by_a_whole_factor_until_the_grid_has_512_pixels(
     assert np.array_equal(pixels[-cell + factor - 1 : -2 : factor, -cell + factor - 1 : -2 : factor], images[-1, 0])
 
 
+@pytest.mark.parametrize(("height", "width", "across"), [(8, 32, 2), (32, 8, 8), (4, 1000, 1), (1000, 4, 16)])
+def test_a_grid_of_rectangles_is_nearly_square(height: int, width: int, across: int) -> None:
+    drawn = grid(
+        torch.zeros((16, 1, height, width), dtype=torch.uint8), "a title", ["label"] * 16 if across > 1 else []
+    )
+    factor = -(-512 // max(across * width, 16 // across * height))
+    assert drawn.size[0] == 2 + across * (factor * width + 2)
+
+
 def test_title_and_labels_stand_around_the_images_and_cover_none() -> None:
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     labels = ["cat", "a" * 100, "dog", "cat"]

@@ -424,7 +424,7 @@ def test_a_cache_of_an_earlier_decoding_is_read_as_it_was_by_those_who_learned_i
     with monkeypatch.context() as patch:
         patch.setattr(decoding, "decode", partial(decoding.decode, stretched=True))
         kept = prepare(spec)
-    pixels = decoding.decode((tmp_path / "jpegs" / "cats" / "0.jpg").read_bytes(), 32, 3, stretched=True)
+    pixels = decoding.decode((tmp_path / "jpegs" / "cats" / "0.jpg").read_bytes(), (32, 32), 3, stretched=True)
     earlier = kept.path.rename(cache_path(spec, ""))
     if store == "encoded":
         meta = CacheMeta.read(earlier)

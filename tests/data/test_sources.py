@@ -66,11 +66,11 @@ def test_digits_are_8x8_grey_over_the_full_range(spec_of: SpecOf) -> None:
 
 @pytest.mark.parametrize("width, height", [(64, 32), (32, 64), (6, 3), (8, 8), (1, 9)])
 def test_images_of_any_shape_are_scaled_and_cropped_around_their_centre(width: int, height: int) -> None:
-    pixels = fit(halves(width, height), 8, 3)
+    pixels = fit(halves(width, height), (8, 8), 3)
     assert pixels.shape == (8, 8, 3)
     unchanged = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    assert (fit(Image.fromarray(unchanged), 5, 3) == unchanged).all()
-    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), 4, 1) == 255).all()  # transparent is white
+    assert (fit(Image.fromarray(unchanged), (5, 5), 3) == unchanged).all()
+    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), (4, 4), 1) == 255).all()  # transparent is white
     if width > 1:
         assert pixels[:, 0].max() < 30 < 225 < pixels[:, -1].min()  # the edge is still in the middle
 

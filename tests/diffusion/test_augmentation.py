@@ -11,9 +11,10 @@ from torch import Tensor
 from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.keyed import Stream, integers
-from ddpm_ds.unet.layers import condition_numbers
+from ddpm_ds.unet.layers import augmentation_numbers
 
-SIZE = 32
+Shape = tuple[int, int]
+"""Height and width."""
 
 
 def blobs(x: Tensor, y: Tensor) -> Tensor:
@@ -22,17 +23,17 @@ def blobs(x: Tensor, y: Tensor) -> Tensor:
     return sum((torch.exp(-((x - a) ** 2 + (y - b) ** 2) / (2 * r**2)) for a, b, r in parts), torch.zeros(())) - 1.0
 
 
-def places() -> tuple[Tensor, Tensor]:
-    """Places of the pixels to the right and down, (SIZE, SIZE) float64 each."""
-    line = torch.arange(SIZE, dtype=torch.float64) - (SIZE - 1) / 2
-    return line.expand(SIZE, SIZE), line[:, None].expand(SIZE, SIZE)
+def places(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Places of the pixels to the right and down, (H, W) float64 each."""
+    down, right = (torch.arange(side, dtype=torch.float64) - (side - 1) / 2 for side in shape)
+    return right.expand(shape), down[:, None].expand(shape)
 
 
 def rotation(angle: float) -> Tensor:
     return torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
 
 
-def expected(condition: list[float], stretch_sign: float) -> tuple[Tensor, Tensor]:
+def expected(condition: list[float], stretch_sign: float, shape: Shape) -> tuple[Tensor, Tensor]:
     """The blobs transformed as a condition says, and which pixels come from inside: the paper's matrices, from the
     first to the last, inverted. A stretch and its inverse along the opposite axis have one condition: which of them is
     the sign.
@@ -43,22 +44,24 @@ def expected(condition: list[float], stretch_sign: float) -> tuple[Tensor, Tenso
     factors = torch.tensor([2 ** (0.2 * stretch), 2 ** (-0.2 * stretch)], dtype=torch.float64)
     stretching = rotation(axis) @ factors.diag() @ rotation(-axis)
     back = (stretching @ rotation(-math.atan2(sin, cos + 1)) @ scaling).inverse()
-    x, y = places()
-    moved = torch.stack((x - right * SIZE / 8, y - down * SIZE / 8))
+    x, y = places(shape)
+    height, width = shape
+    moved = torch.stack((x - right * width / 8, y - down * height / 8))
     x, y = torch.einsum("ij,jhw->ihw", back, moved)
-    inside = torch.maximum(x.abs(), y.abs()) < SIZE / 2 - 1
+    inside = torch.maximum(x.abs() - width / 2, y.abs() - height / 2) < -1
     return blobs(-x if mirror else x, -y if turn else y), inside
 
 
-def test_every_image_is_transformed_as_its_condition_says() -> None:
-    pictures = blobs(*places()).float().expand(400, 1, SIZE, SIZE)
+@pytest.mark.parametrize("shape", [(32, 32), (32, 48), (48, 32)])
+def test_every_image_is_transformed_as_its_condition_says(shape: Shape) -> None:
+    pictures = blobs(*places(shape)).float().expand(400, 1, *shape)
     images, conditions = augmented(pictures, torch.arange(400), 0, 0.7)
     assert conditions.shape == (400, 9) and conditions.dtype == images.dtype == torch.float32
     assert conditions.abs().max(dim=0).values.min() > 0.9, "every transformation was seen"
     for image, condition in zip(images, conditions.double().tolist(), strict=True):
         errors = []
         for sign in (1.0, -1.0):
-            wanted, inside = expected(condition, sign)
+            wanted, inside = expected(condition, sign, shape)
             errors.append((image[0] - wanted)[inside].abs().max().item() if inside.any() else 0.0)
         # A line replaces a curve that bends by 1 / 3^2 between pixels half a pixel apart, in two directions; twice
         # that for blobs that overlap.
@@ -107,7 +110,7 @@ def test_every_image_has_the_colours_that_its_condition_says(channels: int) -> N
     pictures = torch.rand((400, channels, 8, 8), generator=torch.Generator().manual_seed(0)) * 2 - 1
     images, conditions = coloured(pictures, torch.arange(400), 0, 0.6)
     unet = UnetSpec(channels=16, multipliers=(1,), colour_augmentation=0.6)
-    assert conditions.shape == (400, condition_numbers(unet, channels)) == (400, 6 if channels == 3 else 3)
+    assert conditions.shape == (400, augmentation_numbers(unet, channels)) == (400, 6 if channels == 3 else 3)
     assert conditions.dtype == images.dtype == torch.float32
     assert conditions.abs().max(dim=0).values.min() > 0.9, "every change was seen"
     for image, picture, condition in zip(images, pictures, conditions.double().tolist(), strict=True):
@@ -132,10 +135,10 @@ def test_colours_change_as_often_as_asked_and_those_that_stay_are_exact(channels
     assert abs(normal.mean()) < 0.1 and abs(normal.std() - 1) < 0.1
 
 
-@pytest.mark.parametrize("size", [8, 9, 32])
-def test_an_image_depends_on_its_index_and_the_seed_alone(size: int) -> None:
+@pytest.mark.parametrize("size", [(8, 8), (9, 9), (32, 32), (8, 21), (17, 10)])
+def test_an_image_depends_on_its_index_and_the_seed_alone(size: Shape) -> None:
     generator = torch.Generator().manual_seed(1)
-    pictures = (torch.rand((12, 3, size, size), generator=generator) * 2 - 1).to(memory_format=torch.channels_last)
+    pictures = (torch.rand((12, 3, *size), generator=generator) * 2 - 1).to(memory_format=torch.channels_last)
     index = torch.arange(10**6, 10**6 + 12)
     for change in (augmented, coloured):
         whole = change(pictures, index, 0, 0.6)
@@ -162,7 +165,7 @@ def test_its_draws_are_no_others() -> None:
 
 @pytest.mark.gpu
 def test_on_cuda_it_neither_synchronises_nor_differs() -> None:
-    pictures = blobs(*places()).float().expand(16, 3, SIZE, SIZE)
+    pictures = blobs(*places((24, 40))).float().expand(16, 3, 24, 40)
     index = torch.arange(16)
     on_cpu = (*augmented(pictures, index, 0, 0.7), *coloured(pictures, index, 0, 0.7))
     pictures, index = pictures.cuda(), index.cuda()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds import keyed
-from ddpm_ds.config.spec import DiffusionSpec
+from ddpm_ds.config.choices import SAMPLERS
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.process import Diffusion, mean_error
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import Stream
 
 
@@ -37,8 +40,10 @@ def test_prepare_maps_bytes_exactly_onto_minus_1_to_1() -> None:
     torch.testing.assert_close(x0.flatten(), expected, rtol=0.0, atol=3 * 2**-24)
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_input_alone(size: int | None) -> None:
+@pytest.mark.parametrize("size", [None, (3, 3), (4, 2)])
+def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_input_alone(
+    size: tuple[int, int] | None,
+) -> None:
     pixels, index = images(1000, size=4)
     before = pixels.clone()
     straight, flipped = (
@@ -51,26 +56,27 @@ def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_inp
     assert torch.equal(pixels, before)
 
 
-def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike() -> None:
+@pytest.mark.parametrize("stored", [(10, 10), (8, 16), (16, 8)])
+def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike(stored: tuple[int, int]) -> None:
     """Pixels say where they are, so that a crop says where it was cut."""
-    rows, columns = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
-    pixels = torch.stack((rows, columns)).to(torch.uint8).expand(4000, 2, 10, 10)
+    rows, columns = torch.meshgrid(*map(torch.arange, stored), indexing="ij")
+    pixels = torch.stack((rows, columns)).to(torch.uint8).expand(4000, 2, *stored)
     index = torch.arange(7, 4007)
-    x0 = process().prepare(pixels, process().draws(index, pixels.shape), flips=False, size=8)
+    x0 = process().prepare(pixels, process().draws(index, pixels.shape), flips=False, size=(8, 8))
     crops = x0.add(1.0).mul(127.5).round().long()
     assert crops.shape == (4000, 2, 8, 8)
     top, left = crops[:, 0, :1, :1], crops[:, 1, :1, :1]  # (N, 1, 1)
     assert torch.equal(crops[:, 0], top + torch.arange(8)[:, None].expand(8, 8))
     assert torch.equal(crops[:, 1], left + torch.arange(8).expand(8, 8))
-    counts = torch.bincount((top * 3 + left).flatten(), minlength=9)
+    counts = torch.bincount((top * (stored[1] - 7) + left).flatten(), minlength=9)
     assert len(counts) == 9 and counts.min() > 370 and counts.max() < 520  # of 444, five deviations
     again = process(objective="v").prepare(
-        pixels[:5], process(objective="v").draws(index[:5], pixels[:5].shape), flips=False, size=8
+        pixels[:5], process(objective="v").draws(index[:5], pixels[:5].shape), flips=False, size=(8, 8)
     )
     assert torch.equal(again.add(1.0).mul(127.5).round().long(), crops[:5])
     assert not torch.equal(
-        process(seed=1).prepare(pixels, process(seed=1).draws(index, pixels.shape), False, 8),
-        process().prepare(pixels, process().draws(index, pixels.shape), False, 8),
+        process(seed=1).prepare(pixels, process(seed=1).draws(index, pixels.shape), False, (8, 8)),
+        process().prepare(pixels, process().draws(index, pixels.shape), False, (8, 8)),
     )
 
 
@@ -80,7 +86,7 @@ def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) 
     diffusion = process(objective="v", loss=loss)
     pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
     index = torch.arange(4)
-    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=8)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=(8, 8))
     t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     x_t = diffusion.noised(x0, t, eps)
     prediction = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
@@ -108,7 +114,7 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
     pixels, index = images(12, size=11)
     shape = (12, 3, 8, 8)
     whole = (
-        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, 8),
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, (8, 8)),
         *diffusion.draw(diffusion.draws(index, shape), shape),
     )
     like = [process(seed=seed, objective="v", schedule="cosine") for seed in (0, 1)]
@@ -116,13 +122,13 @@ def test_draws_depend_on_the_seed_and_not_on_the_process_or_the_size_of_micro_ba
     for drawn, alike, another in zip(whole[1:], same, other, strict=True):
         assert torch.equal(drawn, alike) and not torch.equal(drawn, another)
     assert torch.equal(
-        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, 11),
+        diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True, (11, 11)),
         diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), True),
     )
     for size in (1, 4, 5):
         parts = [
             (
-                diffusion.prepare(some, diffusion.draws(at, some.shape), True, 8),
+                diffusion.prepare(some, diffusion.draws(at, some.shape), True, (8, 8)),
                 *diffusion.draw(diffusion.draws(at, (len(at), 3, 8, 8)), (len(at), 3, 8, 8)),
             )
             for some, at in zip(pixels.split(size), index.split(size), strict=True)
@@ -162,6 +168,61 @@ def test_loss_weighs_each_image_by_its_timestep() -> None:
     expected = sum(min(ratio, 5.0) * error for ratio, error in zip(snr, (1.0, 2.0, 3.0), strict=True)) / 3
     # Weights, their products, two sums and a quotient are rounded to fp32.
     assert diffusion.loss(prediction, x0, torch.zeros_like(x0), t).item() == pytest.approx(expected, rel=5 * 2**-24)
+
+
+@pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
+def test_masked_elements_do_not_count_and_channels_weigh_what_is_asked(loss: str) -> None:
+    """By hand, image by image: weights multiply errors, and the mean is over the elements that count."""
+    generator = torch.Generator().manual_seed(2)
+    prediction, x0, eps = (torch.randn(4, 3, 5, 6, generator=generator) for _ in range(3))
+    t, channel_weights = torch.tensor([0, 5, 500, 999]), (0.5, 0.0, 3.0)
+    mask = (torch.rand(4, 1, 5, 6, generator=generator) < 0.4).to(torch.uint8)
+    mask[2] = 0
+    spec: dict[str, Any] = {"loss": loss, "objective": "v", "weighting": "p2"}
+    diffusion = process(**spec, channel_weights=channel_weights)
+    errors = diffusion.errors(prediction, x0, eps, t).permute(0, 3, 1, 2).double()  # (N, C, H, W)
+    for one in (mask, mask.expand(4, 3, 5, 6), (torch.rand(4, 3, 5, 6, generator=generator) < 0.4).to(torch.uint8)):
+        expected, plain = [], []
+        for image in range(4):
+            counted = [
+                (errors[image, channel, row, column].item(), channel_weights[channel])
+                for channel, row, column in product(range(3), range(5), range(6))
+                if one.expand(4, 3, 5, 6)[image, channel, row, column]
+            ]
+            count = max(len(counted), 1)
+            expected.append(sum(error * weight for error, weight in counted) / count)
+            plain.append(sum(error for error, _ in counted) / count)
+        torch.testing.assert_close(diffusion.distances(prediction, x0, eps, t, one), torch.tensor(plain))
+        found = diffusion.loss(prediction.requires_grad_(), x0, eps, t, one)
+        torch.testing.assert_close(found, (diffusion.levels.weights(t) * torch.tensor(expected)).mean())
+        (gradient,) = torch.autograd.grad(found, prediction)
+        assert gradient.isfinite().all() and (gradient[one.expand(4, 3, 5, 6) == 0] == 0.0).all()
+        assert (gradient[:, 1] == 0.0).all(), "its weight is 0"
+    ones = torch.ones(4, 1, 5, 6, dtype=torch.uint8)
+    torch.testing.assert_close(
+        process(**spec).loss(prediction, x0, eps, t, ones), process(**spec).loss(prediction, x0, eps, t)
+    )
+    by_channel = mean_error(diffusion.errors(prediction, x0, eps, t), mask, by_channel=True)
+    torch.testing.assert_close(by_channel.mean(1), diffusion.distances(prediction, x0, eps, t, mask))
+
+
+def test_a_regression_is_the_squared_error_of_one_evaluation_without_noise() -> None:
+    spec = DiffusionSpec(objective="regression")
+    diffusion, (pixels, index) = Diffusion(spec, 0, "cpu"), images(5)
+    draws = diffusion.draws(index, pixels.shape)
+    x0 = diffusion.prepare(pixels, draws, flips=False)
+    t, eps = diffusion.draw(draws, x0.shape)
+    assert (t == 0.0).all() and (diffusion.noised(x0, t, eps) == 0.0).all()
+    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(diffusion.loss(prediction, x0, eps, t), (prediction - x0).square().mean())
+    for kind in SAMPLERS:
+        sampler = SamplerSpec(kind=kind, clip="none")
+        assert sampler.steps_of(spec) == sampler.evaluations_of(spec) == 1
+        drawing = Drawing(Sampler(sampler, spec), seed=0, index=index, shape=(3, 8, 8), labels=None, no_label=None)
+        x_t, told = drawing.inputs()
+        assert drawing.calls == 1 and (x_t == 0.0).all() and (told == 0.0).all()
+        drawing.take(prediction)
+        assert torch.equal(drawing.images(), prediction)
 
 
 def test_perturbed_noise_is_keyed_by_the_image_and_a_share_wider() -> None:
@@ -224,7 +285,7 @@ def test_labels_are_dropped_at_their_share_and_by_image() -> None:
 
 
 def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
-    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=6)
+    x0 = diffusion.prepare(pixels, diffusion.draws(index, pixels.shape), flips=True, size=(6, 6))
     t, eps = diffusion.draw(diffusion.draws(index, x0.shape), x0.shape)
     labels = diffusion.drop_labels(index % 10, diffusion.draws(index, (1, 1, 1, 1)), 0.1, none_label=10)
     x_t = diffusion.noised(x0, t, diffusion.perturbed(eps, index))

@@ -144,7 +144,7 @@ def test_each_variance_of_ddpm_is_exact_for_the_data_it_is_exact_for(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("objective", TARGETS)
+@pytest.mark.parametrize("objective", [name for name in TARGETS if name != "regression"])
 @pytest.mark.parametrize("schedule", timestep_schedules())
 def test_clipping_keeps_half_precision_predictions_harmless_at_no_signal(
     schedule: Any, objective: Any, kind: Any

@@ -13,6 +13,7 @@ import torch
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
+from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -31,7 +32,7 @@ KINDS = {"ema": 1, "master": 2}
 
 def unet_of(spec: RunSpec, seed: int) -> UNet:
     """A U-Net all of whose weights are random, those that begin at zero too."""
-    unet = UNet(unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size), seed)
+    unet = UNet(unet_layers(spec.unet, spec.data.interface), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in unet.parameters():
@@ -46,7 +47,7 @@ def trained_of(spec: RunSpec, seed: int = 1, dtype: torch.dtype = torch.float32)
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
-        image_shape=(spec.data.channels, spec.data.image_size, spec.data.image_size),
+        interface=spec.data.interface,
         origin="memory",
         digest=f"{seed:064}",
         weights="ema",
@@ -61,6 +62,7 @@ def plant(
     images: int = 320,
     data_sha256: dict[str, str] | None = None,
     *,
+    facts: FieldFacts | None = None,
     unets: Mapping[str, UNet] | None = None,
     what: Literal["checkpoint", "snapshot"] = "checkpoint",
     cuts: Sequence[float] = (),
@@ -83,6 +85,7 @@ def plant(
         layout={},
         data_sha256=data_sha256 or {},
         parameters=shapes,
+        fields=None if facts is None else facts.model_dump(mode="json"),
     )
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.evaluate.diffusers.unet import (
     _UnetArguments,
@@ -25,7 +26,17 @@ from ddpm_ds.evaluate.diffusers.unet import (
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 from tests.launching import REPOSITORY
-from tests.unet.variants import IMAGE, VARIANTS, batch, layers_of, random_unet, rounding
+from tests.unet.variants import (
+    INTERFACE,
+    INTERFACES,
+    VARIANTS,
+    batch,
+    interface_of,
+    layers_of,
+    random_unet,
+    randomise,
+    rounding,
+)
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
     "_class_name": "UNet2DModel",
@@ -56,14 +67,13 @@ def diffusers() -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, unet in VARIANTS.items() if not unet.augmentation])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("augmentation", "vector")])
 def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients(
     name: str, diffusers: ModuleType
 ) -> None:
     layers = layers_of(name)
-    config = diffusers_config(VARIANTS[name], **IMAGE)
-    unet, channels, size = unet_spec_from_diffusers(json.loads(json.dumps(config)))
-    assert unet_layers(unet, image_channels=channels, image_size=size) == layers
+    config = diffusers_config(VARIANTS[name], interface_of(name))
+    assert unet_layers(*unet_spec_from_diffusers(json.loads(json.dumps(config)))) == layers
 
     ours, theirs = random_unet(layers).eval(), diffusers.UNet2DModel(**config)  # dropout differs by design
     state = ours.layers.state_dict()
@@ -91,7 +101,7 @@ def test_a_unet_that_is_told_of_augmentation_is_exported_as_what_it_draws_with(d
     plain = ours(x_t, t, labels)
     assert torch.equal(ours(x_t, t, labels, torch.zeros_like(condition)), plain)
     assert not torch.allclose(ours(x_t, t, labels, condition), plain, rtol=1e-2)
-    theirs = diffusers.UNet2DModel(**diffusers_config(VARIANTS["augmentation"], **IMAGE)).eval()
+    theirs = diffusers.UNet2DModel(**diffusers_config(VARIANTS["augmentation"], INTERFACE)).eval()
     theirs.load_state_dict(to_diffusers(ours.layers.state_dict(), layers), strict=True)
     expected = theirs(x_t, t, labels).sample
     torch.testing.assert_close(plain, expected, rtol=0, atol=rounding(layers) * expected.abs().max().item())
@@ -99,12 +109,12 @@ def test_a_unet_that_is_told_of_augmentation_is_exported_as_what_it_draws_with(d
 
 def test_cifar10_unet_of_ddpm_is_that_of_our_spec_with_its_published_parameters(diffusers: ModuleType) -> None:
     spec = load_spec(REPOSITORY / "launch" / "specs" / "cifar10.yaml")
-    unet, channels, size = unet_spec_from_diffusers(DDPM_CIFAR10)
+    unet, interface = unet_spec_from_diffusers(DDPM_CIFAR10)
     assert unet == spec.unet.model_copy(update={"dropout": 0.0})  # the model's configuration does not say its dropout
-    assert (channels, size) == (spec.data.channels, spec.data.image_size)
-    layers = unet_layers(unet, image_channels=channels, image_size=size)
+    assert interface == spec.data.interface
+    layers = unet_layers(unet, interface)
     with torch.device("meta"):
-        theirs = diffusers.UNet2DModel(**diffusers_config(unet, image_channels=channels, image_size=size))
+        theirs = diffusers.UNet2DModel(**diffusers_config(unet, interface))
     state = from_diffusers(theirs.state_dict(), layers)
     assert sum(layer.parameters for layer in layers) == 35_746_307
     assert sum(tensor.numel() for tensor in state.values()) == 35_746_307
@@ -135,13 +145,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "middle groups": ({"attn_norm_num_groups": 16}, "attn_norm_num_groups = 16"),
     "groups": ({"norm_num_groups": 48}, "norm_num_groups = 48: it does not divide the 128"),
     "heads": ({"attention_head_dim": 48}, "attention_head_dim = 48: it does not divide the 256"),
-    "class embedding": ({"class_embed_type": "timestep"}, "class_embed_type"),
+    "class embedding": ({"class_embed_type": "identity"}, "class_embed_type = \"identity\".*'timestep'"),
+    "level of nothing": ({"class_embed_type": "timestep"}, 'class_embed_type = "timestep".*this model has none'),
     "one label": ({"num_class_embeds": 1}, "num_class_embeds = 1"),
     "learned variance": ({"out_channels": 6}, "out_channels = 6.*variances"),
-    "more than latents": ({"in_channels": 65, "out_channels": 65}, "in_channels = 65.*"),
+    "too many channels": ({"in_channels": 257, "out_channels": 257}, "out_channels = 257.*"),
     "no size": ({"sample_size": None}, "sample_size = null"),
-    "not square": ({"sample_size": [32, 64]}, r"sample_size = \[32, 64\].*square"),
     "not halved": ({"sample_size": 28}, "sample_size = 28.*3 times"),
+    "width not halved": ({"sample_size": [32, 60]}, r"sample_size = \[32, 60\].*3 times"),
     "of no average": ({"decays": 0.9}, "decays = 0.9"),
     "unknown": ({"encoder_hid_dim": 512}, "encoder_hid_dim = 512"),
     "text for a number": ({"layers_per_block": "2"}, 'layers_per_block = "2"'),
@@ -163,10 +174,32 @@ def test_square_sizes_swish_and_unknown_keys_that_are_off_are_read() -> None:
     assert unet_spec_from_diffusers({**DDPM_CIFAR10, **change}) == unet_spec_from_diffusers(DDPM_CIFAR10)
 
 
+def test_rectangles_are_read_with_attention_by_level() -> None:
+    unet, interface = unet_spec_from_diffusers({**DDPM_CIFAR10, "sample_size": [32, 64]})
+    assert interface.size == (32, 64) and unet.attention_levels == (1,) and not unet.attention_resolutions
+    assert diffusers_config(unet, interface)["sample_size"] == (32, 64)
+
+
 def test_what_diffusers_cannot_hold_is_refused_by_name() -> None:
     spec = UnetSpec(channels=2, multipliers=(1, 2), norm_groups=1)
     with pytest.raises(ValueError, match=r"unet\.sinusoid_shift = 1 with a first width of 2"):
-        diffusers_config(spec, **IMAGE)
+        diffusers_config(spec, INTERFACE)
+
+
+@pytest.mark.parametrize(
+    ("interface", "classes", "message"),
+    [
+        (INTERFACES["vector"], None, r"data\.condition\.vector.*flag of data\.condition\.drop"),
+        (INTERFACES["level"], 3, r"unet\.classes = 3 and data\.condition\.noise"),
+    ],
+)
+def test_what_a_condition_tells_beyond_diffusers_is_refused_by_name(
+    interface: Interface, classes: int | None, message: str
+) -> None:
+    unet = VARIANTS["level"].model_copy(update={"classes": classes})
+    with pytest.raises(ValueError, match=message) as caught:
+        diffusers_config(unet, interface)
+    assert "\n" not in str(caught.value)
 
 
 def test_names_of_another_unet_are_refused_by_name() -> None:
@@ -198,8 +231,8 @@ def foreign_configs(draw: st.DrawFn) -> dict[str, Any]:
     groups = draw(st.sampled_from([1, 2, 3]))
     up = [name.replace("Down", "Up") for name in reversed(down)]
     return {
-        "sample_size": draw(st.sampled_from([4, 6, 8, [8, 8]])),
-        "in_channels": draw(st.sampled_from([1, 3])),
+        "sample_size": draw(st.sampled_from([4, 6, 8, [8, 8], [8, 4]])),
+        "in_channels": draw(st.sampled_from([1, 3, 8])),
         "out_channels": draw(st.sampled_from([1, 3])),
         "block_out_channels": [groups * draw(st.integers(1, 4)) * 2 for _ in down],
         "norm_num_groups": groups,
@@ -215,6 +248,7 @@ def foreign_configs(draw: st.DrawFn) -> dict[str, Any]:
         "downsample_padding": draw(st.sampled_from([0, 1])),
         "add_attention": draw(st.booleans()),
         "num_class_embeds": draw(st.sampled_from([None, 4])),
+        "class_embed_type": draw(st.sampled_from([None, "timestep"])),
         "dropout": 0.1,
     }
 
@@ -223,16 +257,62 @@ def foreign_configs(draw: st.DrawFn) -> dict[str, Any]:
 @given(config=foreign_configs())
 def test_a_foreign_model_that_is_read_has_our_tensors_and_shapes(diffusers: ModuleType, config: dict[str, Any]) -> None:
     try:
-        spec, channels, size = unet_spec_from_diffusers(config)
+        spec, interface = unet_spec_from_diffusers(config)
     except ValueError as error:
         assert "\n" not in str(error) and str(error).split(" = ")[0] in config
         return
-    layers = unet_layers(spec, image_channels=channels, image_size=size)
+    layers = unet_layers(spec, interface)
     blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(layers).items()}
     ours = {name: tuple(tensor.shape) for name, tensor in to_diffusers(blank, layers).items()}
     with torch.device("meta"):
         theirs = {name: tuple(tensor.shape) for name, tensor in diffusers.UNet2DModel(**config).state_dict().items()}
     assert theirs == ours
+
+
+def test_twenty_random_models_with_a_condition_predict_the_same(diffusers: ModuleType) -> None:
+    """Inputs of more channels than outputs, of which every second model is told the condition's level."""
+    draws = random.Random(5)
+    for number in range(20):
+        groups, levels, told = draws.choice([2, 3, 4]), draws.randint(1, 3), number % 2 == 0
+        down = [draws.choice(["DownBlock2D", "AttnDownBlock2D"]) for _ in range(levels)]
+        outputs = draws.choice([1, 3, 5])
+        config: dict[str, Any] = {
+            "sample_size": draws.choice([8, [8, 16], [16, 8]]),
+            "in_channels": outputs + draws.randint(1, 6),
+            "out_channels": outputs,
+            "block_out_channels": [groups * draws.randint(2, 5) * 2 for _ in down],
+            "norm_num_groups": groups,
+            "attn_norm_num_groups": groups,
+            "layers_per_block": draws.randint(1, 2),
+            "down_block_types": down,
+            "up_block_types": [name.replace("Down", "Up") for name in reversed(down)],
+            "attention_head_dim": draws.choice([None, 2]),
+            "resnet_time_scale_shift": draws.choice(["default", "scale_shift"]),
+            "flip_sin_to_cos": draws.choice([True, False]),
+            "freq_shift": draws.choice([0, 1]),
+            "downsample_padding": draws.choice([0, 1]),
+            "class_embed_type": "timestep" if told else None,
+        }
+        torch.manual_seed(number)
+        theirs = diffusers.UNet2DModel(**config).eval()
+        randomise(theirs, number)
+        unet, interface = unet_spec_from_diffusers(config)
+        assert interface.told_level == told and interface.condition_channels == config["in_channels"] - outputs
+        layers = unet_layers(unet, interface)
+        ours = UNet(layers, 0).eval()
+        ours.layers.load_state_dict(from_diffusers(theirs.state_dict(), layers), strict=True)
+        x_t, t = torch.randn(2, config["in_channels"], *interface.size), torch.tensor([3, 777])
+        level = (torch.tensor([12.5, 400.0]),) if told else ()
+        with torch.no_grad():
+            expected = theirs(x_t, t, *level).sample
+            found = ours(x_t, t, *level)
+        tolerance = rounding(layers) * expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        back = diffusers_config(unet, interface)
+        assert all(
+            list(value) == list(back[key]) if isinstance(value, list) else value == back.get(key)
+            for key, value in config.items()
+        )
 
 
 @settings(max_examples=200, deadline=None)

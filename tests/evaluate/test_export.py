@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import Interface, RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export
@@ -100,11 +100,18 @@ OF_EDM: dict[str, Any] = {
     "diffusion": {"schedule": "edm", "objective": "v", "sigma_data": 0.3},
     "sampler": {"sigma_min": 0.01, "sigma_max": 120.0, "rho": 5.0},
 }
+RECTANGLES: dict[str, Any] = {
+    **UNLABELLED,
+    "data": {"image_size": [8, 16]},
+    "unet": {**UNLABELLED["unet"], "attention_resolutions": [], "attention_levels": [1]},
+}
 LEVELS = {"sigma_min", "sigma_max", "rho"}
 """Fields of the sampler that EDM's scheduler stores."""
 
 
-@pytest.mark.parametrize("sections", [{}, COLOUR, ODD, OF_EDM], ids=["classes", "colour", "odd", "edm"])
+@pytest.mark.parametrize(
+    "sections", [{}, COLOUR, ODD, OF_EDM, RECTANGLES], ids=["classes", "colour", "odd", "edm", "rectangles"]
+)
 def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(**sections)
     checkpoint, hub, imported = checkpoint_of(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
@@ -116,7 +123,7 @@ def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, 
     pipeline = diffusers.DDPMPipeline.from_pretrained(hub)
     if spec.unet.classes is None and spec.diffusion.schedule != "edm":
         images = pipeline(batch_size=2, num_inference_steps=2, output_type="np").images
-        assert images.shape == (2, 8, 8, spec.data.channels) and not (images != images).any()
+        assert images.shape == (2, *spec.data.size, spec.data.channels) and not (images != images).any()
     inputs = examples(trained)
     assert_close(pipeline.unet.double()(*inputs).sample, copy.deepcopy(trained.unet).double()(*inputs))
 
@@ -382,7 +389,7 @@ def test_the_base_decides_what_the_model_leaves_open(
 def foreign_model(folder: Path, **options: Any) -> Any:
     """A tiny model that diffusers has made and saved."""
     torch.manual_seed(0)
-    config = diffusers_config(tiny_spec(**UNLABELLED).unet, image_channels=1, image_size=8)
+    config = diffusers_config(tiny_spec(**UNLABELLED).unet, Interface(channels=1, size=(8, 8)))
     theirs: Any = diffusers.UNet2DModel(**{**config, **options})
     theirs.save_pretrained(folder)
     return theirs.eval()
@@ -407,7 +414,7 @@ def test_every_label_may_be_a_class(labels: int, tmp_path: Path, capsys: pytest.
     spec = run_import(tmp_path / "model", tmp_path / "out", *changes, "--last-label", "class")
     assert f"its {labels} labels are read as {labels} classes; no label, which it lacks" in capsys.readouterr().out
     assert spec is not None and spec.unet.classes == labels
-    ours = UNet(unet_layers(spec.unet, image_channels=1, image_size=8), 0).eval()
+    ours = UNet(unet_layers(spec.unet, Interface(channels=1, size=(8, 8))), 0).eval()
     ours.layers.load_state_dict(load_file(tmp_path / "out" / "weights.safetensors"))
     x_t, t, label = torch.randn(labels, 1, 8, 8, dtype=torch.float64), torch.full((labels,), 5), torch.arange(labels)
     with torch.no_grad():

@@ -88,6 +88,9 @@ def test_large_images_are_averaged_over_boxes(monkeypatch: pytest.MonkeyPatch) -
     large = pixel_gaussian(small.repeat(2, 2).repeat(2, 3))
     assert len(large.mean) == 3 * 8 * 8
     np.testing.assert_allclose(large.covariance, pixel_gaussian(small).covariance, atol=1e-12)
+    wide = small[:, :, :5]  # one side is averaged and the other kept
+    fitted = pixel_gaussian(wide.repeat(2, 3)), pixel_gaussian(wide)
+    np.testing.assert_allclose(fitted[0].covariance, fitted[1].covariance, atol=1e-12)
     pair = np.array([[[[0, 255] * 8] * 16]] * 2, np.uint8)  # a fine pattern has the mean of its boxes
     np.testing.assert_allclose(pixel_gaussian(pair).mean, 0.0, atol=1e-12)
 

@@ -30,7 +30,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 def micro_batches(plan: RunPlan) -> list[MicroBatch]:
     """The micro-batches of a replica and a step; which images they are makes no difference to their bytes."""
     data, layout = plan.spec.data, plan.ds.layout
-    shape = (layout.micro_batch_images, data.channels, data.image_size, data.image_size)
+    shape = (layout.micro_batch_images, *data.shape)
     number = torch.arange(layout.micro_batch_images)
     one = MicroBatch(torch.zeros(shape, dtype=torch.uint8), torch.zeros_like(number), number)
     return [one] * layout.micro_batches

@@ -33,7 +33,7 @@ from tests.pipeline.ladder_worker import Case, report_cases
 SPEC = tiny_spec(unet={"multipliers": [1], "attention_resolutions": [], "dropout": 0.0})
 """One level, with attention in the middle, and without dropout: each operator is an event that a profile takes long to
 read."""
-LAYERS = unet_layers(SPEC.unet, image_channels=SPEC.data.channels, image_size=SPEC.data.image_size)
+LAYERS = unet_layers(SPEC.unet, SPEC.data.interface)
 FLOPS_STEP, TRACED, PROFILED = 1, range(2, 4), range(5, 7)
 SETTINGS = {"enabled": True, "profile_step": FLOPS_STEP, "module_depth": -1, "top_modules": 2, "detailed": True}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpm_ds.config.spec import Interface
 from ddpm_ds.device import Dtype
 from ddpm_ds.observe import device_speed
 from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak
@@ -16,7 +17,7 @@ from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
-LAYERS = unet_layers(tiny_spec().unet, image_channels=1, image_size=8)
+LAYERS = unet_layers(tiny_spec().unet, Interface(channels=1, size=(8, 8)))
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.train.objective import Denoising
 
 
 def device() -> torch.device:
@@ -17,20 +20,54 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+STATISTICS = {
+    "images": Statistics(mean=(5.0, -1.0), std=(2.0, 0.5), low=(0.0, -2.0), high=(9.0, 0.0)),
+    "condition": Statistics(mean=(0.5,) * 3, std=(0.3,) * 3, low=(0.0,) * 3, high=(1.0, 2.0, 0.5)),
+}
+"""Statistics of the fields of :func:`global_batch`."""
+
+
+def objective_of(spec: RunSpec) -> Denoising:
+    """The objective of a spec, with constants if it has any."""
+    constants = None
+    if spec.data.condition is not None and spec.data.condition.constants:
+        shape = (spec.data.condition.constant_channels, *spec.data.stored_size)
+        constants = torch.rand(shape, generator=torch.Generator().manual_seed(7)).numpy()
+    return Denoising(spec, device(), STATISTICS, constants)
+
+
 def global_batch(spec: RunSpec, step: int) -> MicroBatch:
-    """The images of one step, as a function of the step."""
-    batch = spec.train.batch_images
+    """The images of one step with all that belongs to them, as a function of the step."""
+    batch, data, condition = spec.train.batch_images, spec.data, spec.data.condition
     generator = torch.Generator().manual_seed(step)
-    shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
-    return MicroBatch(
-        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device()),
-        labels=torch.randint(0, 10, (batch,), generator=generator).to(device()),
-        index=torch.arange(step * batch, (step + 1) * batch, device=device()),
+    shape = (batch, *data.shape)
+    fields = torch.float16 if data.values == "float16" else torch.float32
+    images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    whole = MicroBatch(
+        images=torch.randn(shape, generator=generator).to(fields) if data.are_fields else images,
+        labels=torch.randint(0, 10, (batch,), generator=generator),
+        index=torch.arange(step * batch, (step + 1) * batch),
     )
+    if condition is not None and condition.kind == "stored":
+        coarse = (batch, condition.channels, *(side // 2 for side in data.size))
+        whole = whole._replace(condition=torch.rand(coarse, generator=generator))
+    if condition is not None and condition.vector_size:
+        whole = whole._replace(vector=torch.randn(batch, condition.vector_size, generator=generator))
+    if data.mask is not None:
+        mask = torch.rand(batch, 1, *data.size, generator=generator) < 0.7
+        mask[1] = False  # nothing counts in an image of each step
+        whole = whole._replace(mask=mask.to(torch.uint8))
+    return whole.each(lambda tensor: tensor.to(device()))
 
 
 def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[MicroBatch]:
-    """The micro-batches of the engine's replica: one of each replica, then the next of each."""
+    """The micro-batches of the engine's replica, one of each replica, then the next of each, with what the rank reads:
+    a condition on the first stage, a mask on the last.
+    """
     size, replicas = engine.micro_batch_size, engine.grid.get_data_parallel_world_size()
+    if not engine.is_first_stage():
+        batch = batch._replace(condition=None, vector=None)
+    if engine.stage_id != engine.loss_stage:
+        batch = batch._replace(mask=None)
     for first in range(engine.grid.get_data_parallel_id() * size, len(batch.index), replicas * size):
-        yield MicroBatch(*(tensor[first : first + size] for tensor in batch))
+        yield batch.each(itemgetter(slice(first, first + size)))

@@ -40,17 +40,18 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, weight_passes
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.batches import device, global_batch, micro_batches
+from tests.pipeline.batches import device, global_batch, micro_batches, objective_of
 from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal["plain", "edm", "flow", "augmented"]
-"""DDPM, EDM, flow matching, or DDPM whose images are augmented, inputs perturbed and losses weighed."""
+Process = Literal["plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression"]
+"""DDPM, EDM, flow matching, DDPM whose images are augmented, inputs perturbed and losses weighed, or DDPM of images
+that are wider than high; or masked fields of 8x16 pixels with weighed channels, constants, a grid, a vector and a
+condition that is stored, or made and noised, or from which they are regressed."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -130,7 +131,7 @@ class Case:
             layers_of(spec),
             partition(layers_of(spec), self.stages, "flops", self.schedule),
             replace(resolved, blocks={**resolved.blocks, **blocks}),
-            Denoising(spec, device()),
+            objective_of(spec),
             seed=spec.train.seed,
         )
 
@@ -164,7 +165,7 @@ class Reference:
         self.masters = [parameter.detach().clone() for parameter in self.modules.parameters()]
         self.modules.to(DTYPES[precision])
         self.scale = 2.0**10 if precision == "fp16" else 1.0
-        self.objective = Denoising(spec, device())
+        self.objective = objective_of(spec)
         if precision != "fp32":
             self.masters = [parameter.detach().float() for parameter in self.modules.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.0)
@@ -249,11 +250,43 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
         unet |= {"augmentation": 0.5, "colour_augmentation": 0.5}
         return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
+    if process in ("stored", "reduced", "regression"):
+        return fields_spec(process)
+    if process == "rectangles":
+        unet |= {"attention_resolutions": [], "attention_levels": [1]}
+        return tiny_spec(unet=unet, data={"image_size": (8, 16)})
     return tiny_spec(unet=unet)
 
 
+def fields_spec(process: Process) -> RunSpec:
+    """Fields and their condition."""
+    condition: dict[str, Any] = {"kind": "stored", "channels": 3, "normalise": "range", "drop": 0.3}
+    if process == "reduced":
+        condition = {"kind": "reduced", "factor": 2, "resize": "bicubic", "noise": 0.5, "normalise": "statistics"}
+    condition |= {"constants": ["height"], "constant_channels": 1, "grid_channels": 4}
+    data: dict[str, Any] = {
+        **{
+            "source": "arrays",
+            "path": "fields.npz",
+            "image_size": [8, 16],
+            "channels": 2,
+            "values": "float32",
+            "normalise": "statistics",
+            "mask": "nan",
+        },
+        "flips_negate": [1],
+        "condition": {**condition, "vector": ["hours"], "vector_size": 2},
+    }
+    return tiny_spec(
+        data=data,
+        unet={"attention_resolutions": [], "attention_levels": [1]},
+        diffusion={"channel_weights": [0.5, 2.0], "objective": "regression" if process == "regression" else "v"},
+        sampler={"clip": "none"},
+    )
+
+
 def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
-    return unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    return unet_layers(spec.unet, spec.data.interface)
 
 
 def run_case(case: Case) -> list[dict[str, Any]]:
@@ -269,7 +302,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     seen = watch_gradients(engine, sent)
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
-    counting, records = not case.compile and case.process == "plain", []
+    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored"), []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import Schedule
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline import cuts as fold
 from ddpm_ds.pipeline.cuts import Room, describe, partition, segments, sent_shapes, weighted
@@ -23,7 +23,7 @@ from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
-LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
+LAYERS = unet_layers(SPEC.unet, Interface(channels=1, size=(8, 8)))
 
 
 def mirrored_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
@@ -122,7 +122,7 @@ def test_plan_cut_walk_of_random_unets(
         middle_attention=middle,
         norm_groups=2,
     )
-    layers = unet_layers(spec, image_channels=1, image_size=8)
+    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
     try:
         bounds = partition(layers, ranks, "flops", "folded")
     except LayoutError:

@@ -259,6 +259,8 @@ APART = "messages between"
 CASES = [
     *(one(zero, precision) for zero in (1, 2) for precision in ("fp32", "bf16", "fp16")),
     one(0, "bf16", micro_batches=1, checkpoint=2),
+    one(2, "bf16", process="stored"),
+    one(1, "fp32", process="reduced"),
     one(2, "fp16", checkpoint=1, growing_scale=True),
     one(1, "bf16", fp32_accumulation=True),
     Case(2, 1, 2, "fp16", 0, fused=True),

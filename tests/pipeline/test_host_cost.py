@@ -14,6 +14,7 @@ import sys
 import unittest.mock
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +90,7 @@ def loop_cost(blocks: int, precision: Precision, count: int) -> HostCost:
         total = torch.zeros((), device=device())
         batch = global_batch(spec, number)
         for first in range(0, len(batch.index), IMAGES):
-            one = type(batch)(*(tensor[first : first + IMAGES] for tensor in batch))
+            one = batch.each(itemgetter(slice(first, first + IMAGES)))
             prepared = objective.prepare(one)
             loss = objective.loss(unet(*objective.inputs(prepared), images=one.index), prepared)
             total += loss.detach()

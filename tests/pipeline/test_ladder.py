@@ -50,8 +50,15 @@ BY_TWO = [
     Case(2, 1, 1, "fp32", 1, process="edm"),
     Case(2, 1, 2, "fp32", 1, process="augmented"),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="augmented"),
+    Case(2, 1, 1, "fp32", 1, process="stored"),
+    Case(2, 1, 2, "fp16", 0, schedule="folded", process="stored"),
+    Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
+    Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
+    Case(2, 1, 2, "fp16", 0, process="rectangles"),
 ]
 BY_FOUR = [
+    Case(4, 1, 0, "fp32", 0, process="stored"),
+    Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
     Case(2, 2, 1, "fp32", 1, across="replicas", process="augmented"),
     Case(4, 1, 2, "fp32", 3),
     Case(2, 2, 2, "fp32", 0, offload=True, across="replicas"),
@@ -60,22 +67,28 @@ BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3, process="edm"),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
+    Case(4, 1, 0, "fp32", 1, random_programs=10, process="rectangles"),
 ]
 """The core: every factor but the compiler, in both schedules the ones that their code treats differently."""
 
 SOME: tuple[tuple[int, Precision, int], ...] = ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
 ONE_PROCESS = [
+    Case(1, 1, 2, "fp32", 0, micro_batches=2, process="stored"),
+    Case(1, 1, 0, "fp16", 1, micro_batches=2, process="regression"),
     *(Case(1, 1, *ways, micro_batches=2) for ways in (*SOME, (0, "fp16", 0))),
     Case(1, 1, 0, "fp32", 0, compile=True, process="edm", random_programs=8),
     Case(1, 1, 2, "fp16", 1, compile=True, random_programs=9),
 ]
 MORE_BY_TWO = [
+    Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=11, process="regression"),
+    Case(1, 2, 1, "bf16", 0, micro_batches=2, process="reduced"),
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME if ways != (1, "fp16", 0)),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
     Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", compile=True, random_programs=12),
     Case(2, 1, 0, "bf16", 0, fused=True),
 ]
 MORE_BY_FOUR = [
+    Case(4, 1, 1, "fp16", 2, micro_batches=8, schedule="folded", process="stored"),
     Case(2, 2, 0, "fp16", 1, across="replicas"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
     Case(4, 1, 2, "fp32", 1, reentrant=True, micro_batches=1),

@@ -7,13 +7,16 @@ import random
 
 import pytest
 
+from ddpm_ds.config.ds_config import Schedule
+from ddpm_ds.config.spec import Interface
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import Room, balanced, describe, partition
+from ddpm_ds.pipeline.cuts import Room, balanced, describe, neighbouring, partition, sent_shapes, weighted
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
-LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
+CONDITIONED = unet_layers(SPEC.unet, Interface(channels=1, size=(8, 8), condition_channels=3))
+LAYERS = unet_layers(SPEC.unet, Interface(channels=1, size=(8, 8)))
 
 
 def brute_force(
@@ -70,6 +73,29 @@ def test_stages_cover_all_layers_once(method: str, stages: int) -> None:
 
 def test_given_cuts_are_taken_as_they_are() -> None:
     assert partition(LAYERS, 3, [4, 9]) == (0, 4, 9, len(LAYERS))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
+def test_a_condition_crosses_no_cut(schedule: Schedule) -> None:
+    """It is read by the first convolution, so no cut is before that, whatever is balanced, moved or given."""
+    most = len(CONDITIONED) - 1
+    for stages in range(2, 6 if schedule == "folded" else most + 1):
+        for method in ("flops", "parameters", "uniform"):
+            bounds = partition(CONDITIONED, stages, method, schedule)
+            assert bounds[1] > 1
+            for moved in (bounds, *neighbouring(CONDITIONED, bounds, schedule)):
+                assert moved[1] > 1
+                for phase, cut in ((0, moved[1]), (0, moved[stages - 1])):
+                    assert sent_shapes(CONDITIONED, cut, phase, schedule) == sent_shapes(LAYERS, cut, phase, schedule)
+    heavy_first = [100.0, 100.0, *[1.0] * (len(LAYERS) - 2)]
+    assert weighted(LAYERS, heavy_first, 2, "1f1b")[1] == 1 and weighted(CONDITIONED, heavy_first, 2, "1f1b")[1] == 2
+    cuts = [1, len(LAYERS) - 1] if schedule == "1f1b" else [1, *partition(LAYERS, 2, "flops", "folded")[2:4]]
+    said = r"pipeline\.partition cuts before layer 1, conv_in, .*data\.condition is never sent.*layer 2 or later"
+    with pytest.raises(LayoutError, match=said) as error:
+        partition(CONDITIONED, len(cuts) + 1 if schedule == "1f1b" else 2, cuts, schedule)
+    assert "\n" not in str(error.value)
+    with pytest.raises(LayoutError, match=f"first two stay together; use at most {most} stages"):
+        partition(CONDITIONED, most + 1, "flops")
 
 
 @pytest.mark.parametrize(

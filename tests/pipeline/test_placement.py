@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig, Schedule, resolve
+from ddpm_ds.config.spec import Interface
 from ddpm_ds.pipeline.cuts import partition, segments, sent_shapes
 from ddpm_ds.pipeline.placement import (
     ACROSS_HOSTS,
@@ -28,7 +29,7 @@ from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec(unet={"blocks_per_level": 2})
-LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
+LAYERS = unet_layers(SPEC.unet, Interface(channels=1, size=(8, 8)))
 ADAMW = {"type": "AdamW", "params": {"torch_adam": True}}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpm_ds.config.spec import Interface
 from ddpm_ds.pipeline import engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.module import warm_up
@@ -16,7 +17,7 @@ from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.weight_gradients import WaitingGradients
 from tests.launching import tiny_spec
 
-LAYERS = unet_layers(tiny_spec().unet, image_channels=1, image_size=8)
+LAYERS = unet_layers(tiny_spec().unet, Interface(channels=1, size=(8, 8)))
 
 
 @pytest.mark.parametrize(("gradients", "recompute", "forwards"), [(False, False, 1), (True, False, 1), (True, True, 2)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpm_ds.config.spec import Interface
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
@@ -108,7 +109,7 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
 
 
 def test_start_up_is_of_the_kinds_of_layers() -> None:
-    layers = unet_layers(tiny_spec().unet, image_channels=1, image_size=8)
+    layers = unet_layers(tiny_spec().unet, Interface(channels=1, size=(8, 8)))
     device = measure_device(layers, torch.device("cpu"), "fp32")
     assert set(device.startup) == {type(layer).__name__ for layer in layers}
     blocks = [layer for layer in layers if type(layer).__name__ == "BlockLayer"]

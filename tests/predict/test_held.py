@@ -72,7 +72,7 @@ def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
 
 def micro_batches(spec: RunSpec, images: int) -> Iterator[MicroBatch]:
     """Black images without end."""
-    shape = (images, spec.data.channels, spec.data.image_size, spec.data.image_size)
+    shape = (images, *spec.data.shape)
     while True:
         labels = torch.zeros(images, dtype=torch.int64)
         yield MicroBatch(torch.zeros(shape, dtype=torch.uint8), labels, torch.arange(images))
@@ -88,7 +88,7 @@ def living_bytes() -> int:
 def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     """Bytes in the fullest moment of the second step on this rank, when the optimizer's state is there."""
     ds = resolve(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    layers = unet_layers(spec.unet, spec.data.interface)
     assert ds.partition != "measured"
     bounds = partition(layers, ds.layout.stages, ds.partition, ds.layout.schedule)
     others = living_bytes()

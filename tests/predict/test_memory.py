@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     layers = small_job().layers
     stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
     one, two = (kept(layers, stage, interval, 0, 1, holds_skips=False) for interval in (1, 2))
-    sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
+    sizes = [math.prod(layer.output_shape) for layer in layers]
     assert one.beside == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
     wide = kept(layers, stage, 1, 1, 0, holds_skips=False)
     assert wide.layers == layers[0].activation_elements
@@ -172,7 +173,7 @@ def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
     layers, stop = small_job().layers, 7
     stage = rank_stages(layers, (0, stop, len(layers)), "1f1b")[0][0]
     held, left = (kept(layers, stage, 4, 0, 1, holds_skips=skips) for skips in (True, False))
-    sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
+    sizes = [math.prod(layer.output_shape) for layer in layers]
     pushed = {place for place, layer in enumerate(layers[:stop]) if layer.pushes}
     assert len(pushed) > 2 and held.skips == sum(sizes[place] for place in pushed)
     assert held.beside == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5

@@ -20,6 +20,7 @@ from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.data.drawn import Drawn
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -183,7 +184,7 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
 
 
 def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
-    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    images = Drawn(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
     for _ in range(2):  # the second process resumes from before the first one's last picture
         made, _, tracking = recorder(tmp_path)
         made.samples(images, 0.1, 80, 10)
@@ -218,7 +219,7 @@ def test_a_run_ends_with_all_its_pictures_as_an_animation_however_often_it_was_r
     for number, images_seen in enumerate((80, 160, 240)):
         made, said, tracking = recorder(tmp_path)
         assert path.exists() == (number == 2), "one picture shows no progress"
-        made.samples(torch.full((2, 1, 8, 8), 80 * number, dtype=torch.uint8), 0.1, images_seen, images_seen)
+        made.samples(Drawn(torch.full((2, 1, 8, 8), 80 * number, dtype=torch.uint8)), 0.1, images_seen, images_seen)
         made.finish("KILLED" if number < 2 else "FINISHED")
         assert tracking.artifact.called == (number > 0) and not said
     assert tracking.artifact.call_args.args == (path,)
@@ -251,7 +252,7 @@ def test_pictures_in_a_folder_that_can_not_be_read_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, said, tracking = recorder(tmp_path)
-    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    images = Drawn(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
     made.samples(images, 0.1, 80, 10)
     made.samples(images, 0.1, 160, 20)
     with monkeypatch.context() as patch:

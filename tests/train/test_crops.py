@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
@@ -19,7 +20,7 @@ from ddpm_ds.data.loader import micro_batches, split
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.keyed import Stream
-from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.resume import check_resume
 from ddpm_ds.train.validation import HeldOutLoss
 from tests.launching import tiny_spec
@@ -39,18 +40,19 @@ def store(spec: RunSpec) -> DatasetCache:
     return prepare(spec.data)
 
 
-def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> Noised:
-    """The first 48 images as all replicas prepare them, in the order in which they are seen."""
+def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> list[Tensor]:
+    """x_t, t, labels, vector, x0, eps of the first 48 images as all replicas prepare them, in the order of training."""
     parts = []
     for replica in range(replicas):
         batches = micro_batches(
             store, seed=3, batch_images=48, micro_batch_images=micro, replicas=replicas, replica=replica
         )
         stage = Denoising(spec, CPU)
-        parts += [(batch.index, stage.prepare(batch)) for batch in islice(batches, 48 // micro // replicas)]
-    order = torch.cat([index for index, _ in parts]).argsort()
-    fields = zip(*(prepared for _, prepared in parts), strict=True)
-    return Noised(*(torch.cat(cast(Any, tensors))[order] for tensors in fields))
+        for batch in islice(batches, 48 // micro // replicas):
+            prepared = stage.prepare(batch)
+            parts.append((batch.index, *stage.inputs(prepared), prepared.x0, prepared.eps))
+    index, *found = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return [tensor[index.argsort()] for tensor in found]
 
 
 def test_store_is_of_the_larger_size_and_named_after_it(spec: RunSpec, store: DatasetCache) -> None:
@@ -63,23 +65,24 @@ def test_store_is_of_the_larger_size_and_named_after_it(spec: RunSpec, store: Da
 def test_every_stage_and_every_layout_cuts_and_augments_an_image_alike(spec: RunSpec, store: DatasetCache) -> None:
     """First and last stage prepare a micro-batch each; so does every replica, whatever the size of micro-batches."""
     whole = noised(spec, store, replicas=1, micro=48)
-    assert whole.x0.shape == (48, 1, 8, 8)
-    assert whole.condition is not None and whole.condition.shape == (48, 12)
-    assert 0.3 < (whole.condition[:, 2] != 0.0).double().mean() < 0.7
-    assert (whole.condition[:, 9:] != 0.0).any(dim=0).all(), "each change of colours was seen"
+    _, _, _, vector, x0, _ = whole
+    assert x0.shape == (48, 1, 8, 8) and vector.shape == (48, 12)
+    assert 0.3 < (vector[:, 2] != 0.0).double().mean() < 0.7
+    assert (vector[:, 9:] != 0.0).any(dim=0).all(), "each change of colours was seen"
     for replicas, micro in ((1, 48), (1, 4), (2, 8), (3, 16), (4, 3)):
-        for one, other in zip(noised(spec, store, replicas, micro), whole, strict=True):
-            assert one is not None and other is not None and torch.equal(one, other)
+        assert all(map(torch.equal, noised(spec, store, replicas, micro), whole))
 
 
 def test_colours_change_without_the_other_augmentation_too(spec: RunSpec, store: DatasetCache) -> None:
     alone = spec.model_copy(update={"unet": spec.unet.model_copy(update={"augmentation": 0.0})})
     off = spec.model_copy(update={"unet": alone.unet.model_copy(update={"colour_augmentation": 0.0})})
     batch = next(micro_batches(store, seed=3, batch_images=48, micro_batch_images=48, replicas=1, replica=0))
-    coloured, plain = (Denoising(one, CPU).prepare(batch) for one in (alone, off))
-    assert plain.condition is None and coloured.condition is not None and coloured.condition.shape == (48, 3)
+    stages = [Denoising(one, CPU) for one in (alone, off)]
+    coloured, plain = (stage.prepare(batch) for stage in stages)
+    vector = stages[0].inputs(coloured)[-1]
+    assert vector.shape == (48, 3) and stages[1].inputs(plain)[-1].ndim == 1, "labels alone"
     same = (coloured.x0 == plain.x0).flatten(1).all(dim=1)
-    assert torch.equal(same, (coloured.condition == 0.0).all(dim=1)) and 5 < same.sum() < 43
+    assert torch.equal(same, (vector == 0.0).all(dim=1)) and 5 < same.sum() < 43
 
 
 def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None:
@@ -87,7 +90,8 @@ def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None
     engine = cast(Any, SimpleNamespace(device=CPU, micro_batch_size=16))
     held_out = HeldOutLoss(spec, engine, store, positions)
     x_t, *_ = held_out._inputs(0, (5, Stream.HELD_OUT + 5), part=0)
-    x0, eps, *_ = held_out._noised[0]
+    prepared, _ = held_out._noised[0]
+    x0, eps = prepared.x0, prepared.eps
     expected = torch.from_numpy(store.images[positions[:16]][:, :, 1:9, 1:9]) / 127.5 - 1.0
     assert torch.equal(x0, expected)
     for tensor in (x_t, x0, eps):

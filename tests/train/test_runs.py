@@ -24,7 +24,7 @@ from ddpm_ds.tracking.tracker import numbers_of
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
-from tests.train.ranks import mlflow_run
+from tests.train.ranks import end_of, mlflow_run, the_same
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -302,6 +302,32 @@ def test_a_run_goes_on_with_the_cache_of_the_earlier_version_that_it_began_with(
             cache_path(spec).rename(cache_path(spec, ""))
             shutil.rmtree(pictures)
     assert "images-000000064" in done.stderr and not cache_path(spec).exists()
+
+
+@pytest.mark.launch
+def test_crops_of_rectangles_are_trained_drawn_scored_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """On two stages, from pictures of another shape, augmented."""
+    pictures, ends = tmp_path / "pictures", []
+    pictures.mkdir()
+    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (12, 30, 31), np.uint8)):
+        Image.fromarray(pixels).save(pictures / f"{number}.png")
+    changes = ["data.source=folder", f"data.path={pictures}", "data.image_size=[16,24]", "data.crop_from=[20,24]"]
+    changes += ["data.horizontal_flips=false", "unet.augmentation=0.5", "data.held_out_images=4", "unet.classes=null"]
+    changes += ["unet.multipliers=[1,1]", "unet.attention_resolutions=[]", "unet.attention_levels=[1]"]
+    changes += ["train.label_drop=0", "samples.every_images=64", "evaluation.every_images=64"]
+    for name, lengths in (("whole", (128,)), ("resumed", (64, 128))):
+        for images in lengths:
+            overrides = [*TINY, *changes, f"train.images={images}", "logging.log_every_images=32"]
+            done = train(2, tmp_path / "runs" / name, "-p", "2", overrides=overrides)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        ends.append(end_of(tmp_path / "runs" / name))
+    assert "images-000000064" in done.stderr and the_same(*ends)
+    points = [json.loads(line) for line in (tmp_path / "runs" / "whole" / "evaluations.jsonl").read_text().splitlines()]
+    assert len(points) == 2 and all(math.isfinite(point["eval/loss"]) for point in points)
+    picture = np.array(Image.open(tmp_path / "runs" / "whole" / "samples" / "images-000000128.png"))
+    assert picture.shape[1] == 2 + 3 * (8 * 24 + 2) and (picture.shape[0] - 2) // (8 * 16 + 2) == 3, (
+        "nine, under a title"
+    )
 
 
 @pytest.mark.launch

@@ -6,20 +6,28 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.data.latents import to_pixels
+from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import Give, Take
-from ddpm_ds.train import validation
-from ddpm_ds.train.validation import draw_previews
+from ddpm_ds.train import previews, validation
+from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.validation import HeldOutLoss, channel_names
+from ddpm_ds.unet.model import UNet
 from tests.launching import run_ranks, tiny_spec, write_json
+from tests.pipeline.batches import STATISTICS, global_batch
+from tests.pipeline.ladder_worker import Process, fields_spec, layers_of
 from tests.train.validation_worker import WATCHDOG, Look
+from tests.unet.variants import randomise
 
 CPU = torch.device("cpu")
 WORKER = Path(__file__).with_name("validation_worker.py")
@@ -98,7 +106,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
         for one in everyone:
             one.copy_(mine)
 
-    monkeypatch.setattr(validation, "ForwardPipeline", Forward)
+    monkeypatch.setattr(previews, "ForwardPipeline", Forward)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
@@ -106,5 +114,59 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
         micro_batch_size=2, num_stages=1, dp_world_size=1, grid=grid, device=CPU, is_first_stage=lambda: True
     )
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
-    images = draw_previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG, to_pixels(None, CPU))
-    assert images is not None and images.shape == (4, 3, 8, 8)
+    drawn = Previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG).draw()
+    assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
+
+
+@pytest.mark.parametrize("process", ["stored", "regression"])
+def test_the_held_out_loss_of_fields_is_of_what_is_not_masked_and_of_each_channel(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Image by image and channel by channel, through a U-Net that is given the condition of each."""
+    spec, count = fields_spec(process), 10
+    batch, unet = global_batch(spec, 0), UNet(layers_of(spec), 0).eval().requires_grad_(False)
+    randomise(unet, 1)
+    parts = {name: getattr(batch, name)[:count].numpy() for name in ("images", "condition", "mask", "vector")}
+    fields = {name: SimpleNamespace(read=lambda positions, part=part: part[positions]) for name, part in parts.items()}
+    constants = np.random.default_rng(0).random((1, 8, 16), np.float32)
+    meta = SimpleNamespace(statistics=STATISTICS)
+    store = SimpleNamespace(fields=fields, labels=batch.labels.numpy(), meta=meta, constants=constants)
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    engine = SimpleNamespace(device=CPU, micro_batch_size=4, dp_world_size=1, grid=grid, is_first_stage=lambda: True)
+
+    class Alone:
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self, calls: int, give: Give, take: Take, **_: object) -> None:
+            for number in range(calls):
+                take(number, unet(*give(number)))
+
+    monkeypatch.setattr(validation, "ForwardPipeline", Alone)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    found = HeldOutLoss(spec, cast(Any, engine), cast(Any, store), np.arange(count)).measure(cast(Any, WATCHDOG))
+
+    objective = Denoising(spec, CPU, STATISTICS, constants, seed=0)
+    levels = levels_of(spec.diffusion)
+    quantiles = range(10, 100, 10) if process == "stored" else [10]
+    losses = np.zeros((len(quantiles), count, 2))  # of each image and channel
+    counted = batch.mask[:count].expand(-1, 2, -1, -1).numpy().astype(np.float64) if batch.mask is not None else None
+    assert counted is not None and (counted[1] == 0.0).all()
+    for place, quantile in enumerate(quantiles):
+        prepared = objective.held_out(batch.each(lambda tensor: tensor[:count]), *levels.quantile(quantile))
+        prediction = unet(*objective.inputs(prepared))
+        target = TARGETS[spec.diffusion.objective].target(prepared.x0, prepared.eps, levels.level(prepared.t).each())
+        squares = (prediction - target).double().square().numpy() * counted
+        losses[place] = squares.sum((2, 3)) / np.maximum(counted.sum((2, 3)), 1.0)
+    assert found["eval/loss"] == pytest.approx(losses.mean(), rel=1e-5), "both channels have one mask"
+    for channel in range(2):
+        assert found[f"validation/loss_channel_{channel}"] == pytest.approx(losses[:, :, channel].mean(), rel=1e-5)
+    of_levels = {name: loss for name, loss in found.items() if name.startswith("validation/loss_t")}
+    expected = {f"validation/loss_t{percent}": losses[place].mean() for place, percent in enumerate(quantiles)}
+    assert of_levels == (pytest.approx(expected, rel=1e-5) if process == "stored" else {})
+
+
+def test_channels_are_named_by_their_variables_where_each_has_one() -> None:
+    named = fields_spec("stored").data.model_copy(update={"variables": ("t2m", "u 10m/s")})
+    assert channel_names(named) == ["t2m", "u_10m_s"]
+    assert channel_names(named.model_copy(update={"variables": ("both",)})) == ["0", "1"]
+    assert channel_names(tiny_spec().data) == [], "pictures have colours"

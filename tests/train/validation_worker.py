@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
-from ddpm_ds.config.spec import EmaSpec, RunSpec
+from ddpm_ds.config.spec import EmaSpec, Interface, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.loader import split
@@ -30,7 +31,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss, draw_previews
+from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
@@ -68,14 +70,17 @@ def store_of(spec: RunSpec) -> DatasetCache:
     """Sixty images that any process makes alike."""
     draws = np.random.default_rng(5)
     images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
-    prepared = SimpleNamespace(images=images, labels=draws.integers(0, 10, 60))
-    prepared.centre = lambda size: prepared
+    fields = {"images": SimpleNamespace(read=lambda positions: images[positions])}
+    meta = SimpleNamespace(statistics={})
+    prepared = SimpleNamespace(
+        images=images, fields=fields, labels=draws.integers(0, 10, 60), meta=meta, constants=None
+    )
     return cast(DatasetCache, prepared)
 
 
 def reference(spec: RunSpec) -> UNet:
     """The U-Net in one process, in fp32."""
-    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
+    layers = unet_layers(spec.unet, Interface(channels=1, size=(8, 8)))
     unet = UNet(layers, spec.train.seed)
     for index in range(len(layers)):
         unet.layers[index] = build_awake_layer(layers[index], index, spec.train.seed)
@@ -142,7 +147,7 @@ def micro_batches(engine: UnetPipelineEngine, spec: RunSpec) -> Any:
     batch, micro = global_batch(spec, 0), engine.micro_batch_size
     replicas, replica = engine.dp_world_size, engine.grid.get_data_parallel_id()
     firsts = [(number * replicas + replica) * micro for number in range(engine.micro_batches)]
-    return iter([type(batch)(*(tensor[first : first + micro] for tensor in batch)) for first in firsts])
+    return iter([batch.each(itemgetter(slice(first, first + micro))) for first in firsts])
 
 
 def run_case(look: Look) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def run_case(look: Look) -> dict[str, Any]:
         shadow.mul_(0.5)
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
-        draw_previews(spec, engine, WATCHDOG, to_pixels(None, torch.device("cpu")))
+        Previews(spec, engine, WATCHDOG).draw()
         halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
@@ -178,9 +183,10 @@ def run_case(look: Look) -> dict[str, Any]:
         for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
     )
 
-    images = draw_previews(spec, engine, WATCHDOG, to_pixels(None, torch.device("cpu")))
+    drawn = Previews(spec, engine, WATCHDOG).draw()
     if dist.get_rank() == 0:
-        assert images is not None
+        assert drawn is not None
+        images = drawn.images
         difference = (images.int() - drawn_alone(spec, unet).int()).abs()
         record["shape"], record["image"], record["pixels"] = (
             list(images.shape),
@@ -189,7 +195,7 @@ def run_case(look: Look) -> dict[str, Any]:
         )
         record["expected"] = measured_alone(spec, unet, store)
     else:
-        assert images is None
+        assert drawn is None
     values = HeldOutLoss(spec, engine, store, split(60, HELD_OUT)[1]).measure(WATCHDOG)
     record["held_out"] = values
 

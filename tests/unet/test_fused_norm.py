@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds import unet
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.unet import fused_norm, kernel_choice
 from ddpm_ds.unet.fused_norm import fused_norm_silu
@@ -226,7 +226,7 @@ def test_tiles_cover_every_pixel_and_channel_once(images: int, pixels: int, chan
 
 
 LAYERS, LAYERS_WITH_DROPOUT = (
-    unet_layers(UnetSpec(channels=32, multipliers=(1, 2), dropout=dropout), image_channels=3, image_size=16)
+    unet_layers(UnetSpec(channels=32, multipliers=(1, 2), dropout=dropout), Interface(channels=3, size=(16, 16)))
     for dropout in (0.0, 0.1)
 )
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.unet.layers import boundary_shapes, unet_layers
 from ddpm_ds.unet.weight_gradients import weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
@@ -14,7 +14,7 @@ from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
 def test_list_of_layers_is_encoder_middle_decoder() -> None:
     spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, attention_resolutions=(4,), norm_groups=4)
-    layers = unet_layers(spec, image_channels=1, image_size=8)
+    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
     rows = [(layer.name, layer.in_channels, layer.skip_channels, layer.output_shape, layer.pushes) for layer in layers]
     assert rows == [
         ("embed", 1, 0, (1, 8, 8), False),
@@ -39,7 +39,7 @@ def test_list_of_layers_is_encoder_middle_decoder() -> None:
 
 def test_boundary_lists_each_tensor_once() -> None:
     spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, norm_groups=4)
-    layers = unet_layers(spec, image_channels=1, image_size=8)
+    layers = unet_layers(spec, Interface(channels=1, size=(8, 8)))
     cut = {layer.name: index for index, layer in enumerate(layers)}
     full, half, deep, emb = (8, 8, 8), (8, 4, 4), (16, 4, 4), (32,)
 
@@ -61,7 +61,7 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> 
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
         assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 
-        inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in carry)
+        inputs = tuple(tensor.requires_grad_(tensor.is_floating_point() and tensor.ndim > 1) for tensor in carry)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the only one it knows on CPU
             module(inputs)
         assert counter.get_total_flops() == pytest.approx(2 * layer.macs * images, rel=0.02), layer.name

@@ -17,7 +17,7 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
-LAYERS = unet_layers(SPEC.unet, image_channels=SPEC.data.channels, image_size=SPEC.data.image_size)
+LAYERS = unet_layers(SPEC.unet, SPEC.data.interface)
 MICRO_BATCHES, IMAGES = 5, 3
 SPLIT = {(0, number) for number in range(4)}
 """Micro-batches whose weight gradients wait; those of the last do not."""
@@ -37,7 +37,7 @@ def unet(dtype: torch.dtype) -> UNet:
 
 def backwards(net: UNet, waiting: WaitingGradients | None, *, recompute: bool | None = None) -> None:
     """Forward and backward of every micro-batch; ``recompute`` checkpoints the U-Net, reentrant or not."""
-    shape = (MICRO_BATCHES, IMAGES, SPEC.data.channels, SPEC.data.image_size, SPEC.data.image_size)
+    shape = (MICRO_BATCHES, IMAGES, *SPEC.data.shape)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     for number, x in enumerate(images):
         if waiting is not None:
@@ -126,5 +126,5 @@ def test_without_gradients_nothing_waits() -> None:
             part.waiting = waiting
     set_image_index(net.layers, torch.zeros(1).long())
     with torch.no_grad():
-        net(torch.zeros(1, SPEC.data.channels, SPEC.data.image_size, SPEC.data.image_size), torch.zeros(1).long())
+        net(torch.zeros(1, *SPEC.data.shape), torch.zeros(1).long())
     waiting.check_empty()

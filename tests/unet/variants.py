@@ -1,16 +1,17 @@
-"""Small U-Nets that between them use every option of the spec, for 16x16 RGB images."""
+"""Small U-Nets that between them use every option of the spec, for RGB images of 16x16, or of 8x16 pixels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from ddpm_ds.config.spec import UnetSpec
-from ddpm_ds.unet.layers import Layer, condition_numbers, unet_layers
+from ddpm_ds.config.spec import Interface, UnetSpec
+from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
-IMAGE = {"image_channels": 3, "image_size": 16}
+INTERFACE = Interface(channels=3, size=(16, 16))
+RECTANGLES = Interface(channels=3, size=(8, 16))
 
 VARIANTS = {
     # google/ddpm-cifar10-32, shrunk
@@ -30,11 +31,26 @@ VARIANTS = {
         channels=16, multipliers=(1, 2), norm_groups=8, classes=3, augmentation=0.12, colour_augmentation=0.1
     ),
     "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
+    "levels": UnetSpec(
+        channels=16, multipliers=(1, 2, 1), attention_levels=(0, 2), norm_groups=8, downsample_padding="symmetric"
+    ),
+    "level": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin"),
+    "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, colour_augmentation=0.1),
 }
+INTERFACES = {
+    "level": Interface(channels=3, size=(16, 16), condition_channels=4, told_level=True),
+    "vector": Interface(channels=3, size=(16, 16), condition_channels=2, numbers=5),
+}
+"""What the variants with a condition take and predict."""
+
+
+def interface_of(name: str) -> Interface:
+    """The images of a variant: rectangles where attention is named by level."""
+    return INTERFACES.get(name, RECTANGLES if VARIANTS[name].attention_levels else INTERFACE)
 
 
 def layers_of(name: str) -> tuple[Layer, ...]:
-    return unet_layers(VARIANTS[name], image_channels=3, image_size=16)
+    return unet_layers(VARIANTS[name], interface_of(name))
 
 
 def rounding(layers: tuple[Layer, ...]) -> float:
@@ -72,13 +88,16 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
-    """Two images x_t, their t and, where the variant has classes, labels of which the last is "no label"; where it has
-    augmentation, their conditions.
+    """Two images x_t with their condition, their t and what else the variant is told: labels, of which the last is "no
+    label", a level, and a vector.
     """
-    generator = torch.Generator().manual_seed(seed)
-    x_t = torch.randn(2, 3, 16, 16, generator=generator)
+    generator, interface = torch.Generator().manual_seed(seed), interface_of(name)
+    channels = interface.channels + interface.condition_channels
+    x_t = torch.randn(2, channels, *interface.size, generator=generator)
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
-    labels = () if classes is None else (torch.tensor([3, classes]),)
-    numbers = condition_numbers(VARIANTS[name], IMAGE["image_channels"])
-    return (x_t, t, *labels, *((torch.randn(2, numbers, generator=generator),) if numbers else ()))
+    told = [] if classes is None else [torch.tensor([3, classes])]
+    told += [torch.tensor([0.0, 321.5])] if interface.told_level else []
+    numbers = augmentation_numbers(VARIANTS[name], interface.channels) + interface.numbers
+    told += [torch.randn(2, numbers, generator=generator)] if numbers else []
+    return (x_t, t, *told)

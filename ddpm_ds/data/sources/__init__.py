@@ -1,20 +1,23 @@
 """Sources of images: each kind of data set behind one protocol.
 
-A source knows the class of each image and reads it as stored; :mod:`ddpm_ds.data.decoding` converts it to the size and
-colours of the spec. docs/add_a_source.md shows how to add one. All sources are imported with this package, so they
-import the libraries of extras in functions.
+A source of pictures knows the class of each image and reads it as stored; :mod:`ddpm_ds.data.decoding` converts it to
+the size and colours of the spec. A source of fields is a file of named arrays, of which :mod:`ddpm_ds.data.fields`
+reads those that the spec names. docs/add_a_source.md shows how to add one. All sources are imported with this package,
+so they import the libraries of extras in functions.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_torchvision
+from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_numpy, open_torchvision
 from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder, open_zip
+from ddpm_ds.data.sources.hdf5 import open_hdf5
 from ddpm_ds.data.sources.huggingface import open_huggingface
+from ddpm_ds.data.sources.netcdf import open_netcdf
+from ddpm_ds.data.sources.variables import Opener as VariablesOpener
 from ddpm_ds.data.sources.webdataset import open_webdataset
+from ddpm_ds.data.sources.zarr import open_zarr
 from ddpm_ds.errors import DataError
 
 OPENERS: dict[str, Opener] = {
@@ -27,7 +30,14 @@ OPENERS: dict[str, Opener] = {
     "huggingface": open_huggingface,
     "torchvision": open_torchvision,
 }
-"""Functions that open sources, by `data.source`; :data:`ddpm_ds.config.choices.SOURCES` has their words."""
+"""Functions that open sources of pictures, by `data.source`; :data:`ddpm_ds.config.choices.SOURCES` has their words."""
+FIELD_OPENERS: dict[str, VariablesOpener] = {
+    "arrays": open_numpy,
+    "hdf5": open_hdf5,
+    "zarr": open_zarr,
+    "netcdf": open_netcdf,
+}
+"""Functions that open files of named arrays, by `data.source`."""
 
 
 def open_source(spec: DataSpec, progress: bool = False) -> Source:

@@ -2,8 +2,6 @@
 class each, which it downloads or which are put by hand; some of these hold image files instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno
@@ -39,6 +37,7 @@ from ddpm_ds.data.sources.base import (
     read_path,
 )
 from ddpm_ds.data.sources.files import FolderSource
+from ddpm_ds.data.sources.variables import Variable, Variables
 from ddpm_ds.errors import DataError
 
 ARRAY_NAMES = (("images", "arr_0"), ("labels", "arr_1"))
@@ -109,13 +108,6 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
 def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
     """Return the images and the labels of a numpy file, mapped; raises many kinds of errors."""
 
-    def unpacked(member: zipfile.ZipInfo) -> npt.NDArray[Any]:
-        """Unpack an array into an unnamed temporary file, comparing its checksum, and map it."""
-        with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
-            shutil.copyfileobj(packed, file, COPY_BYTES)
-            file.flush()
-            return map_array(Path(f"/proc/self/fd/{file.fileno()}"))
-
     if path.suffix != ".npz":
         return map_array(path), None
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +118,28 @@ def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDAr
             raise ValueError("it has images or labels twice")
         if not found[0]:
             raise ValueError(f"it has no array {' or '.join(ARRAY_NAMES[0])}")
-        return unpacked(members[found[0][0]]), unpacked(members[found[1][0]]) if found[1] else None
+        images, *labels = (_unpacked(archive, members[names[0]], folder) for names in found if names)
+        return images, labels[0] if labels else None
+
+
+def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> npt.NDArray[Any]:
+    """Unpack an array into an unnamed temporary file in ``folder``, comparing its checksum, and map it."""
+    with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
+        shutil.copyfileobj(packed, file, COPY_BYTES)
+        file.flush()
+        return map_array(Path(f"/proc/self/fd/{file.fileno()}"))
+
+
+def open_numpy(path: Path, spec: DataSpec) -> Variables:
+    """Open the arrays of a ``.npz``, unpacked into unnamed files in ``store_root``, or a ``.npy``, named images."""
+    if path.suffix != ".npz":
+        arrays = {"images": map_array(path)}
+    else:
+        spec.store_root.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            arrays = {name: _unpacked(archive, member, spec.store_root) for name, member in members.items()}
+    return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
 
 
 def open_cifar10(spec: DataSpec, progress: bool) -> Source:

@@ -1,7 +1,5 @@
 """Protocol, limits and helpers shared by sources of images."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

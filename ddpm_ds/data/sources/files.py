@@ -4,8 +4,6 @@ No archive is unpacked. Python's zipfile lists one, but keeps an object for each
 processes are sent an array of the images' places and do not list it again.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import zipfile

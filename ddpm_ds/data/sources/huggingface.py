@@ -4,8 +4,6 @@ The library only downloads and converts. Images are then read directly from memo
 the library takes seconds, and memory in each process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -15,8 +15,6 @@ Import makes a model of diffusers the start of a run: its weights under our name
 diffusion process.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json
@@ -26,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import yaml
 from jinja2 import Template
@@ -34,13 +33,23 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ddpm_ds.config.choices import SCHEDULES
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import RunSpec, written
 from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.condition import TOLD_LEVEL
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.evaluate.diffusers.folder import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder
+from ddpm_ds.evaluate.diffusers.folder import (
+    AUTOENCODER_FOLDER,
+    CONFIG,
+    FIELDS,
+    SCHEDULER_CONFIG,
+    WEIGHTS,
+    DiffusersFolder,
+    FieldsFile,
+)
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
 from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
 from ddpm_ds.evaluate.outputs import new_folder
@@ -60,7 +69,10 @@ t = 1000 its rounding error is 1e-5.
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
-ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
+ANY_UNET = (
+    *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
+    *("head_channels=null", "norm_groups=1"),
+)
 """Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
 KINDS_OF_WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
 
@@ -70,7 +82,7 @@ CARD = """\
 
 # {{ title }}
 
-A diffusion U-Net for images of {{ shape }}, trained with ddpm_ds.
+A diffusion U-Net for images of {{ images }}, trained with ddpm_ds.
 {% if picture %}
 
 ![samples]({{ picture }})
@@ -90,13 +102,17 @@ loop is
 written out.
 {% elif autoencoder %}
 The U-Net draws latents, which the autoencoder in this folder decodes to images.
+{% elif conditions %}
+The U-Net takes {{ conditions }} channels of a condition after those of x{{ ", and the level of the condition's noise, \
+times 1000, as its class label" if told_level }}. \
+`DDPMPipeline` gives it none, so the loop is written out.
 {% elif continuous %}
 `DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
 {% endif %}
 In this folder, in Python:
 
 ```python
-{% if classes or autoencoder or continuous %}
+{% if classes or autoencoder or continuous or conditions %}
 import torch
 from diffusers import {{ pipeline }}
 
@@ -105,11 +121,20 @@ unet, scheduler = pipeline.unet, pipeline.scheduler
 scheduler.set_timesteps({{ steps }})
 {% if classes %}
 labels = torch.arange({{ classes }})
+{% elif told_level %}
+labels = torch.zeros({{ count }})
 {% endif %}
-x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ channels }}, {{ size }}, {{ size }}, dtype=unet.dtype)
+{% if conditions %}
+condition = torch.zeros({{ count }}, {{ conditions }}, {{ shape[1:] | join(", ") }}, dtype=unet.dtype)  # yours
+{% endif %}
+x = scheduler.init_noise_sigma * torch.randn({{ count }}, {{ shape | join(", ") }}, dtype=unet.dtype)
 for t in scheduler.timesteps:
+    x_t = scheduler.scale_model_input(x, t)
+{% if conditions %}
+    x_t = torch.cat((x_t, condition), dim=1)
+{% endif %}
     with torch.no_grad():
-        prediction = unet(scheduler.scale_model_input(x, t), t{{ ", class_labels=labels" if classes }}).sample
+        prediction = unet(x_t, t{{ ", class_labels=labels" if classes or told_level }}).sample
     x = scheduler.step(prediction, t, x).prev_sample
 {% if autoencoder %}
 with torch.no_grad():
@@ -181,9 +206,12 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     Raises:
         CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
-    channels, size, _ = trained.image_shape
+    if trained.spec is not None and (path := trained.spec.data.residual_of) is not None:
+        raise CheckpointError(
+            f"{trained.origin} can't be exported: it draws residuals of {path}, which a pipeline can't add"
+        )
     try:
-        unet = diffusers_config(trained.unet_spec, image_channels=channels, image_size=size)
+        unet = diffusers_config(trained.unet_spec, trained.interface)
         scheduler = scheduler_config(trained.diffusion, trained.sampler)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
@@ -201,6 +229,10 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         (folder / file).parent.mkdir(exist_ok=True)
         content = {"_class_name": class_name, "_diffusers_version": DIFFUSERS_VERSION, **values}
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+    if trained.spec is not None and (fields := FieldsFile.of(trained.spec.data, trained.facts)) is not None:
+        (folder / FIELDS).write_text(fields.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
+        if trained.constants is not None:
+            np.save(folder / CONSTANTS, trained.constants)
     tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers)
     dtype = DTYPES[precision][1]
     # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
@@ -228,14 +260,20 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     diffusers.utils.logging.disable_progress_bar()
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     generator = torch.Generator().manual_seed(0)
-    x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
+    shape = (trained.interface.channels + trained.interface.condition_channels, *trained.interface.size)
+    given = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    x_t = given[:, : trained.interface.channels]
     if SCHEDULES[trained.diffusion.schedule].continuous:
         t = torch.randn(4, generator=generator)
     else:
         t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
     classes = trained.unet_spec.classes
-    inputs = (x_t, t) if classes is None else (x_t, t, torch.randint(0, classes + 1, (4,), generator=generator))
-    theirs = pipeline.unet.double()(*inputs).sample
+    inputs = (given, t) if classes is None else (given, t, torch.randint(0, classes + 1, (4,), generator=generator))
+    if trained.interface.told_level:
+        inputs = (given, t, TOLD_LEVEL * torch.rand(4, generator=generator))
+    unet = pipeline.unet.double()
+    unet.time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for class labels
+    theirs = unet(*inputs).sample
     ours = copy.deepcopy(trained.unet).double()(*inputs)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
     schedule, compared = _schedule_difference(trained, pipeline.scheduler, x_t, t, ours)
@@ -301,9 +339,20 @@ def import_weights(
 def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
     """Return the spec ``before``, read from ``base``, with the U-Net and the diffusion process of the model."""
     pairs = {
-        "data.channels": (before.data.channels, folder.image_channels),
-        "data.image_size": (before.data.image_size, folder.image_size),
+        "data.channels": (before.data.channels, folder.interface.channels),
+        "data.image_size": (written(before.data.size), written(folder.interface.size)),
     }
+    asked, found = before.data.interface, folder.interface
+    if asked.numbers:
+        raise SpecError(
+            f"{base}: data.condition has a vector or drop, and the model of {folder.path} takes no vector; remove them"
+        )
+    if (asked.condition_channels, asked.told_level) != (found.condition_channels, found.told_level):
+        told = {True: ", whose noise it is told", False: ""}
+        raise SpecError(
+            f"{base}: data.condition has {asked.condition_channels} channels{told[asked.told_level]}, but the model of "
+            f"{folder.path} takes {found.condition_channels}{told[found.told_level]}; change data.condition"
+        )
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes
     for key, (value, wanted) in pairs.items():
@@ -328,7 +377,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
-    (channels, size, _), (colours, pixels, _) = trained.image_shape, trained.picture_shape
+    colours, height, width = trained.picture_shape
     diffusion, spec, autoencoder, losses = trained.diffusion, trained.spec, trained.autoencoder, last_losses(trained)
     classes, task = trained.unet_spec.classes, "unconditional-image-generation"
     continuous = SCHEDULES[diffusion.schedule].continuous
@@ -336,7 +385,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     front = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     if not classes:
         front["pipeline_tag"] = task
-    shape = f"{pixels}x{pixels} pixels and {colours} channel{'s' if colours > 1 else ''}"
+    images = f"{height}x{width} pixels and {colours} channel{'s' if colours > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     kind, _, length = trained.weights.partition("-")
     of_length = f" of relative length {length} by a power function (EDM2)" if length else ""
@@ -344,11 +393,12 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     if classes:
         facts["classes"] = f"{classes}, and no label"
     if autoencoder is not None:
-        facts["latents"] = f"{size}x{size} and {channels} channels, of the autoencoder {autoencoder.name}"
+        channels, rows, columns = trained.image_shape
+        facts["latents"] = f"{rows}x{columns} and {channels} channels, of the autoencoder {autoencoder.name}"
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
     if spec is not None:
-        facts["data"] = f"{spec.data.source}, {shape}"
+        facts["data"] = f"{spec.data.source}, {images}"
         facts["images seen"] = f"{trained.images_seen:,}, {spec.train.batch_images} per step"
     if "train/loss" in losses:
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
@@ -359,7 +409,8 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     return Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         front=yaml.safe_dump(front, sort_keys=False),
         title=spec.name if spec else Path(trained.origin).resolve().name,
-        shape=shape,
+        images=images,
+        shape=trained.image_shape,
         picture=picture,
         facts=facts,
         classes=classes,
@@ -368,8 +419,8 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         continuous=continuous,
         pipeline="DDPMPipeline" if autoencoder is None else "LDMPipeline",
         steps=EDM_STEPS if continuous else diffusion.timesteps,
-        channels=channels,
-        size=size,
+        conditions=trained.interface.condition_channels,
+        told_level=trained.interface.told_level,
         # This scheduler has no clipping, but its thresholding with the bound 1 has the same effect.
         clipping=", thresholding=True" if trained.sampler.clip == "static" else "",
     )

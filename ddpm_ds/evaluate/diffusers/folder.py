@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddpm_ds.config.spec import DiffusionSpec
+from ddpm_ds.config.spec import DataSpec, DiffusionSpec
+from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.scheduler import process_from_scheduler
@@ -30,8 +32,39 @@ from ddpm_ds.unet.model import parameter_shapes
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
+FIELDS = "fields.json"
+"""File of an export with what its images and conditions are, which diffusers does not read."""
 AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
+
+
+class FieldsFile(BaseModel):
+    """Content of ``fields.json`` of an export: what its U-Net draws and is given, for sampling by ddpm_ds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: DataSpec
+    """The run's, without paths."""
+    facts: FieldFacts | None
+
+    @classmethod
+    def of(cls, data: DataSpec, facts: FieldFacts | None) -> FieldsFile | None:
+        """Return what an export keeps of a run's data; None if it is pictures or latents without a condition."""
+        if data.condition is None and not data.are_fields:
+            return None
+        keys = (
+            "source",
+            "image_size",
+            "crop_from",
+            "channels",
+            "values",
+            "normalise",
+            "variables",
+            "mask",
+            "condition",
+        )
+        kept = data.model_dump(mode="json", include=set(keys), exclude={"condition": {"path"}})
+        return cls(data=DataSpec.model_validate(kept), facts=facts)
 
 
 class DiffusersFolder:
@@ -54,9 +87,9 @@ class DiffusersFolder:
             found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
         except ValueError as error:
             raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
-        self.unet, self.image_channels, self.image_size = found
-        self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
-        self.class_rows: int | None = config.get("num_class_embeds")
+        self.unet, self.interface = found
+        self.layers = unet_layers(self.unet, self.interface)
+        self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
         """Number of rows of the class embedding."""
         files = [model / name for name in WEIGHTS if (model / name).is_file()]
         if not files:
@@ -77,12 +110,23 @@ class DiffusersFolder:
         path = self.path / AUTOENCODER_FOLDER
         if path.is_dir():
             return Autoencoder.open(path)
-        if self.image_channels not in (1, 3):
+        if self.interface.channels not in (1, 3) and not (self.path / FIELDS).is_file():
             raise CheckpointError(
-                f"{self.path} draws images of {self.image_channels} channels, which are latents, and holds no "
+                f"{self.path} draws images of {self.interface.channels} channels, which are latents, and holds no "
                 f"autoencoder; add it as {AUTOENCODER_FOLDER}/{CONFIG} with its weights"
             )
         return None
+
+    def fields(self) -> FieldsFile | None:
+        """Return what the export of a conditional U-Net, or of one of fields, says of them; None if it says nothing."""
+        if not (self.path / FIELDS).is_file():
+            return None
+        try:
+            return FieldsFile.model_validate(_read_json(self.path / FIELDS), strict=False)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
     @property
     def has_schedule(self) -> bool:

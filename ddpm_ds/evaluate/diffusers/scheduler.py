@@ -2,8 +2,6 @@
 scheduler: ``DDPMScheduler`` or, for EDM, ``EDMEulerScheduler``. Does not need diffusers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -6,8 +6,6 @@ separate q, k and v, counts decoder levels from the deepest, and stores convolut
 of (out, k, k, in).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,8 @@ from ddpm_ds.config.spec import (
     Channels,
     Classes,
     Fraction,
-    LatentChannels,
+    ImageChannels,
+    Interface,
     Pixels,
     Small,
     Timesteps,
@@ -34,7 +33,7 @@ from ddpm_ds.evaluate.diffusers.scheduler import Arguments, refused
 from ddpm_ds.unet.layers import AttentionLayer, BlockLayer, EmbedLayer, InputLayer, Layer, OutputLayer
 
 
-def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) -> dict[str, Any]:
+def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
     """Return the arguments of the ``UNet2DModel`` that equals the U-Net of a spec.
 
     Raises:
@@ -46,11 +45,23 @@ def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) ->
             f"unet.sinusoid_shift = 1 with a first width of {widths[0]}: diffusers divides by zero in its sinusoidal "
             f"embedding; only a U-Net of sinusoid_shift 0 or a first width of 4 and more can be held"
         )
-    attends = [image_size >> level in unet.attention_resolutions for level in range(len(widths))]
+    if interface.numbers:
+        raise ValueError(
+            "data.condition tells the U-Net a vector (data.condition.vector, or the flag of data.condition.drop), and "
+            "a UNet2DModel takes none"
+        )
+    if interface.told_level and unet.classes is not None:
+        raise ValueError(
+            f"unet.classes = {unet.classes} and data.condition.noise are both told to the U-Net, and a UNet2DModel is "
+            "told one of them"
+        )
+    attended = unet.attended_levels(interface.size)
+    attends = [level in attended for level in range(len(widths))]
+    height, width = interface.size
     return {
-        "sample_size": image_size,
-        "in_channels": image_channels,
-        "out_channels": image_channels,
+        "sample_size": height if height == width else (height, width),
+        "in_channels": interface.channels + interface.condition_channels,
+        "out_channels": interface.channels,
         "block_out_channels": widths,
         "layers_per_block": unet.blocks_per_level,
         "down_block_types": tuple("AttnDownBlock2D" if yes else "DownBlock2D" for yes in attends),
@@ -69,6 +80,7 @@ def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) ->
         "downsample_padding": 1 if unet.downsample_padding == "symmetric" else 0,
         # The row after the last class is "no label".
         "num_class_embeds": None if unet.classes is None else unet.classes + 1,
+        **({"class_embed_type": "timestep"} if interface.told_level else {}),
     }
 
 
@@ -81,8 +93,8 @@ class _UnetArguments(Arguments):
     class_names: ClassVar[tuple[str, ...]] = ("UNet2DModel",)
 
     sample_size: Pixels | tuple[Pixels, Pixels] | None = None
-    in_channels: LatentChannels = 3
-    out_channels: Channels = 3
+    in_channels: Channels = 3
+    out_channels: ImageChannels = 3
     center_input_sample: Literal[False] = False
     time_embedding_type: Literal["positional"] = "positional"
     time_embedding_dim: Channels | None = None
@@ -108,7 +120,7 @@ class _UnetArguments(Arguments):
     norm_eps: Small = 1e-5
     resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
     add_attention: bool = True
-    class_embed_type: None = None
+    class_embed_type: Literal["timestep"] | None = None
     num_class_embeds: Classes | None = None
     num_train_timesteps: Timesteps | None = None
     """Number of timesteps; has no effect on a positional embedding."""
@@ -120,9 +132,9 @@ AVERAGE = {"decay", "inv_gamma", "min_decay", "optimization_step", "power", "upd
 
 def unet_spec_from_diffusers(
     config: Mapping[str, Any], *, last_label_is_class: bool = False
-) -> tuple[UnetSpec, int, int]:
-    """Return the U-Net that equals a ``UNet2DModel``, its image channels and its image size. Missing keys take its
-    defaults.
+) -> tuple[UnetSpec, Interface]:
+    """Return the U-Net that equals a ``UNet2DModel``, and what it takes and predicts: input channels beyond those of
+    the output are a condition, and a timestep as its class is the noise level of that. Missing keys take its defaults.
 
     The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
     ``last_label_is_class``.
@@ -134,20 +146,23 @@ def unet_spec_from_diffusers(
     for key, value in (found.model_extra or {}).items():
         if value is not None and value is not False and key not in AVERAGE:
             raise refused(key, value, "no such argument of UNet2DModel is known here; only null can be read")
-    size = _image_size(found)
+    size = _size(found)
     attends = _attention(found)
     _check_widths(found, attends)
-    classes = found.num_class_embeds
+    told_level = found.class_embed_type is not None
+    classes = None if told_level else found.num_class_embeds  # which has no effect beside it
     if classes is not None and not last_label_is_class:
         if classes == 1:
             raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
         classes -= 1
     channels = math.gcd(*found.block_out_channels)
+    attended, square = tuple(level for level, yes in enumerate(attends) if yes), size[0] == size[1]
     spec = UnetSpec(
         channels=channels,
         multipliers=tuple(width // channels for width in found.block_out_channels),
         blocks_per_level=found.layers_per_block,
-        attention_resolutions=tuple(size >> level for level, yes in enumerate(attends) if yes),
+        attention_resolutions=tuple(size[0] >> level for level in attended) if square else (),
+        attention_levels=() if square else attended,
         middle_attention=found.add_attention,
         head_channels=found.attention_head_dim,
         norm_groups=found.norm_num_groups,
@@ -164,18 +179,20 @@ def unet_spec_from_diffusers(
         check_extent(spec)
     except ValueError as error:
         raise refused("layers_per_block", found.layers_per_block, str(error)) from None
-    return spec, found.in_channels, size
+    conditions = found.in_channels - found.out_channels
+    if told_level and not conditions:
+        raise refused("class_embed_type", "timestep", "ours is the noise level of a condition, and this model has none")
+    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, told_level=told_level)
 
 
-def _image_size(found: _UnetArguments) -> int:
+def _size(found: _UnetArguments) -> tuple[int, int]:
     size, levels = found.sample_size, len(found.block_out_channels)
-    if isinstance(size, tuple) and size[0] == size[1]:
-        size = size[0]
-    if not isinstance(size, int):
-        raise refused("sample_size", size, "our images are square and of one size, such as 32")
-    if size % 2 ** (levels - 1):
+    if size is None:
+        raise refused("sample_size", size, "our images are of one size, such as 32 or [32, 48]")
+    height, width = size if isinstance(size, tuple) else (size, size)
+    if height % 2 ** (levels - 1) or width % 2 ** (levels - 1):
         raise refused("sample_size", size, f"it can't be halved {levels - 1} times, as {levels} levels ask")
-    return size
+    return height, width
 
 
 def _attention(found: _UnetArguments) -> list[bool]:
@@ -192,8 +209,8 @@ def _attention(found: _UnetArguments) -> list[bool]:
 
 def _check_widths(found: _UnetArguments, attends: list[bool]) -> None:
     widths, groups, heads = found.block_out_channels, found.norm_num_groups, found.attention_head_dim
-    if found.out_channels != found.in_channels:
-        why = f"ours has the {found.in_channels} channels of the image; variances that are learned can't be expressed"
+    if found.out_channels > found.in_channels:
+        why = f"ours predicts {found.in_channels} channels at most; variances that are learned can't be expressed"
         raise refused("out_channels", found.out_channels, why)
     for width in widths:
         if width % groups:
@@ -282,6 +299,9 @@ def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, .
         case EmbedLayer():
             yield "linear1", ("time_embedding.linear_1",)
             yield "linear2", ("time_embedding.linear_2",)
+            if layer.told_level:
+                yield "level1", ("class_embedding.linear_1",)
+                yield "level2", ("class_embedding.linear_2",)
         case InputLayer():
             yield "conv", ("conv_in",)
         case OutputLayer():

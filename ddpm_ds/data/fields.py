@@ -1,0 +1,285 @@
+"""Fields of a source of named arrays on their way into the cache: read one image after the other, checked, measured.
+
+::
+
+    t2m (N, H, W), u (N, C, H, W) ──joined along the channels──▶ images     float16 or float32, or bytes as they are
+    condition, vector, mask       ──────────────────────────────▶ fields of their own, of the same image
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Literal
+
+import numpy as np
+
+from ddpm_ds.config.spec import ConditionSpec, DataSpec
+from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, StoredField
+from ddpm_ds.data.sources import FIELD_OPENERS
+from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, labelled, one_line
+from ddpm_ds.data.sources.variables import (
+    MOST_BYTES,
+    Array,
+    Arrays,
+    Rows,
+    Variable,
+    channel_names,
+    check_counts,
+    condition_of,
+    constants_of,
+    images_of,
+    mask_of,
+    open_arrays_of,
+    positions,
+    vector_of,
+)
+from ddpm_ds.data.statistics import Moments, merged, moments_of
+from ddpm_ds.data.writing import Chunk
+from ddpm_ds.errors import DataError
+
+CONDITION, MASK, VECTOR = "condition", "mask", "vector"
+Values = Literal["uint8", "float16", "float32"]
+TOGETHER_BYTES = 2**22
+"""Bytes of the images in a chunk, at least one image."""
+SAMPLED_BYTES, MOST_SAMPLED = 2**25, 16
+"""Maximum bytes, and images, by which a source is recognised, at least one image."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A field, and the arrays that are joined to it along the channels."""
+
+    arrays: Arrays
+    variables: Sequence[Variable]
+    stored: StoredField
+
+
+@dataclass(frozen=True)
+class FieldSource:
+    """Opened source of N images with their other fields."""
+
+    parts: Mapping[str, Part]
+    """Fields by name, images first; a mask that is made of values that are NaN is not among them."""
+    fields: Mapping[str, StoredField]
+    """All fields that are stored."""
+    nan: bool
+    """Whether values that are NaN are masked, instead of refused."""
+    constants: Array | None
+    coordinates: tuple[Coordinate, ...]
+    classes: tuple[str, ...]
+    labels: Labels = field(repr=False)
+
+    def chunks(self, numbers: range) -> Iterator[Chunk]:
+        """Yield a range of images in chunks; raises DataError for a value that can't be stored."""
+        rows = {
+            name: [Rows(variable, MOST_BYTES // len(part.variables)) for variable in part.variables]
+            for name, part in self.parts.items()
+        }
+        together = max(1, TOGETHER_BYTES // sum(stored.nbytes for stored in self.fields.values()))
+        parts = (numbers[first : first + together] for first in range(0, len(numbers), together))
+        return (self._chunk(rows, part) for part in parts)
+
+    @property
+    def content(self) -> str:
+        """Hash of the arrays' names and shapes, of the labels and of some images."""
+        known = [
+            (name, each.name, each.shape, str(each.dtype))
+            for name, part in self.parts.items()
+            for each in part.variables
+        ]
+        digest = sha256(repr(known).encode() + self.labels.tobytes())
+        image_bytes = sum(each.image_bytes for part in self.parts.values() for each in part.variables)
+        count = min(len(self.labels), MOST_SAMPLED, max(1, SAMPLED_BYTES // image_bytes))
+        for i in np.linspace(0, len(self.labels) - 1, count).astype(int).tolist():
+            for part in self.parts.values():
+                for variable in part.variables:
+                    with suppress(*BROKEN):  # its preparation reports it
+                        digest.update(np.ascontiguousarray(variable.read(slice(i, i + 1))).tobytes())
+        return digest.hexdigest()
+
+    def _chunk(self, rows: Mapping[str, Sequence[Rows]], numbers: range) -> Chunk:
+        images: dict[str, list[memoryview]] = {name: [] for name in self.fields}
+        moments: dict[str, list[Moments]] = {}
+        labels, skipped = list[int](), list[tuple[str, str]]()
+        for i in numbers:
+            try:
+                found = {
+                    name: joined(self.parts[name].stored, each, i) if name != MASK else np.asarray(each[0][i])
+                    for name, each in rows.items()
+                }
+            except BROKEN as error:
+                skipped.append((f"image {i}", one_line(error)))
+                continue
+            self._mask(found, i)
+            for name, values in found.items():
+                images[name].append(values.data)
+                if name != MASK:
+                    measured = moments_of(values, masked=self._masks(name))
+                    if not np.isfinite(measured).all():
+                        raise self._unfit(name, rows[name], i)
+                    moments.setdefault(name, []).append(measured)
+            labels.append(int(self.labels[i]))
+        others = {name: found for name, found in images.items() if name != IMAGES}
+        kept = {name: merged(np.stack(parts)) for name, parts in moments.items() if name != VECTOR}
+        return Chunk(images[IMAGES], labels, skipped, others, kept)
+
+    def _masks(self, name: str) -> bool:
+        """Whether values of a field that are NaN are masked."""
+        return (name == IMAGES and MASK in self.fields) or (name in (IMAGES, CONDITION) and self.nan)
+
+    def _mask(self, found: dict[str, Array], i: int) -> None:
+        """Make the mask of image ``i``, uint8, and put NaN where it is 0 in images of floats."""
+        images = found[IMAGES]
+        if self.nan:
+            found[MASK] = (~np.isnan(images)).astype(np.uint8)
+        elif MASK in found:
+            mask = found[MASK]
+            if not np.isin(mask, (0, 1)).all():
+                (variable,), arrays = self.parts[MASK].variables, self.parts[MASK].arrays
+                raise DataError(f"data.mask: {variable.name} of {arrays} has other values than 0 and 1 in image {i}")
+            mask = found[MASK] = mask.astype(np.uint8).reshape(self.fields[MASK].shape)
+            if images.dtype.kind == "f" and not mask.all():
+                found[IMAGES] = np.where(mask, images, images.dtype.type(np.nan))
+
+    def _unfit(self, name: str, rows: Sequence[Rows], i: int) -> DataError:
+        """Return the error for a value of image ``i`` that is not finite, or not once it is stored."""
+        part, before = self.parts[name], 0
+        for row in rows:
+            raw = np.asarray(row[i]).reshape(row.variable.channels, -1)
+            bad = ~np.isfinite(_converted(raw, part.stored)) & ~(np.isnan(raw) if self._masks(name) else False)
+            if bad.any():
+                channel, place = np.unravel_index(bad.argmax(), bad.shape)
+                value = float(raw[channel, place])
+                where = f"{row.variable.name} of {part.arrays} has {{}} in image {i}, channel {before + channel}"
+                if math.isnan(value):
+                    fix = "leave out such images" if name == VECTOR else "--set data.mask=nan masks such values"
+                    return DataError(f"{where.format('NaN')}; {fix}")
+                if math.isinf(value):
+                    return DataError(f"{where.format('infinity')}; replace it")
+                kind = part.stored.values
+                fix = "--set data.values=float32" if kind == "float16" else "scale it down"
+                limit = float(np.finfo(kind).max)
+                return DataError(f"{where.format(f'{value:g}')}, and {kind} ends at {limit:g}; {fix}")
+            before += row.variable.channels
+        raise AssertionError("the file has changed while it was read")
+
+
+def open_fields(spec: DataSpec) -> FieldSource:
+    """Open the arrays that ``spec`` names and check them against it, reading none but constants and labels.
+
+    Raises:
+        DataError: an array is missing, or of another size, number or kind; the line names it, the file and the fix.
+    """
+    opener, asked = FIELD_OPENERS[spec.source], spec.condition or ConditionSpec()
+    main = open_arrays_of(spec, opener)
+    beside = main if asked.path is None else open_arrays_of(spec, opener, condition=True)
+    images, mask = images_of(spec, main), mask_of(spec, main)
+    parts = {IMAGES: _part(main, images, spec.values if spec.values != "bytes" else "uint8")}
+    if asked.kind == "stored":
+        found = condition_of(spec, asked, beside)
+        if spec.values != "bytes":
+            values: Values = spec.values
+        else:
+            values = "uint8" if all(variable.dtype == np.uint8 for variable in found) else "float32"
+        parts[CONDITION] = _part(beside, found, values)
+    if asked.vector:
+        found = vector_of(spec, asked, beside)
+        parts[VECTOR] = Part(beside, found, StoredField(shape=(asked.vector_size,), values="float32"))
+    count = check_counts([(part.arrays, part.variables) for part in parts.values()])
+    if mask is not None:
+        parts[MASK] = _part(main, [_for_each(main, mask, count)], "uint8")
+        check_counts([(main, images), (main, parts[MASK].variables)])
+    fields = {name: part.stored for name, part in parts.items()}
+    if spec.mask == "nan":
+        fields[MASK] = StoredField(shape=spec.stored_shape, values="uint8")
+    constants = constants_of(spec, asked, beside)
+    return FieldSource(
+        parts, fields, spec.mask == "nan", constants, _coordinates(images[0], main), *_labels(main, count)
+    )
+
+
+def _part(arrays: Arrays, variables: Sequence[Variable], values: Values) -> Part:
+    """Return the part of arrays (N, H, W) or (N, C, H, W)."""
+    names = channel_names(variables, arrays)
+    stored = StoredField(shape=(len(names), *variables[0].shape[-2:]), values=values, channels=names)
+    return Part(arrays, variables, stored)
+
+
+def _for_each(arrays: Arrays, mask: Variable, count: int) -> Variable:
+    """Return a mask (H, W) as one of each of ``count`` images; others as they are."""
+    if len(mask.shape) != 2:
+        return mask
+    values, whole = arrays.whole(mask), (count, *mask.shape)
+    return replace(mask, shape=whole, read=lambda part: np.broadcast_to(values, whole)[part], chunks=None)
+
+
+def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
+    """Return a field of image ``i``, of the type that is stored."""
+    if len(rows) == 1:
+        return _converted(rows[0][i].reshape(stored.shape), stored)
+    found, first = np.empty(stored.shape, stored.dtype), 0
+    for row in rows:
+        last = first + row.variable.channels
+        found[first:last] = _converted(row[i].reshape(-1, *stored.shape[1:]), stored)
+        first = last
+    return found
+
+
+def _converted(values: Array, stored: StoredField) -> Array:
+    """Return values of the type that is stored, without a copy if they are already; those beyond it are infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.ascontiguousarray(values, stored.dtype)
+
+
+def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
+    """Return what the file says of the dimensions of its images."""
+    found = list[Coordinate]()
+    axes: tuple[tuple[Literal["image", "height", "width"], int], ...] = (("image", 0), ("height", -2), ("width", -1))
+    for along, axis in axes:
+        if variable.dimensions and (name := variable.dimensions[axis]):
+            values = positions(variable, axis, arrays)
+            units = arrays.found[name].units if values else ""
+            found.append(Coordinate(along=along, name=name, values=values, units=units))
+    return tuple(found)
+
+
+def _labels(arrays: Arrays, count: int) -> tuple[tuple[str, ...], Labels]:
+    """Return classes and labels: whole numbers (N,) named labels or arr_1, else one class."""
+    found = next((arrays.found[name] for name in ("labels", "arr_1") if name in arrays.found), None)
+    if found is None or found.shape != (count,) or found.dtype.kind not in "iu":
+        return labelled(np.full(count, UNLABELLED))
+    labels = arrays.whole(found).astype(np.int64)
+    if not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
+        raise DataError(f"{found.name} of {arrays} has labels from {labels.min()} to {labels.max()}; number from 0")
+    return labelled(labels)
+
+
+def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
+    """Check the fields of a cache against the spec; raises DataError for those that can't be normalised as it says, and
+    for a condition of another number of channels.
+    """
+    asked = spec.condition or ConditionSpec()
+    counted = {
+        "data.condition.channels": (asked.channels, meta.fields.get(CONDITION)),
+        "data.condition.constant_channels": (asked.constant_channels, meta.constants),
+        "data.condition.vector_size": (asked.vector_size, meta.fields.get(VECTOR)),
+    }
+    for key, (count, stored) in counted.items():
+        if stored is not None and stored.shape[0] != count:
+            raise DataError(f"{key} = {count}, but {stored.shape[0]} are prepared; --set {key}={stored.shape[0]}")
+    ways = {IMAGES: ("data.normalise", spec.normalise), CONDITION: ("data.condition.normalise", asked.normalise)}
+    for name, (key, way) in ways.items():
+        if way is None or (found := meta.statistics.get(name)) is None:
+            continue
+        for channel, (low, high) in enumerate(zip(found.low, found.high, strict=True)):
+            if low == high:
+                names = meta.field(name).channels
+                called = f" ({names[channel]})" if names else ""
+                raise DataError(
+                    f"{key} = {way}, but channel {channel}{called} of the {name} is {low:g} everywhere; leave it out, "
+                    f"or --set {key}=null"
+                )

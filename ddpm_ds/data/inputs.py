@@ -1,0 +1,213 @@
+"""Conditions in a file or folder of a user, for which images are drawn, read as the sources of a run read theirs."""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from ddpm_ds.config.spec import ConditionSpec, DataSpec
+from ddpm_ds.data.cache import IMAGES, FieldFacts, StoredField
+from ddpm_ds.data.decoding import decode
+from ddpm_ds.data.fields import CONDITION, VECTOR, joined
+from ddpm_ds.data.prepare import looks_of
+from ddpm_ds.data.sources import FIELD_OPENERS, open_source
+from ddpm_ds.data.sources.base import BROKEN, Names, Source, one_line
+from ddpm_ds.data.sources.files import FolderSource
+from ddpm_ds.data.sources.variables import MOST_BYTES, Arrays, Rows, Variable, check_counts, open_at
+from ddpm_ds.errors import DataError, SpecError
+
+Values = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
+OPTION = "--conditions"
+HOLE = "hole"
+"""Field of the pixels that are cut out of pictures, if they are given."""
+SOURCES = {
+    **dict.fromkeys((".npy", ".npz"), "arrays"),
+    **dict.fromkeys((".h5", ".hdf5", ".he5"), "hdf5"),
+    **dict.fromkeys((".nc", ".nc4"), "netcdf"),
+    ".zarr": "zarr",
+    ".zip": "zip",
+    ".tar": "webdataset",
+}
+"""Sources by the suffix of a path; another one is of the run's own source, or a folder of pictures."""
+
+
+class Reading:
+    """A field that is read by a function of positions (n,)."""
+
+    def __init__(self, read: Callable[[Indices], Values]) -> None:
+        self.read = read
+
+
+@dataclass(frozen=True)
+class GivenInputs:
+    """Opened conditions."""
+
+    count: int
+    key: str
+    """Changes whenever the files do."""
+    fields: Mapping[str, Reading]
+    """Fields of which conditions are made."""
+    truths: Callable[[Indices], Values | None]
+    """Function that returns the true images (n, C, H, W) at positions (n,), None if they are not known."""
+
+
+def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenInputs:
+    """Open what images of a run on ``data`` are to be drawn for; ``facts`` are those of its fields.
+
+    Raises:
+        DataError: it can't be read, or is of another size, number or kind than the run learned.
+    """
+    if not path.exists():
+        raise DataError(f"{OPTION} {path} does not exist; name a file or folder, or held-out")
+    key = f"{path.absolute()} {sorted(looks_of(path).items())}"
+    if facts is not None:
+        return _arrays(data, facts, path, key)
+    return _pictures(data, path, key)
+
+
+def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInputs:
+    source = SOURCES.get(path.suffix.lower(), data.source)
+    if source not in FIELD_OPENERS:
+        raise DataError(f"{OPTION} {path} is of pictures, and the run learned named arrays; name a file of such")
+    source = "netcdf" if source == "zarr" and data.source == "netcdf" else source
+    arrays = open_at(OPTION, path, data.model_copy(update={"source": source}), FIELD_OPENERS[source])
+    condition = data.condition or ConditionSpec()
+    parts: dict[str, list[Variable]] = {}
+    if condition.kind == "stored":
+        parts[CONDITION] = _named(arrays, "data.condition.variables", condition.variables, ("condition",))
+    elif condition.kind is not None:
+        parts[IMAGES] = _named(arrays, "data.variables", data.variables, ("images", "image", "arr_0"))
+    if condition.vector:
+        parts[VECTOR] = arrays.named("data.condition.vector", condition.vector)
+    names = data.variables or next(((name,) for name in ("images", "image", "arr_0") if name in arrays.found), ())
+    if condition.kind == "stored" and len(arrays.found) > 1 and names and all(name in arrays.found for name in names):
+        parts.setdefault(IMAGES, arrays.named("data.variables", names))
+    count = check_counts([(arrays, variables) for variables in parts.values()])
+    readers = {name: _reader(arrays, variables, name, facts, data) for name, variables in parts.items()}
+    images = readers.get(IMAGES)
+    if condition.kind == "stored":
+        readers.pop(IMAGES, None)
+    return GivenInputs(count, key, readers, lambda positions: None if images is None else images.read(positions))
+
+
+def _named(arrays: Arrays, key: str, names: tuple[str, ...], usual: tuple[str, ...]) -> list[Variable]:
+    """Return the arrays of these names; a file of a single array needs none, and one without names has a usual one."""
+    if len(arrays.found) == 1 and len(names) <= 1:
+        return [*arrays.found.values()]
+    names = names or next(((name,) for name in usual if name in arrays.found), usual[:1])
+    return arrays.named(key, names)
+
+
+def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFacts, data: DataSpec) -> Reading:
+    """Return what reads a field from its arrays, which must be as the run learned them."""
+    stored = facts.fields[name]
+    channels = sum(variable.channels for variable in variables)
+    shapes = {(channels, *variable.shape[2 if len(variable.shape) in (2, 4) else 1 :]) for variable in variables}
+    said = ", ".join(variable.name for variable in variables)
+    if shapes != {stored.shape}:
+        there, learned = ("x".join(map(str, shape)) for shape in (sorted(shapes)[0], stored.shape))
+        raise DataError(f"{OPTION} {arrays.path}: {said} is {there} for each image, and the run learned {learned}")
+    for variable in variables:
+        kinds = "u" if stored.values == "uint8" else "fiub"
+        if variable.fault or variable.dtype.kind not in kinds:
+            reason = variable.fault or f"holds {variable.dtype}, and the run learned {stored.values}"
+            raise DataError(f"{OPTION} {arrays.path}: {variable.name} {reason}")
+    rows = [Rows(variable, MOST_BYTES // len(variables)) for variable in variables]
+    means = facts.statistics[name].mean if data.mask == "nan" and name in facts.statistics else None
+
+    def read(positions: Indices) -> Values:
+        found = np.stack([_row(arrays, stored, rows, said, i) for i in positions.tolist()])
+        if means is not None:
+            found = np.where(np.isnan(found), np.array(means, found.dtype)[:, None, None], found)
+        if not np.isfinite(found).all():
+            image = positions[int(np.isfinite(found).reshape(len(found), -1).all(axis=1).argmin())]
+            raise DataError(f"{OPTION} {arrays.path}: {said} is not finite in input {image}; replace such values")
+        return found
+
+    return Reading(read)
+
+
+def _row(arrays: Arrays, stored: StoredField, rows: list[Rows], said: str, i: int) -> Values:
+    try:
+        return joined(stored, rows, i)
+    except BROKEN as error:
+        raise DataError(f"{OPTION} {arrays.path}: {said} can't be read at input {i} ({one_line(error)})") from error
+
+
+def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
+    """Open pictures of which conditions are made: whole ones or, to be enlarged, small ones."""
+    condition = data.condition or ConditionSpec()
+    factor = condition.factor if condition.kind == "reduced" else 1
+    small = (data.size[0] // factor, data.size[1] // factor)
+    source = _source(data, path)
+
+    def read_one(i: int) -> tuple[Values, bool]:
+        """Return pixels (C, H, W) and whether they are the true image."""
+        try:
+            content = source.read(i)
+            size = _size_of(content)
+            if factor > 1 and size == small:
+                pixels = decode(content, small, data.channels).transpose(2, 0, 1)
+                return pixels.repeat(factor, axis=1).repeat(factor, axis=2), False  # reduced to the small one again
+            pixels = decode(content, data.size, data.channels).transpose(2, 0, 1)
+        except Exception as error:  # a decoder may raise anything on broken bytes
+            raise DataError(f"{OPTION} {path}: {source.name(i)} can't be read ({one_line(error)})") from error
+        return pixels, condition.kind != "grey" or bool((pixels != pixels[:1]).any())
+
+    def read(positions: Indices) -> Values:
+        return np.stack([read_one(i)[0] for i in positions.tolist()])
+
+    holes = _holes(data, path, len(source.labels)) if condition.kind == "cut_out" else None
+
+    def truths(positions: Indices) -> Values | None:
+        found = [read_one(i) for i in positions.tolist()]
+        return np.stack([pixels for pixels, _ in found]) if holes is None and all(known for _, known in found) else None
+
+    fields = {IMAGES: Reading(read)}
+    if holes is not None:
+        fields[HOLE] = Reading(holes)
+    return GivenInputs(len(source.labels), key, fields, truths)
+
+
+def _source(data: DataSpec, path: Path) -> Source:
+    kind = SOURCES.get(path.suffix.lower(), "folder" if path.is_dir() else "")
+    if kind in ("hdf5", "netcdf", "zarr"):
+        raise DataError(f"{OPTION} {path} is of fields, and the run learned pictures; name a folder of pictures")
+    if not kind:
+        return FolderSource((".",), np.zeros(1, np.int64), path.parent, Names([path.name]))
+    try:
+        return open_source(data.model_copy(update={"source": kind, "path": path, "name": None}))
+    except (DataError, SpecError) as error:
+        raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
+
+
+def _size_of(content: bytes | Values) -> tuple[int, int]:
+    """Return height and width of an image file or of pixels (H, W) or (H, W, C)."""
+    if not isinstance(content, bytes):
+        return content.shape[0], content.shape[1]
+    with Image.open(io.BytesIO(content)) as image:
+        return image.height, image.width
+
+
+def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values] | None:
+    """Return what reads the array ``mask`` beside images in a ``.npz``, (H, W) or (N, H, W), 1 where pixels are cut
+    out; None if there is none.
+    """
+    if path.suffix.lower() != ".npz":
+        return None
+    found = open_at(OPTION, path, data, FIELD_OPENERS["arrays"]).found.get("mask")
+    if found is None:
+        return None
+    mask = np.asarray(found.read(slice(None)))
+    if mask.shape not in (data.size, (count, *data.size)) or not np.isin(mask, (0, 1)).all():
+        raise DataError(
+            f"{OPTION} {path}: mask should be 0 or 1, {data.size} or {(count, *data.size)}, not {mask.shape}"
+        )
+    whole = np.broadcast_to(mask.astype(bool), (count, *data.size))
+    return lambda positions: whole[positions][:, None]

@@ -1,0 +1,76 @@
+"""Statistics of a field by channel: count, mean, variance, smallest and largest value, gathered in parts and merged.
+
+Sums are in float64 and around the mean of each part, so that values near 1e6 with a variance of 1e-4 are right. Source:
+Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance".
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+BLOCK_VALUES = 2**17
+"""Values that are widened to float64 together: a processor's cache holds them."""
+
+Numbers: TypeAlias = "tuple[float, ...]"
+Moments: TypeAlias = "npt.NDArray[np.float64]"
+"""Count, mean, sum of squared distances from the mean, smallest and largest value of each channel, (5, C); zeros where
+a channel has no value."""
+
+
+class Statistics(BaseModel):
+    """Statistics of all values of a field that are not masked, one number for each channel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    mean: Numbers
+    std: Numbers
+    """Standard deviation of these values themselves: the mean squared distance is divided by their count."""
+    low: Numbers
+    high: Numbers
+
+    @classmethod
+    def of(cls, moments: Moments) -> Statistics:
+        """Return the statistics of values with these moments."""
+        count, mean, squares, low, high = moments
+        std = np.sqrt(squares / np.maximum(count, 1.0))
+        return cls(
+            **{name: tuple(row.tolist()) for name, row in zip(cls.model_fields, (mean, std, low, high), strict=True)}
+        )
+
+
+def moments_of(values: npt.NDArray[Any], masked: bool = False) -> Moments:
+    """Return the moments of values (C, ...), of which NaN are left out if they are ``masked``.
+
+    The mean of a channel is not finite if one of its values is not.
+    """
+    return np.stack([_channel(channel.reshape(-1), masked) for channel in values], axis=1)
+
+
+def merged(parts: npt.NDArray[np.float64]) -> Moments:
+    """Return the moments of all values together of parts with moments (parts, 5, C)."""
+    count, mean, squares, low, high = parts.swapaxes(0, 1)  # (parts, C) each
+    total = count.sum(0)
+    centre = (count / np.maximum(total, 1.0) * mean).sum(0)
+    squares = (squares + count * (mean - centre) ** 2).sum(0)
+    low, high = np.where(count, low, np.inf).min(0), np.where(count, high, -np.inf).max(0)
+    return np.stack([total, centre, squares, np.where(total, low, 0.0), np.where(total, high, 0.0)])
+
+
+def _channel(values: npt.NDArray[Any], masked: bool) -> npt.NDArray[np.float64]:
+    """Return the moments (5,) of values (n,)."""
+    if masked:
+        values = values[~np.isnan(values)]
+    blocks = [values[first : first + BLOCK_VALUES] for first in range(0, len(values), BLOCK_VALUES)]
+    found = np.array([_block(block.astype(np.float64)) for block in blocks]).reshape(-1, 5, 1)
+    return found[0, :, 0] if len(found) == 1 else merged(found)[:, 0] if len(found) else np.zeros(5)
+
+
+def _block(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, float]:
+    low, high, mean = float(values.min()), float(values.max()), float(values.mean())
+    if np.isfinite(mean):
+        values -= mean
+    return len(values), mean, float(np.square(values, out=values).sum()), low, high

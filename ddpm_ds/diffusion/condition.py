@@ -1,0 +1,348 @@
+"""What a U-Net is given beside x_t, t and labels: a condition's channels, its noise level, and a vector.
+
+All of it is made on the device from stored values, by the stage that makes x_t, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ddpm_ds.config.spec import ConditionSpec, DataSpec, Normalise
+from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.keyed import Draws, Stream
+
+LUMA = (0.299, 0.587, 0.114)
+"""Share of red, green and blue in a grey value (ITU-R BT.601)."""
+REST_SEED = 0
+"""Seed of what is cut out of held-out images and of those that images are drawn for, independent of the run's."""
+TOLD_LEVEL = 1000.0
+"""Number by which the U-Net is told the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Scale of stored values: ``shift`` is subtracted, then they are divided by ``size``.
+
+    If these are no tensors, bytes go to [-1, 1] and floats keep their values.
+    """
+
+    shift: Tensor | float = 0.0
+    """(C, 1, 1) float32 on the device, or a number: 127.5 for bytes, 0 for floats."""
+    size: Tensor | float = 1.0
+
+    @classmethod
+    def of(
+        cls, normalise: Normalise, statistics: Statistics | None, device: torch.device | str, *, pictures: bool = False
+    ) -> Scale:
+        """Return the scale of a data set: that of bytes for ``pictures``, else by ``normalise``; null keeps values."""
+        if pictures:
+            return cls(127.5, 127.5)
+        if normalise is None:
+            return cls()
+        assert statistics is not None, "a cache of normalised fields has them"
+        mean, std, low, high = (
+            torch.tensor(numbers, dtype=torch.float64)[:, None, None]
+            for numbers in (statistics.mean, statistics.std, statistics.low, statistics.high)
+        )
+        shift, size = (mean, std) if normalise == "statistics" else ((high + low) / 2.0, (high - low) / 2.0)
+        return cls(shift.float().to(device), size.float().to(device))
+
+    def to_unit(self, values: Tensor) -> Tensor:
+        """Return stored values (N, C, H, W) on the U-Net's scale, float32 in channels-last memory format."""
+        unit = values.to(torch.float32, memory_format=torch.channels_last)
+        if isinstance(self.shift, Tensor):
+            return (unit - self.shift) / self.size
+        # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
+        return unit if values.is_floating_point() else unit.div_(127.5).sub_(1.0)
+
+    def to_physical(self, unit: Tensor) -> Tensor:
+        """Return values (N, C, H, W) in the units in which they are stored, float32."""
+        return unit * self.size + self.shift
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Where the images of a micro-batch are cropped to ``size`` (height, width), and which of them are mirrored."""
+
+    size: tuple[int, int] | None = None
+    """None keeps them whole."""
+    place: Tensor | None = None
+    """(N,) int64, numbers of the places of the crops, row by row; None crops the centre."""
+    mirrored: Tensor | None = None
+    """(N,) bool; None mirrors none."""
+
+    def of(self, images: Tensor) -> Tensor:
+        """Return moved images, (N, C, H, W); what belongs to an image is moved with it."""
+        if self.size is not None and images.shape[2:] != self.size:
+            height, width = self.size
+            if self.place is None:
+                top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
+                images = images[:, :, top : top + height, left : left + width]
+            else:
+                columns = images.shape[3] - width + 1
+                crops = images.unfold(2, height, 1).unfold(3, width, 1)  # (N, C, rows, columns, H, W), a view
+                each = torch.arange(len(images), device=images.device)
+                images = crops[each, :, self.place // columns, self.place % columns]  # (N, C, H, W)
+        if self.mirrored is not None:
+            images = torch.where(self.mirrored[:, None, None, None], images.flip(-1), images)
+        return images
+
+    def signed(self, images: Tensor, negated: Tensor | None) -> Tensor:
+        """Return images whose ``negated`` channels, (C,) bool, change their sign where they are mirrored."""
+        if self.mirrored is None or negated is None:
+            return images
+        return torch.where((self.mirrored[:, None] & negated)[:, :, None, None], -images, images)
+
+
+class Given(NamedTuple):
+    """What the condition of a micro-batch is made of."""
+
+    stored: Tensor | None
+    """(N, c, h, w), as it is stored, or the pixels (N, 1, H, W), bool, that are cut out; None without either"""
+    vector: Tensor | None
+    """(N, K) float32 of the data"""
+    augmentation: Tensor | None
+    """(N, A) float32, how images were augmented; None means that none was"""
+    draws: Draws
+    moves: Moves
+    trained: bool
+    """Whether conditions are dropped and noised, as in training alone"""
+
+
+class Condition(NamedTuple):
+    """What a U-Net takes of the conditions of images beside x_t, t and labels."""
+
+    channels: Tensor
+    """(N, C', H, W) float32, which follow those of x_t"""
+    told: tuple[Tensor, ...]
+    """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
+        """Return a condition with changed tensors."""
+        return Condition(change(self.channels), tuple(map(change, self.told)))
+
+
+class Conditions:
+    """Makes the conditions of images.
+
+    Args:
+        data: images and their condition.
+        augmentation: size of the vector that describes an image's augmentation.
+        statistics: those of a stored condition, if it is normalised.
+        constants: (C, H, W), the same for all images, of their stored size.
+    """
+
+    def __init__(
+        self,
+        data: DataSpec,
+        augmentation: int,
+        device: torch.device,
+        *,
+        statistics: Statistics | None = None,
+        constants: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        self.spec = data.condition or ConditionSpec()
+        self._size, self._shape, self._augmentation = data.stored_size, data.shape, augmentation
+        self._numbers, self._of_pictures = data.interface.numbers, not data.are_fields
+        self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
+        self._negated = negated(data, device)[1]
+        self._luma = torch.tensor(LUMA, device=device)[:, None, None]
+        fixed = [_grid(self.spec.grid_channels, self._size)] if self.spec.grid_channels else []
+        if constants is not None:
+            fixed.insert(0, _normalised(constants, self.spec.normalise))
+        self._fixed = torch.cat(fixed)[None].to(device) if fixed else None  # (1, C, H, W)
+
+    def draws(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the words and the normal draws of each stream that the condition of an image needs in training."""
+        words: dict[int, int] = {Stream.CUT: 4} if self.spec.kind == "cut_out" else {}
+        normals: dict[int, int] = {}
+        if self.spec.drop:
+            words[Stream.CONDITION_DROP] = 1
+        if self.spec.noise:
+            words[Stream.CONDITION_LEVEL] = 1
+            normals[Stream.CONDITION_NOISE] = math.prod(self._shape) // self.spec.factor**2
+        return words, normals
+
+    def channels(self, x0: Tensor, given: Given) -> tuple[Tensor, ...]:
+        """Return ``(condition[, level][, vector])`` of clean images x0 (N, C, H, W), as far as the U-Net has them.
+
+        The condition's channels (N, C', H, W) are float32; the level (N,) and the vector (N, K) are those that
+        :class:`ddpm_ds.unet.blocks.Embed` takes. Without channels the condition has none.
+        """
+        draws, spec, level = given.draws, self.spec, None
+        parts = []
+        match spec.kind:
+            case "stored":
+                assert given.stored is not None, "the stage that makes x_t reads it"
+                parts.append(given.moves.of(self.of_stored(given.moves.signed(given.stored, self._negated))))
+            case "reduced":
+                small = F.avg_pool2d(x0, spec.factor)
+                if spec.noise:
+                    level = torch.zeros_like(x0[:, 0, 0, 0])
+                    if given.trained:
+                        level = draws.uniform(Stream.CONDITION_LEVEL)[:, 0] * spec.noise  # (N,)
+                        small = self._noised(small, level, draws.normal(Stream.CONDITION_NOISE))
+                parts.append(self._resized(small, x0.shape[2:]))
+            case "grey":
+                parts.append((x0 * self._luma).sum(dim=1, keepdim=True))
+            case "cut_out":
+                hole = self._hole(draws.uniform(Stream.CUT)) if given.stored is None else given.stored  # (N, 1, H, W)
+                parts += [x0 * ~hole, hole.float()]
+        if self._fixed is not None:
+            parts.append(given.moves.of(self._fixed.expand(len(x0), -1, -1, -1)))
+        dropped = None
+        if spec.drop:
+            dropped = torch.zeros_like(x0[:, 0, 0, 0], dtype=torch.bool)
+            if given.trained:
+                dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
+        return self.told(x0, parts, level, given.vector, given.augmentation, dropped)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the fields of which the conditions of drawn images are made."""
+        made = () if self.spec.kind is None else ("condition",) if self.spec.kind == "stored" else ("images",)
+        return (*made, "vector") if self.spec.vector_size else made
+
+    def at_rest(self, fields: Mapping[str, Tensor], index: Tensor, scale: Scale) -> Condition:
+        """Return the conditions for which images are drawn: whole, without noise, and not mirrored.
+
+        ``fields`` are those of :attr:`reads` as they are stored, on the device, and ``scale`` is that of the images.
+        Rectangles are cut out by ``index`` (N,); a field ``hole`` (N, 1, H, W), bool, cuts out these pixels instead.
+        """
+        moves = Moves(self._shape[1:])
+        x0 = torch.zeros(1, device=index.device).expand(len(index), *self._shape)
+        if "images" in fields:
+            x0 = scale.to_unit(moves.of(fields["images"]))
+        draws = Draws(REST_SEED, index, {Stream.CUT: 4})
+        stored = fields.get("hole", fields.get("condition"))
+        channels, *told = self.channels(x0, Given(stored, fields.get("vector"), None, draws, moves, trained=False))
+        return Condition(channels, tuple(told))
+
+    def shown(self, condition: Condition, scale: Scale) -> Tensor | None:
+        """Return what a picture shows of conditions, (N, c, H, W) float32 in the units in which they are stored; None
+        if they have no channels of their own. ``scale`` is that of the images.
+        """
+        if self.spec.kind is None:
+            return None
+        count = {"stored": self.spec.channels, "grey": 1}.get(self.spec.kind, self._shape[0])
+        unscaled = self.spec.kind == "stored" and (not self._of_pictures or self.spec.normalise is not None)
+        return (self._scale if unscaled else scale).to_physical(condition.channels[:, :count])
+
+    def dropped(self, condition: Condition) -> Condition | None:
+        """Return zeros and the flag in the place of conditions; None if none was dropped in training."""
+        if not self.spec.drop:
+            return None
+        zeros = condition.each(torch.zeros_like)
+        zeros.told[-1][:, -1] = 1.0
+        return zeros
+
+    def told(
+        self,
+        x0: Tensor,
+        parts: list[Tensor],
+        level: Tensor | None,
+        vector: Tensor | None,
+        augmentation: Tensor | None,
+        dropped: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Return ``(condition[, level][, vector])``; ``dropped`` (N,) bool replaces all of it by zeros and a flag."""
+        condition = torch.cat(parts, dim=1) if parts else x0[:, :0]
+        if dropped is not None:
+            condition = condition.masked_fill(dropped[:, None, None, None], 0.0)
+            level = None if level is None else level.masked_fill(dropped, 0.0)
+            vector = None if vector is None else vector.masked_fill(dropped[:, None], 0.0)
+        numbers = []
+        if self._augmentation and (augmentation is not None or self._numbers):
+            numbers.append(x0.new_zeros(len(x0), self._augmentation) if augmentation is None else augmentation)
+        numbers += [] if vector is None else [vector]
+        numbers += [] if dropped is None else [dropped.float()[:, None]]
+        others = [] if level is None else [TOLD_LEVEL * level]
+        others += [torch.cat(numbers, dim=1) if len(numbers) > 1 else numbers[0]] if numbers else []
+        return (condition, *others)
+
+    def of_stored(self, stored: Tensor) -> Tensor:
+        """Return a stored condition (N, c, h, w) on the U-Net's scale and of the images' stored size, float32."""
+        return self._resized(self._scale.to_unit(stored), self._size)
+
+    def _resized(self, images: Tensor, size: tuple[int, ...]) -> Tensor:
+        """Return images (N, C, h, w) of a ``size`` (height, width); only what becomes smaller is smoothed."""
+        if images.shape[2:] == size:
+            return images
+        mode = self.spec.resize
+        if mode == "nearest":
+            return F.interpolate(images, size, mode=mode)
+        smaller = images.shape[2] > size[0] or images.shape[3] > size[1]
+        return F.interpolate(images, size, mode=mode, align_corners=False, antialias=smaller)
+
+    @staticmethod
+    def _noised(images: Tensor, level: Tensor, noise: Tensor) -> Tensor:
+        """Mix noise (N, pixels) into images (N, C, h, w), which keeps the variance of images of variance 1."""
+        level = level[:, None, None, None]
+        return (1.0 - level.square()).sqrt() * images + level * noise.reshape(images.shape)
+
+    def _hole(self, drawn: Tensor) -> Tensor:
+        """Return 1 in a rectangle of each image, (N, 1, H, W) bool, from uniform draws (N, 4): its height and width,
+        then its place, uniform over all places.
+        """
+        low, high = self.spec.cut
+        inside = []
+        for axis, pixels in enumerate(self._shape[1:]):
+            extent = ((low + (high - low) * drawn[:, axis]) * pixels).round().clamp(min=1.0)  # (N,)
+            begin = (drawn[:, 2 + axis] * (pixels - extent + 1.0)).floor()
+            along = torch.arange(pixels, device=drawn.device)
+            inside.append((along >= begin[:, None]) & (along < (begin + extent)[:, None]))  # (N, pixels)
+        return (inside[0][:, :, None] & inside[1][:, None, :])[:, None]
+
+
+def negated(data: DataSpec, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
+    """Return which channels of an image, and of its stored condition, change sign in a mirrored image, bool each; None
+    if there are none.
+    """
+    condition = data.condition or ConditionSpec()
+    found = []
+    for first, count, names in (
+        (0, data.channels, data.variables),
+        (data.channels, condition.channels, condition.variables),
+    ):
+        signs = [
+            first + number in data.flips_negate or (len(names) == count and names[number] in data.flips_negate)
+            for number in range(count)
+        ]
+        found.append(torch.tensor(signs, device=device) if any(signs) else None)
+    return found[0], found[1]
+
+
+def _grid(channels: int, size: tuple[int, int]) -> Tensor:
+    """Return sinusoids of the position, (channels, H, W): sine and cosine downwards, then to the right, of 1, 2, ...
+    periods.
+    """
+    waves = []
+    for periods in range(1, channels // 4 + 1):
+        for axis, pixels in enumerate(size):
+            angle = 2.0 * math.pi * periods * (torch.arange(pixels) + 0.5) / pixels
+            waves += [wave[:, None] if axis == 0 else wave[None, :] for wave in (angle.sin(), angle.cos())]
+    return torch.stack([wave.expand(size) for wave in waves])
+
+
+def _normalised(constants: npt.NDArray[np.float32], normalise: Normalise) -> Tensor:
+    """Return constants (C, H, W) normalised like a stored condition, by the statistics over their own pixels; a channel
+    that has one value becomes 0.
+    """
+    values = torch.from_numpy(np.array(constants)).double()
+    if normalise is None:
+        return values.float()
+    low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
+    if normalise == "statistics":
+        shift, size = values.mean((1, 2), keepdim=True), values.std((1, 2), keepdim=True, correction=0)
+    else:
+        shift, size = (high + low) / 2.0, (high - low) / 2.0
+    return ((values - shift) / torch.where(high > low, size, 1.0)).float()

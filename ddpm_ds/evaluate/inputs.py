@@ -1,0 +1,216 @@
+"""What images are conditioned on, by number: the held-out images of a run, or a file or folder of conditions.
+
+Image number I of a request with K members is member I % K of input I // K.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ddpm_ds.checkpoint.manifest import read_manifest
+from ddpm_ds.config.spec import ConditionSpec, DataSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.fields import CONDITION
+from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
+from ddpm_ds.data.loader import Indices, split
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.diffusion.condition import Condition, Moves
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.evaluate.trained import Trained
+
+HELD_OUT = "held-out"
+"""Value of ``--conditions`` for the images that a run has held out."""
+
+
+class Stored(Protocol):
+    """A field of images on disk."""
+
+    def read(self, positions: Indices, /) -> npt.NDArray[Any]:
+        """Return the values (n, ...) at ``positions`` (n,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What images of ``trained`` are conditioned on; input i is what is stored at ``positions[i]``."""
+
+    trained: Trained
+    fields: Mapping[str, Stored] = field(repr=False)
+    """Fields by name: those of which conditions are made, and a mask of the true images, if they have one."""
+    positions: Indices
+    key: str
+    """Changes whenever the inputs do."""
+    truths: Callable[[Indices], npt.NDArray[Any] | None] = lambda positions: None
+    """Function that returns the true images at positions, None if they are not known."""
+    labels: Indices | None = None
+    """(inputs,) int64, if classes are known."""
+    are_residuals: bool = False
+    """Whether true images are residuals, if the U-Net draws such."""
+
+    @classmethod
+    def open(cls, conditions: Path, trained: Trained) -> Inputs:
+        """Open what ``--conditions`` names: a file or folder, or the run's held-out images."""
+        if str(conditions) == HELD_OUT and not conditions.exists():
+            return cls.held_out(trained)
+        return cls.at(conditions, trained)
+
+    @classmethod
+    def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
+        """Open the held-out images of a run, in its prepared data set or the copy of it at ``dataset``.
+
+        Raises:
+            DataError: the data set is missing, damaged, or not the one that the run has learned.
+            SpecError: the run has no condition, or has held out no image.
+        """
+        data = _conditioned(trained)
+        if trained.spec is None:
+            raise SpecError(f"--conditions {HELD_OUT}: {trained.origin} is an export; name a file or folder")
+        if not data.held_out_images:
+            raise SpecError(
+                f"--conditions {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
+                "file or folder"
+            )
+        learned = read_manifest(Path(trained.origin)).data_sha256
+        store = prepare(data, True, learned=learned) if dataset is None else DatasetCache.open(dataset, progress=True)
+        if store.meta.sha256 != learned:
+            raise DataError(f"{store.path} holds other images than those that {trained.origin} learned; use theirs")
+        _, positions = split(len(store), data.held_out_images, data.held_out)
+        key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
+        labels = None if trained.unet_spec.classes is None else store.labels[positions]
+        return cls(trained, store.fields, positions, key, store.images.read, labels, are_residuals=True)
+
+    @classmethod
+    def at(cls, path: Path, trained: Trained) -> Inputs:
+        """Open the conditions in a file or folder, of the kind that the run learned.
+
+        Raises:
+            DataError: it can't be read, or is of another size, number or kind than the run learned.
+            SpecError: the run has no condition.
+        """
+        found = open_inputs(_conditioned(trained), trained.facts, path)
+        key = hashlib.sha256(found.key.encode()).hexdigest()
+        return cls(trained, found.fields, np.arange(found.count), key, found.truths)
+
+    @classmethod
+    def of_states(cls, trained: Trained, states: Tensor) -> Inputs:
+        """Return inputs that are drawn images themselves, (n, C, H, W) in physical units."""
+        return cls(
+            trained, {CONDITION: Reading(lambda positions: states.numpy()[positions])}, np.arange(len(states)), ""
+        )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the true image of the first input is known."""
+        return self.truths(self.positions[:1]) is not None
+
+    def condition(self, numbers: Sequence[int], device: torch.device) -> Condition:
+        """Return what the U-Net takes of the inputs with these ``numbers``, those of an ensemble once for each member.
+
+        Each input is read once.
+        """
+        different, places = np.unique(np.asarray(numbers, np.int64), return_inverse=True)
+        trained, conditions = self.trained, self.trained.conditions
+        names = [name for name in (*conditions.reads, HOLE) if name in self.fields]
+        fields = {name: self._read(name, different).to(device) for name in names}
+        found = conditions.at_rest(fields, torch.from_numpy(different).to(device), trained.scale)
+        every = torch.from_numpy(places).to(device)
+        return found.each(lambda tensor: tensor[every])
+
+    def shown(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return what a picture shows of inputs, (n, c, H, W) float32 in the units in which it is stored, on the CPU;
+        None if they have no channels.
+        """
+        device = next(self.trained.unet.parameters()).device
+        found = self.trained.conditions.shown(self.condition(numbers, device), self.trained.scale)
+        return None if found is None else found.cpu()
+
+    def truth(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255; None if they are
+        not known. Values that are masked are the mean of their channel.
+        """
+        found = self.truths(self.positions[np.asarray(numbers, np.int64)])
+        if found is None:
+            return None
+        images = Moves(self.trained.data.size).of(torch.from_numpy(found)).float()
+        base = self.base(numbers) if self.are_residuals else None
+        return images if base is None else images + base
+
+    def mask(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return the mask of the true images (n, 1 or C, H, W), uint8, 1 where a pixel counts; None if all do."""
+        if "mask" not in self.fields:
+            return None
+        return Moves(self.trained.data.size).of(self._read("mask", np.asarray(numbers, np.int64)))
+
+    def base(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return what is added to images that are residuals, (n, C, H, W) float32 on the CPU: the predictions of their
+        regression. None if the U-Net draws whole images.
+        """
+        regression = self.trained.regression
+        return None if regression is None else replace(self, trained=regression).predicted(numbers)
+
+    def predicted(self, numbers: Sequence[int]) -> Tensor:
+        """Return the predictions of ``trained``, a regression, (n, C, H, W) float32 in physical units on the CPU."""
+        trained = self.trained
+        device = next(trained.unet.parameters()).device
+        with torch.inference_mode():
+            drawing = Drawing(
+                Sampler(trained.sampler, trained.diffusion),
+                seed=0,
+                index=torch.tensor(numbers, device=device),
+                shape=trained.image_shape,
+                condition=self.condition(numbers, device),
+            )
+            for _ in range(drawing.calls):
+                drawing.take(trained.unet(*drawing.inputs()))
+            return trained.finished(drawing.images()).float().cpu()
+
+    def _read(self, name: str, numbers: Indices) -> Tensor:
+        return torch.from_numpy(self.fields[name].read(self.positions[numbers]))
+
+
+def check_ahead(trained: Trained) -> None:
+    """Raise SpecError unless drawn images of ``trained`` can be what the next ones are drawn for."""
+    data = _conditioned(trained)
+    condition = data.condition or ConditionSpec()
+    fault = None
+    if condition.kind != "stored" or trained.facts is None or not trained.are_fields:
+        fault = "has no stored condition of fields"
+    elif condition.vector:
+        fault = f"needs a vector for each step (data.condition.vector = {', '.join(condition.vector)})"
+    elif [name.rpartition("/")[2] for name in condition.variables] != [
+        name.rpartition("/")[2] for name in data.variables
+    ]:
+        fault = "has other variables in data.condition.variables than in data.variables"
+    elif trained.facts.fields[CONDITION].shape != trained.image_shape:
+        fault = "has a condition of another size or number of channels than its images"
+    if fault is not None:
+        raise SpecError(f"--steps-ahead feeds an image back as the next condition, and {trained.origin} {fault}")
+
+
+def check_unconditioned(trained: Trained) -> None:
+    """Raise SpecError if images of ``trained`` are drawn for inputs."""
+    if trained.is_conditioned:
+        raise SpecError(
+            f"{trained.origin} was trained with a condition (data.condition); give --conditions PATH or --conditions "
+            f"{HELD_OUT}"
+        )
+
+
+def _conditioned(trained: Trained) -> DataSpec:
+    """Return the data section of a run that images are drawn for inputs with; raises SpecError for another."""
+    if not trained.is_conditioned:
+        raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")
+    return trained.data

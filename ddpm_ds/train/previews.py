@@ -1,0 +1,144 @@
+"""Images drawn while training, through the pipeline: replicas share the images, stages share the U-Net."""
+
+import itertools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpm_ds.config.choices import OBJECTIVES
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.drawn import MOST_MEMBERS, MOST_ROWS, Drawn
+from ddpm_ds.data.latents import autoencoder_of, to_pixels
+from ddpm_ds.data.loader import Indices
+from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Scale
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.keyed import SAMPLE_SEED
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.forward import ForwardPipeline
+from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.unet.layers import augmentation_numbers
+
+
+class Previews:
+    """The first ``samples.count`` images of the sampler of an engine's run: those of ``ddpm-ds sample`` with its own
+    seed.
+
+    A run with a condition of each image draws members for the images at the first of the ``positions`` of its data-set
+    cache ``store``, which first stages read. Members of residuals are residuals.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        engine: UnetPipelineEngine,
+        watchdog: Watchdog,
+        store: DatasetCache | None = None,
+        positions: Indices | None = None,
+    ) -> None:
+        self._spec, self._engine, self._watchdog, self._store = spec, engine, watchdog, store
+        data, device = spec.data, engine.device
+        statistics = store.meta.statistics if store is not None and data.are_fields else {}
+        self._scale = Scale.of(data.normalise, statistics.get("images"), device, pictures=not data.are_fields)
+        self._to_pixels = to_pixels(autoencoder_of(data), device)
+        self._conditions: Conditions | None = None
+        self._positions, self.count, self.members = positions, spec.samples.count, 1
+        if store is not None and data.condition is not None:
+            numbers = augmentation_numbers(spec.unet, data.channels)
+            given = store.meta.statistics.get("condition")
+            self._conditions = Conditions(data, numbers, device, statistics=given, constants=store.constants)
+            if self._conditions.reads and positions is not None:
+                most = MOST_MEMBERS if OBJECTIVES[spec.diffusion.objective].diffuses else 1
+                self.members = max(k for k in range(1, most + 1) if self.count % k == 0)
+                self.count = min(self.count, self.members * len(positions))
+
+    def draw(self) -> Drawn | None:
+        """Draw the images; None on ranks other than 0. Collective over all ranks."""
+        spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
+        sampler = Sampler(spec.sampler, spec.diffusion)
+        # as many micro-batches as keep all stages at work, each no larger than those of training
+        images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
+        rounds = math.ceil(self.count / (replicas * images))
+        replica = engine.grid.get_data_parallel_id()
+        drawings = []
+        for number in range(rounds) if engine.is_first_stage() else ():
+            index = torch.arange(images) + (number * replicas + replica) * images
+            drawings.append(self._drawing(sampler, index))
+        # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
+        for guided, visits in itertools.groupby(sampler.guided):
+            ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
+                rounds * len(list(visits)),
+                lambda number: drawings[number % rounds].inputs(),
+                lambda number, prediction: drawings[number % rounds].take(prediction),
+                depth=rounds,
+                progress=self._watchdog.progress,
+            )
+        if not engine.is_first_stage():
+            return None
+        with self._watchdog.pause():  # an autoencoder may take long
+            mine = self._finished(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
+        mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in 5 dims
+        everyone = [torch.empty_like(mine) for _ in range(replicas)]
+        dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
+        drawn = torch.stack(everyone, dim=1).flatten(0, 2)[: self.count].cpu()  # in the order of their index
+        return self._beside(drawn) if dist.get_rank() == 0 else None
+
+    def _drawing(self, sampler: Sampler, index: Tensor) -> Drawing:
+        """Begin the images with the numbers ``index`` (N,); those beyond the last are for its input."""
+        data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
+        condition = dropped = None
+        labels = None if classes is None else index % classes
+        if self._conditions is not None:
+            inputs = index.clamp(max=self.count - 1) // self.members
+            condition = self._condition(inputs)
+            dropped = self._conditions.dropped(condition)
+            if labels is not None and self._conditions.reads:
+                labels = torch.from_numpy(self._stored.labels[self._at(inputs)])
+        return Drawing(
+            sampler,
+            seed=SAMPLE_SEED,
+            index=index.to(device),
+            shape=data.shape,
+            labels=None if labels is None else labels.to(device),
+            no_label=classes,
+            condition=condition,
+            dropped=dropped,
+        )
+
+    def _condition(self, inputs: Tensor) -> Condition:
+        """Return the conditions of the inputs with these numbers (N,)."""
+        assert self._conditions is not None
+        fields = {name: self._field(name, inputs) for name in self._conditions.reads}
+        return self._conditions.at_rest(fields, inputs.to(self._engine.device), self._scale)
+
+    def _field(self, name: str, inputs: Tensor) -> Tensor:
+        return torch.from_numpy(self._stored.fields[name].read(self._at(inputs))).to(self._engine.device)
+
+    def _at(self, inputs: Tensor) -> Indices:
+        assert self._positions is not None
+        found: Indices = self._positions[inputs.numpy()]
+        return found
+
+    @property
+    def _stored(self) -> DatasetCache:
+        assert self._store is not None, "a run with conditions has one"
+        return self._store
+
+    def _finished(self, images: Tensor) -> Tensor:
+        return self._scale.to_physical(images) if self._spec.data.are_fields else self._to_pixels(images)
+
+    def _beside(self, drawn: Tensor) -> Drawn:
+        """Return drawn images with what they were drawn for."""
+        names = self._names("images") if self._spec.data.are_fields else ()
+        if self._conditions is None or not self._conditions.reads:
+            return Drawn(drawn, channels=names)
+        inputs = torch.arange(min(self.count // self.members, MOST_ROWS))
+        shown = self._conditions.shown(self._condition(inputs), self._scale)
+        truths = Moves(self._spec.data.size).of(self._field("images", inputs)).float().cpu()
+        return Drawn(drawn, self.members, shown, truths, names, self._names("condition"))
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        fields = self._stored.meta.fields
+        return fields[name].channels if name in fields else ()

@@ -1,0 +1,272 @@
+"""Scores of ensembles of fields: against plain loops, closed forms, and a posterior that is known exactly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddpm_ds.command_line import aligned
+from ddpm_ds.errors import EvaluationError
+from ddpm_ds.evaluate.fields import FieldScorer, crps, field_scores, power_spectrum, psnr, rings, ssim
+from tests import gaussian_fields
+from tests.gaussian_fields import Array, verdict
+
+K, N, C, H, W = 5, 3, 2, 6, 4
+ROUNDING = 1e-12
+"""Relative error of a float64 sum of a few thousand terms, with room."""
+
+
+def ensembles(seed: int = 0) -> tuple[Array, Array, Array]:
+    """Members, truths, and masks by channel."""
+    generator = np.random.default_rng(seed)
+    members, truths = generator.standard_normal((K, N, C, H, W)), generator.standard_normal((N, C, H, W))
+    return members, truths, (generator.random((N, C, H, W)) < 0.7).astype(float)
+
+
+def by_loops(members: Array, truths: Array, masks: Array, channels: range, fair: bool) -> list[float]:
+    """The scores, pixel by pixel and pair by pair."""
+    rows = []
+    for n, c, h, w in itertools.product(range(N), channels, range(H), range(W)):
+        if masks[n, c, h, w]:
+            drawn, true = [float(x) for x in members[:, n, c, h, w]], float(truths[n, c, h, w])
+            mean = sum(drawn) / K
+            pairs = sum(abs(one - other) for one in drawn for other in drawn) / (K * (K - 1) if fair else K * K)
+            score = sum(abs(one - true) for one in drawn) / K - pairs / 2
+            variance = sum((one - mean) ** 2 for one in drawn) / (K - 1)
+            rows.append((abs(mean - true), (mean - true) ** 2, score, variance))
+    mae, squared, score, variance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    ratio = math.sqrt(variance / squared * (K + 1) / K)
+    return [mae, math.sqrt(squared), score, math.sqrt(variance), ratio]
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_scores_of_each_channel_and_of_all_equal_plain_loops(fair: bool) -> None:
+    members, truths, masks = ensembles()
+    holes = np.where(masks == 0, np.nan, truths)  # what does not count may be anything
+    found = field_scores(members, holes, masks, channels=["u", "v"], fair=fair)
+    for scores, channels in zip(
+        (found.total, *found.channels.values()), (range(2), range(1), range(1, 2)), strict=True
+    ):
+        expected = by_loops(members, truths, masks, channels, fair)
+        assert list(vars(scores).values()) == pytest.approx(expected, rel=ROUNDING)
+    assert (found.inputs, found.members, list(found.channels), found.spectra) == (N, K, ["u", "v"], None)
+
+
+def test_one_mask_for_all_channels_one_input_at_a_time_and_tensors_give_the_same_scores() -> None:
+    members, truths, masks = ensembles()
+    shared = masks[:, :1]
+    expected = field_scores(members, truths, np.broadcast_to(shared, truths.shape))
+    assert field_scores(members, truths, shared) == expected
+    assert field_scores(*map(torch.from_numpy, (members, truths, shared))) == expected
+    scorer = FieldScorer(["0", "1"])
+    for n in range(N):
+        scorer.add(members[:, n], truths[n], shared[n])
+    assert scorer.scores() == expected
+    everything = field_scores(members, truths)
+    assert vars(field_scores(members, truths, np.ones_like(truths)).total) == pytest.approx(vars(everything.total))
+
+
+def test_float32_and_float16_are_added_up_in_float64() -> None:
+    members, truths, _ = ensembles()
+    for kind in (np.float32, np.float16):
+        narrow, true = (1000.0 + members).astype(kind), (1000.0 + truths).astype(kind)
+        narrow.flags.writeable = True
+        wide = field_scores(narrow.astype(float), true.astype(float))
+        true.flags.writeable = False  # as a file that is mapped into memory
+        assert field_scores(narrow, true) == wide
+
+
+def test_one_member_has_an_absolute_error_and_no_spread() -> None:
+    members, truths, _ = ensembles()
+    scores = field_scores(members[:1], truths)
+    assert scores.total.crps == scores.total.mae == pytest.approx(np.abs(members[0] - truths).mean())
+    assert (scores.total.spread, scores.total.spread_over_skill) == (None, None)
+    assert "eval/spread" not in scores.metrics() and scores.rows()[1][-2:] == ("-", "-")
+    exact = field_scores(np.stack([truths] * 2), truths).total
+    assert (exact.rmse, exact.spread, exact.spread_over_skill) == (0.0, 0.0, None)
+
+
+@pytest.mark.parametrize("truth", [-2.0, 0.0, 0.7])
+def test_fair_crps_of_few_gaussian_draws_is_the_closed_form_and_the_ordinary_one_is_above_it(truth: float) -> None:
+    k, pixels = 4, 100_000
+    drawn = torch.from_numpy(1.0 + 2.0 * np.random.default_rng(1).standard_normal((k, pixels)))
+    true = torch.full((pixels,), truth, dtype=torch.float64)
+    expected = gaussian_fields.gaussian_crps(1.0, 2.0, np.array([truth])).item()
+    estimates = crps(drawn, true)
+    tolerance = 5.0 * float(estimates.std()) / math.sqrt(pixels)  # of the mean of independent estimates
+    assert tolerance < 0.03
+    assert float(estimates.mean()) == pytest.approx(expected, abs=tolerance)
+    above = 2.0 / math.sqrt(math.pi) / k  # E|X - X'| / (2 K), of Gaussians with a standard deviation of 2
+    assert float(crps(drawn, true, fair=False).mean()) == pytest.approx(expected + above, abs=tolerance)
+
+
+def test_the_closed_form_is_the_integral_that_defines_crps() -> None:
+    x = np.linspace(-30.0, 30.0, 600_001)
+    below = torch.special.ndtr(torch.from_numpy((x - 0.5) / 1.5)).numpy()
+    for truth in (-1.0, 2.0):
+        integral = ((below - (x >= truth)) ** 2).sum() * (x[1] - x[0])
+        found = gaussian_fields.gaussian_crps(0.5, 1.5, np.array([truth]))
+        assert found.item() == pytest.approx(integral, abs=x[1] - x[0])
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (6, 15), (16, 9), (1, 7)])
+def test_the_power_of_all_wavenumbers_adds_up_to_the_mean_square(height: int, width: int) -> None:
+    fields = 1.0 + np.random.default_rng(0).standard_normal((3, height, width))
+    modes = np.bincount(rings(height, width).ravel())
+    assert modes.sum() == height * width
+    power = power_spectrum(torch.from_numpy(fields))
+    assert power.shape == (3, len(modes))
+    assert np.allclose(power @ modes, (fields**2).mean(axis=(1, 2)), rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_waves_of_one_length_have_one_wavenumber_in_either_direction_of_a_rectangle(shape: tuple[int, int]) -> None:
+    places = np.indices(shape)
+    waves = np.stack([np.cos(2.0 * np.pi * place / 4.0) for place in places])  # 3 cycles in 12 pixels
+    modes = np.bincount(rings(*shape).ravel())
+    energy = power_spectrum(torch.from_numpy(waves)) * modes
+    expected = np.zeros_like(energy)
+    expected[:, 3] = 0.5
+    assert np.allclose(energy, expected, atol=ROUNDING)
+    assert power_spectrum(torch.full((1, *shape), 2.0))[0] == pytest.approx([4.0] + [0.0] * (len(modes) - 1))
+
+
+def test_spectra_are_means_over_inputs_of_members_of_their_mean_and_of_the_truth() -> None:
+    members, truths, masks = ensembles()
+    spectra = field_scores(members, truths).spectra
+    assert spectra is not None
+    mean = members.mean(axis=0)
+    for found, fields in ((spectra.members, members), (spectra.mean, mean[None]), (spectra.truth, truths[None])):
+        for channel in range(C):
+            each = [power_spectrum(torch.from_numpy(fields[:, n, channel])).mean(axis=0) for n in range(N)]
+            assert np.allclose(found[channel], np.mean(each, axis=0), rtol=ROUNDING)
+    assert sum(spectra.modes) == H * W and len(spectra.modes) == len(spectra.truth[0])
+    scorer = FieldScorer(["u", "v"])
+    scorer.add(members[:, 0], truths[0])
+    scorer.add(members[:, 1], truths[1], masks[1])
+    assert scorer.scores().spectra is None, "an input with holes has no Fourier modes"
+
+
+def test_psnr_and_ssim_equal_plain_loops() -> None:
+    generator = np.random.default_rng(0)
+    truths = generator.integers(0, 256, (2, 3, 13, 14)).astype(np.uint8)
+    pictures = np.clip(truths + generator.normal(0.0, 40.0, truths.shape), 0, 255).astype(np.uint8)
+    pictures[1] = np.clip(truths[1] + generator.normal(0.0, 5.0, truths[1].shape), 0, 255)
+    x, y = pictures.astype(float), truths.astype(float)
+    errors = [((x[n] - y[n]) ** 2).mean() for n in range(2)]
+    expected = sum(10.0 * math.log10(255.0**2 / error) for error in errors) / 2
+    assert psnr(pictures, truths, data_range=255.0) == pytest.approx(expected, rel=ROUNDING)
+
+    window = [[math.exp(-((i - 5) ** 2 + (j - 5) ** 2) / (2 * 1.5**2)) for j in range(11)] for i in range(11)]
+    weights = np.array(window) / sum(map(sum, window))
+    c1, c2, places = (0.01 * 255) ** 2, (0.03 * 255) ** 2, []
+    for n, c, top, left in itertools.product(range(2), range(3), range(3), range(4)):
+        one, other = (image[n, c, top : top + 11, left : left + 11] for image in (x, y))
+        mean_x, mean_y = (weights * one).sum(), (weights * other).sum()
+        var_x, var_y = (weights * (one - mean_x) ** 2).sum(), (weights * (other - mean_y) ** 2).sum()
+        both = (weights * (one - mean_x) * (other - mean_y)).sum()
+        above = (2 * mean_x * mean_y + c1) * (2 * both + c2)
+        places.append(above / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2)))
+    found = ssim(pictures, truths, data_range=255.0)
+    assert found == pytest.approx(sum(places) / len(places), rel=1e-9)  # variances are differences of larger squares
+    assert ssim(truths, truths, data_range=255.0) == pytest.approx(1.0)
+    assert psnr(truths, truths, data_range=255.0) == math.inf
+    scaled = ssim(torch.from_numpy(x / 255.0), torch.from_numpy(y / 255.0), data_range=1.0)
+    assert scaled == pytest.approx(found, rel=1e-9)
+
+
+def test_the_table_and_the_names_in_mlflow_tell_channels_apart() -> None:
+    members, truths, _ = ensembles()
+    scores = field_scores(members, truths, channels=["t2m", "wind/10m @ sea"])
+    header, *rows = scores.rows()
+    assert header == ("channel", "mae", "rmse", "crps", "spread", "spread over skill")
+    assert [row[0] for row in rows] == ["t2m", "wind/10m @ sea", "all"]
+    assert rows[0][3] == f"{scores.channels['t2m'].crps:.4g}" and len(aligned(scores.rows(), {0})) == 4
+    metrics = scores.metrics()
+    assert metrics["eval/crps"] == scores.total.crps
+    assert metrics["eval/spread_over_skill_channel/t2m"] == scores.channels["t2m"].spread_over_skill
+    assert metrics["eval/mae_channel/wind_10m _ sea"] == scores.channels["wind/10m @ sea"].mae
+    assert len(metrics) == 15
+    assert len(field_scores(members[:, :, :1], truths[:, :1]).rows()) == 2, "one channel is all"
+
+
+def test_shapes_that_do_not_fit_are_one_line() -> None:
+    members, truths, masks = ensembles()
+    with pytest.raises(EvaluationError, match=r"members of \(5, 2, 2, 6, 4\) and truths of \(3, 2, 6, 4\)"):
+        field_scores(members[:, :2], truths)
+    with pytest.raises(EvaluationError, match=r"with 1 channels"):
+        field_scores(members, truths, channels=["u"])
+    with pytest.raises(EvaluationError, match=r"a mask of \(2, 6, 3\) does not fit a truth of \(2, 6, 4\)"):
+        field_scores(members, truths, masks[..., :3])
+    with pytest.raises(EvaluationError, match="no pixel of channel '1' counts"):
+        field_scores(members, truths, masks * [[[1]], [[0]]])
+    scorer = FieldScorer(["u", "v"])
+    with pytest.raises(EvaluationError, match="no inputs"):
+        scorer.scores()
+    scorer.add(members[:, 0], truths[0])
+    with pytest.raises(EvaluationError, match=r"members of \(4, 2, 6, 4\) .* differ from 5 members of \(6, 4\) before"):
+        scorer.add(members[:4, 0], truths[0])
+    with pytest.raises(EvaluationError, match="at least 11x11, not 6x4"):
+        ssim(truths, truths, data_range=1.0)
+
+
+def posterior_draws(seed: int) -> tuple[Array, Array, Array]:
+    """Exact members, truths, observations: 32 of each of 128 inputs."""
+    generator = np.random.default_rng(seed)
+    truths = gaussian_fields.draw_fields(128, generator)
+    observations = gaussian_fields.observe(truths, generator)
+    return gaussian_fields.draw_posterior(32, observations, generator), truths, observations
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_draws_of_a_posterior_pass_and_draws_shifted_or_scaled_by_15_percent_fail(seed: int) -> None:
+    members, truths, observations = posterior_draws(seed)
+    sd, mean = gaussian_fields.posterior_sd(), gaussian_fields.posterior_mean(observations)
+    exact = verdict(members, truths, observations)
+    assert exact.passes
+    # The square of mean_error has a standard deviation of sqrt(2 / (128 x 42)) / 32 = 0.0006, where 42 is the number
+    # of independent pixels, (trace P)^2 / trace P^2. So exact draws stay below sqrt(5 x 0.0006), and a shift of 0.15
+    # stays above 0.14, since its own part has 0.15^2 = 0.0225 and a mixed one 2 x 0.15 / sqrt(32 x 128 x 2).
+    assert exact.mean_error < 0.055
+    shifted = verdict(members + 0.15 * sd, truths, observations)
+    assert 0.13 < shifted.mean_error < 0.17 and not shifted.passes
+    assert shifted.spread == pytest.approx(exact.spread), "only the mean tells"
+    for factor in (1.15, 0.85):
+        scaled = verdict(mean + factor * (members - mean), truths, observations)
+        assert scaled.spread == pytest.approx(factor * exact.spread, rel=0.01) and not scaled.passes
+        assert scaled.mean_error < 0.1 and abs(scaled.spread_over_skill - 1.0) > 0.1
+
+
+def test_the_posterior_is_that_of_the_information_form_and_observations_are_block_means() -> None:
+    generator = np.random.default_rng(0)
+    fields = gaussian_fields.draw_fields(4000, generator)
+    assert fields.shape == (4000, 16, 16) and (fields**2).mean() == pytest.approx(1.0, abs=0.05)
+    blocks = fields.reshape(-1, 4, 4, 4, 4).mean(axis=(2, 4))
+    seen = gaussian_fields.observe(fields, generator)
+    noise = (seen - blocks).ravel()  # 64,000 draws: the standard deviation errs by 0.3 %
+    assert noise.std() == pytest.approx(gaussian_fields.NOISE, rel=0.015) and abs(noise.mean()) < 0.005
+    at_length = gaussian_fields.covariance()[0, 4]
+    assert at_length == pytest.approx((1.0 + math.sqrt(3.0)) * math.exp(-math.sqrt(3.0)))
+    h, precision = gaussian_fields.observing(), 1.0 / gaussian_fields.NOISE**2
+    posterior = np.linalg.inv(np.linalg.inv(gaussian_fields.covariance()) + precision * h.T @ h)
+    assert np.allclose(gaussian_fields.posterior_covariance(), posterior, atol=1e-10)
+    mean = (posterior @ h.T @ seen.reshape(-1, 16).T * precision).T.reshape(-1, 16, 16)
+    assert np.allclose(gaussian_fields.posterior_mean(seen), mean, atol=1e-10)
+    error = ((fields - mean) ** 2).mean()
+    assert error == pytest.approx((gaussian_fields.posterior_sd() ** 2).mean(), rel=0.03)
+
+
+def test_pairs_are_written_as_float32_arrays_and_another_seed_gives_others(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        gaussian_fields.write_pairs(tmp_path / f"{seed}.npz", 50, seed)
+    with np.load(tmp_path / "0.npz") as pairs, np.load(tmp_path / "1.npz") as others:
+        image, condition = pairs["image"], pairs["condition"]
+        assert (image.shape, condition.shape) == ((50, 1, 16, 16), (50, 1, 4, 4))
+        assert image.dtype == condition.dtype == np.float32 and not np.array_equal(image, others["image"])
+    blocks = image[:, 0].reshape(-1, 4, 4, 4, 4).mean(axis=(2, 4))
+    assert (condition[:, 0] - blocks).std() == pytest.approx(gaussian_fields.NOISE, rel=0.1)

@@ -1,0 +1,398 @@
+"""What images are conditioned on: drawn as a plain loop draws them, whatever is drawn at once, in physical units."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import xarray
+import zarr
+from PIL import Image
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.cli.main import main
+from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import MicroBatch, split
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.errors import CheckpointError, DataError, SpecError
+from ddpm_ds.evaluate.inputs import Inputs
+from ddpm_ds.evaluate.sampling import check_guide, draw, draw_ensembles
+from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.keyed import Stream
+from ddpm_ds.train.objective import Denoising
+from tests.evaluate.conditioned import (
+    CONDITION,
+    COUNT,
+    HELD_OUT,
+    Planted,
+    arrays,
+    field_spec,
+    plant_fields,
+    plant_on,
+    sections_of,
+)
+from tests.evaluate.planted import FAST_SAMPLER, plant, trained_of
+from tests.launching import tiny_spec
+
+CPU = torch.device("cpu")
+SAMPLER = FAST_SAMPLER.model_copy(update={"clip": "none"})
+MEMBERS = 3
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    return plant_fields(tmp_path_factory.mktemp("fields"))
+
+
+@pytest.fixture(scope="module")
+def trained(planted: Planted) -> Trained:
+    return load_trained(planted.run_dir)
+
+
+@pytest.fixture(scope="module")
+def inputs(trained: Trained) -> Inputs:
+    return Inputs.held_out(trained)
+
+
+def held_out() -> Any:
+    return split(COUNT, HELD_OUT)[1]
+
+
+def by_hand(trained: Trained, number: int, dropped: bool = False) -> tuple[Tensor, Tensor]:
+    """Condition (1, 6, 8, 12) and vector (1, 2) of an input, from the arrays alone."""
+    found = arrays()
+    coarse, land = torch.from_numpy(found["coarse"]).double(), torch.from_numpy(found["land"]).double()
+    low, high = coarse.min(), coarse.max()
+    unit = ((coarse[held_out()[number]] - (high + low) / 2) / ((high - low) / 2))[None, None].float()
+    channels = [torch.nn.functional.interpolate(unit, (8, 12), mode="bilinear", align_corners=False)]
+    channels.append((2 * (land - land.min()) / (land.max() - land.min()) - 1)[None, None].float())
+    for axis, pixels in enumerate((8, 12)):
+        angle = 2 * np.pi * (torch.arange(pixels) + 0.5) / pixels
+        waves = [wave[:, None] if axis == 0 else wave[None] for wave in (angle.sin(), angle.cos())]
+        channels += [wave.expand(8, 12)[None, None].float() for wave in waves]
+    vector = torch.tensor([[float(found["lead"][held_out()[number]]), 0.0]])
+    condition = torch.cat(channels, dim=1)
+    return (torch.zeros_like(condition), torch.tensor([[0.0, 1.0]])) if dropped else (condition, vector)
+
+
+def plain_loop(trained: Trained, sampler: SamplerSpec, number: int, image: int) -> Tensor:
+    """Member of an input, drawn alone in plain PyTorch: (2, 8, 12) in physical units."""
+    steps = Sampler(sampler, trained.diffusion)
+    index, shape = torch.tensor([image]), (2, 8, 12)
+    x, x0 = keyed.normal(0, Stream.SAMPLE, index, 192).view(1, *shape), None
+    given, without = by_hand(trained, number), by_hand(trained, number, dropped=True)
+    for step, visit in enumerate(steps.visits):
+        t = torch.tensor([visit.t])
+        prediction, other = (trained.unet(torch.cat((x, channels), 1), t, told) for channels, told in (given, without))
+        prediction = other + sampler.guidance * (prediction - other)
+        noise = keyed.normal(0, visit.stream, index, 192).view(1, *shape) if steps.needs_noise(step) else None
+        x, x0 = steps.step(step, x, prediction, noise=noise, previous_x0=x0)
+    assert trained.facts is not None
+    known = trained.facts.statistics["images"]
+    return x[0] * torch.tensor(known.std)[:, None, None] + torch.tensor(known.mean)[:, None, None]
+
+
+def test_scales_are_those_of_all_images(trained: Trained) -> None:
+    assert trained.facts is not None
+    known, found = trained.facts.statistics["images"], arrays()
+    for channel, name in enumerate(("t2m", "u")):
+        assert known.mean[channel] == pytest.approx(found[name].mean(dtype=np.float64), rel=1e-9)
+        assert known.std[channel] == pytest.approx(found[name].std(dtype=np.float64), rel=1e-9)
+    assert trained.facts.fields["images"].channels == ("t2m", "u")
+
+
+@pytest.mark.parametrize("guidance", [1.0, 0.0, 2.5])
+def test_ensembles_are_those_of_a_plain_loop_over_each_member(
+    trained: Trained, inputs: Inputs, guidance: float
+) -> None:
+    sampler = SAMPLER.model_copy(update={"guidance": guidance})
+    drawn = dict(draw_ensembles(trained, sampler, inputs, [4, 1], MEMBERS, seed=0, batch_images=4))
+    assert list(drawn) == [4, 1]
+    for number, members in drawn.items():
+        assert members.shape == (MEMBERS, 2, 8, 12) and members.dtype == torch.float32
+        for member in range(MEMBERS):
+            alone = plain_loop(trained, sampler, number, number * MEMBERS + member)
+            torch.testing.assert_close(members[member], alone, rtol=1e-4, atol=1e-2)
+
+
+def test_an_ensemble_depends_on_its_number_and_not_on_what_is_drawn_at_once(trained: Trained, inputs: Inputs) -> None:
+    def drawn(numbers: list[int], at_once: int) -> dict[int, Tensor]:
+        return dict(draw_ensembles(trained, SAMPLER, inputs, numbers, MEMBERS, seed=7, batch_images=at_once))
+
+    together, apart = drawn([0, 1, 2, 3, 4], 15), drawn([3, 0], 2)
+    for number, members in apart.items():
+        torch.testing.assert_close(members, together[number], rtol=1e-4, atol=1e-2)
+        assert (members[0] - members[1]).abs().max() > 1.0
+
+
+def test_truths_are_the_held_out_images_as_they_are_stored(inputs: Inputs) -> None:
+    assert len(inputs) == HELD_OUT
+    truth, found = inputs.truth(range(HELD_OUT)), arrays()
+    assert truth is not None
+    assert truth.equal(torch.from_numpy(np.stack([found["t2m"], found["u"]], axis=1)[held_out()]))
+    assert inputs.mask([0]) is None
+
+
+def test_units_are_undone_exactly_to_rounding(trained: Trained, inputs: Inputs) -> None:
+    truth = inputs.truth([0, 1])
+    assert truth is not None
+    back = trained.finished(trained.scale.to_unit(truth))
+    mean = torch.tensor([280.0, 3.0])[:, None, None]  # subtracted, divided, multiplied, added: four roundings
+    assert ((back - truth).abs() <= 4 * torch.finfo(torch.float32).eps * (truth.abs() + mean)).all()
+
+
+def test_a_run_samples_where_its_data_are_not(planted: Planted, tmp_path: Path) -> None:
+    """What is needed of the data set is in the checkpoint and the run's folder."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(planted.run_dir, moved)
+    (planted.store.path.parent).rename(hidden := tmp_path / "hidden")
+    try:
+        trained = load_trained(moved)
+        condition = torch.zeros(2, 2, 8, 12)
+        torch.testing.assert_close(
+            trained.finished(condition)[0, :, 0, 0], torch.tensor([280.0, -3.0]), rtol=0.1, atol=1
+        )
+        assert trained.conditions.at_rest(
+            {"condition": torch.zeros(1, 1, 4, 6), "vector": torch.zeros(1, 1)}, torch.tensor([0]), trained.scale
+        ).channels.shape == (1, 6, 8, 12)
+        (moved / "constants.npy").unlink()
+        with pytest.raises(CheckpointError, match=r"constants\.npy of the run's folder; copy that file there$"):
+            load_trained(moved)
+    finally:
+        hidden.rename(planted.store.path.parent)
+
+
+def test_an_export_draws_what_the_run_draws(tmp_path: Path) -> None:
+    condition = {name: value for name, value in CONDITION.items() if name not in ("vector", "vector_size", "drop")}
+    planted = plant_fields(tmp_path, condition)
+    assert main(["export", str(planted.run_dir), str(tmp_path / "export")]) == 0
+    run, export = load_trained(planted.run_dir), load_trained(tmp_path / "export")
+    path = write_given("arrays", tmp_path)
+    drawn, again = (
+        dict(draw_ensembles(one, SAMPLER, given(one, path), [0, 3], 2, seed=0, batch_images=4)) for one in (run, export)
+    )
+    for number in (0, 3):
+        torch.testing.assert_close(again[number], drawn[number], rtol=1e-4, atol=1e-2)
+    assert export.channels == ("t2m", "u") and export.sampler.clip == "none"
+    with pytest.raises(SpecError, match=r"is an export; name a file or folder$"):
+        Inputs.held_out(export)
+
+
+def test_a_regression_draws_one_image_for_each_input(tmp_path: Path) -> None:
+    planted = plant_fields(tmp_path, diffusion={"objective": "regression"})
+    trained = load_trained(planted.run_dir)
+    inputs = Inputs.held_out(trained)
+    ((_, members),) = draw_ensembles(trained, trained.sampler, inputs, [2], 2, seed=0, batch_images=8)
+    assert members[0].equal(members[1])
+    channels, vector = by_hand(trained, 2)
+    unit = trained.unet(torch.cat((torch.zeros(1, 2, 8, 12), channels), 1), torch.zeros(1), vector)
+    torch.testing.assert_close(members[0], trained.finished(unit)[0], rtol=1e-4, atol=1e-2)
+
+
+def test_residuals_are_added_to_their_regression(trained: Trained, tmp_path: Path) -> None:
+    """Drawn ones, and the true ones of the cache."""
+    regression = plant_fields(tmp_path, diffusion={"objective": "regression"})
+    base = load_trained(regression.run_dir)
+    whole = Inputs.held_out(base)
+
+    class Regression:
+        digest = base.digest
+
+        def predict(self, fields: DatasetCache, positions: Any) -> Any:
+            return replace(whole, positions=positions).predicted(range(len(positions))).numpy()
+
+    spec = field_spec(tmp_path, data={"residual_of": str(regression.run_dir)})
+    store = prepare(spec.data, regression=Regression())
+    planted = plant_on(store, tmp_path / "residuals", spec)
+    residual = load_trained(planted.run_dir)
+    inputs = Inputs.held_out(residual)
+    ((_, members),) = draw_ensembles(residual, SAMPLER, inputs, [1], 2, seed=0, batch_images=8)
+    ((_, mean),) = draw_ensembles(base, base.sampler, whole, [1], 1, seed=0, batch_images=8)
+    alone = torch.stack([plain_loop(residual, SAMPLER, 1, image) for image in (2, 3)])
+    torch.testing.assert_close(members, alone + mean, rtol=1e-4, atol=1e-2)
+    truth, expected = inputs.truth([0, 1]), whole.truth([0, 1])
+    torch.testing.assert_close(truth, expected, rtol=1e-5, atol=1e-3)
+    plant_on(regression.store, regression.run_dir, regression.spec.model_copy(update={"name": "again"}))
+    (regression.run_dir / "checkpoints" / "images-000000320").rename(tmp_path / "gone")
+    plant(regression.run_dir, 640, facts=regression.store.meta.facts, **sections_of(regression.spec))
+    with pytest.raises(CheckpointError, match=r"has other weights than the residuals"):
+        Inputs.held_out(load_trained(planted.run_dir)).base([0])
+
+
+@pytest.mark.parametrize("kind", ["reduced", "grey", "cut_out"])
+def test_conditions_made_from_images_are_those_of_the_held_out_loss(kind: str) -> None:
+    """A cut-out rectangle too, since both are keyed by the place among the held-out images."""
+    spec = tiny_spec(
+        data={"channels": 3, "condition": {"kind": kind, "drop": 0.2}},
+        unet={"classes": None},
+        train={"label_drop": 0.0},
+    )
+    trained = trained_of(spec)
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+
+    class Held:
+        def read(self, positions: Any) -> Any:
+            return images.numpy()[positions]
+
+    inputs = Inputs(trained, {"images": Held()}, np.arange(4), "key")
+    objective = Denoising(spec, CPU, seed=0)
+    batch = MicroBatch(images=images, labels=torch.zeros(4, dtype=torch.int64), index=torch.arange(4))
+    x_t, _, vector = objective.inputs(objective.held_out(batch, 5, Stream.HELD_OUT))
+    found = inputs.condition([3, 1, 1], CPU)
+    assert found.channels.equal(x_t[[3, 1, 1], 3:]) and found.told[0].equal(vector[[3, 1, 1]])
+    drawn = draw(trained, FAST_SAMPLER, torch.arange(4), labels=None, seed=0, inputs=inputs, members=2)
+    assert drawn.dtype == torch.uint8
+
+
+def test_a_run_without_held_out_images_or_condition_is_refused(tmp_path: Path) -> None:
+    planted = plant_fields(tmp_path, data={"held_out_images": 0})
+    with pytest.raises(SpecError, match=r"held out no image"):
+        Inputs.held_out(load_trained(planted.run_dir))
+    with pytest.raises(SpecError, match=r"trained without a condition"):
+        Inputs.held_out(trained_of(tiny_spec()))
+
+
+def test_images_that_a_run_has_not_learned_are_refused(trained: Trained, digits: DatasetCache) -> None:
+    with pytest.raises(DataError, match=r"holds other images than those that .* learned"):
+        Inputs.held_out(trained, digits.path)
+
+
+def given(trained: Trained, path: Path) -> Inputs:
+    return Inputs.at(path, trained)
+
+
+def write_given(source: str, folder: Path, **changes: Any) -> Path:
+    """Write the held-out conditions, with truths, as a file of a kind."""
+    found = {name: values if name == "land" else values[held_out()] for name, values in arrays().items()} | changes
+    found = {name: values for name, values in found.items() if values is not None}
+    path = folder / f"given.{ {'arrays': 'npz', 'hdf5': 'h5', 'netcdf': 'nc', 'zarr': 'zarr'}[source] }"
+    if source == "arrays":
+        np.savez(path, **found)
+    elif source == "hdf5":
+        with h5py.File(path, "w") as file:
+            for name, values in found.items():
+                file[name] = values
+    elif source == "zarr":
+        group = zarr.open_group(path, mode="w")
+        for name, values in found.items():
+            group.create_array(name, data=values)
+    else:
+        dims = {name: [f"{name}_{axis}" for axis in range(values.ndim)] for name, values in found.items()}
+        xarray.Dataset({name: (dims[name], values) for name, values in found.items()}).to_netcdf(path)
+    return path
+
+
+@pytest.mark.parametrize("source", ["arrays", "hdf5", "zarr", "netcdf"])
+def test_a_file_of_conditions_draws_what_the_held_out_images_draw(
+    source: str, trained: Trained, inputs: Inputs, tmp_path: Path
+) -> None:
+    found = given(trained, write_given(source, tmp_path))
+    assert len(found) == HELD_OUT and found.key != inputs.key
+    numbers = [4, 0, 0, 2]
+    for one, other in zip(found.condition(numbers, CPU), inputs.condition(numbers, CPU), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    truth, expected = found.truth(numbers), inputs.truth(numbers)
+    assert truth is not None and expected is not None and truth.equal(expected)
+    (tmp_path / "without").mkdir()
+    assert given(trained, write_given(source, tmp_path / "without", t2m=None)).truth(numbers) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"coarse": np.zeros((5, 4, 7))}, r"coarse is 1x4x7 for each image, and the run learned 1x4x6$"),
+        ({"coarse": np.zeros((5, 2, 4, 6))}, r"coarse is 2x4x6 for each image, and the run learned 1x4x6$"),
+        ({"coarse": None}, r"data\.condition\.variables has coarse, which --conditions = \S+ does not hold; it holds"),
+        ({"lead": np.zeros(3)}, r"each image needs its own"),
+        ({"coarse": np.full((5, 4, 6), np.nan)}, r"coarse is not finite in input 0; replace"),
+    ],
+)
+def test_conditions_of_another_kind_are_refused_in_a_line(
+    changes: dict[str, Any], said: str, trained: Trained, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        given(trained, write_given("arrays", tmp_path, **changes)).condition([0], CPU)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"does not exist; name a file or folder, or held-out$"):
+        given(trained, tmp_path / "nothing")
+
+
+def picture_run(kind: str, **condition: Any) -> Trained:
+    spec = tiny_spec(
+        data={"channels": 3, "source": "folder", "path": "x", "condition": {"kind": kind, **condition}},
+        unet={"classes": None},
+        train={"label_drop": 0.0},
+    )
+    return trained_of(spec)
+
+
+def write_pictures(folder: Path, size: tuple[int, int], grey: bool = False) -> Any:
+    """Three pictures of a size, and their pixels (3, 3, H, W)."""
+    pixels = np.random.default_rng(2).integers(0, 256, (3, *size, 3), np.uint8)
+    pixels = np.broadcast_to(pixels[..., :1], pixels.shape) if grey else pixels
+    folder.mkdir()
+    for number, each in enumerate(pixels):
+        Image.fromarray(np.ascontiguousarray(each)).save(folder / f"{number}.png")
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+
+
+def test_small_pictures_are_enlarged_and_whole_ones_reduced_first(tmp_path: Path) -> None:
+    trained = picture_run("reduced", factor=4)
+    small = write_pictures(tmp_path / "small", (2, 2))
+    whole = write_pictures(tmp_path / "whole", (8, 8))
+    unit = small.float() / 127.5 - 1
+    enlarged = torch.nn.functional.interpolate(unit, (8, 8), mode="bilinear", align_corners=False)
+    found = given(trained, tmp_path / "small")
+    torch.testing.assert_close(found.condition(range(3), CPU).channels, enlarged)
+    assert found.truth([0]) is None
+    found = given(trained, tmp_path / "whole")
+    mean = torch.nn.functional.avg_pool2d(whole.float() / 127.5 - 1, 4)
+    enlarged = torch.nn.functional.interpolate(mean, (8, 8), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(found.condition(range(3), CPU).channels, enlarged)
+    truth = found.truth(range(3))
+    assert truth is not None and truth.equal(whole.float())
+    one = given(trained, tmp_path / "whole" / "1.png")
+    assert len(one) == 1
+    assert one.condition([0], CPU).channels.equal(found.condition([1], CPU).channels)
+
+
+def test_grey_pictures_are_coloured_and_coloured_ones_greyed_first(tmp_path: Path) -> None:
+    trained = picture_run("grey")
+    grey, coloured = write_pictures(tmp_path / "grey", (8, 8), grey=True), write_pictures(tmp_path / "rgb", (8, 8))
+    found = given(trained, tmp_path / "grey")
+    torch.testing.assert_close(found.condition(range(3), CPU).channels, grey[:, :1].float() / 127.5 - 1)
+    assert found.truth([0]) is None
+    found = given(trained, tmp_path / "rgb")
+    luma = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+    expected = ((coloured.float() / 127.5 - 1) * luma).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(found.condition(range(3), CPU).channels, expected)
+    assert found.truth([0]) is not None
+
+
+def test_a_given_mask_is_what_is_cut_out(tmp_path: Path) -> None:
+    trained = picture_run("cut_out")
+    images = np.random.default_rng(4).integers(0, 256, (3, 3, 8, 8), np.uint8)
+    mask = np.random.default_rng(5).integers(0, 2, (3, 8, 8))
+    np.savez(tmp_path / "holes.npz", images=images, mask=mask)
+    found = given(trained, tmp_path / "holes.npz")
+    channels, hole = found.condition([2, 0], CPU).channels, torch.from_numpy(mask[[2, 0]])[:, None]
+    torch.testing.assert_close(channels[:, :3], (torch.from_numpy(images[[2, 0]]).float() / 127.5 - 1) * (1 - hole))
+    assert channels[:, 3:].equal(hole.float()) and found.truth([0]) is None
+    np.savez(tmp_path / "wrong.npz", images=images, mask=mask[:, :5])
+    with pytest.raises(DataError, match=r"mask should be 0 or 1"):
+        given(trained, tmp_path / "wrong.npz")
+
+
+def test_a_guide_without_the_condition_is_refused(trained: Trained, tmp_path: Path) -> None:
+    plain = load_trained(plant_fields(tmp_path, None).run_dir)
+    with pytest.raises(SpecError, match=r"has channels and numbers of data.condition = \(0, 0\), and .* \(6, 2\)"):
+        check_guide(plain, trained, [SAMPLER.model_copy(update={"guidance": 2.0})])

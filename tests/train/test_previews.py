@@ -1,0 +1,112 @@
+"""Pictures drawn while training for what images are conditioned on: through a pipeline they are those of sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from ddpm_ds.cli.main import main
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import split
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.train.previews import Previews
+from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
+from tests.launching import REPOSITORY, place_empty_store, run_ranks, write_json
+from tests.train.validation_worker import WATCHDOG
+
+MEMBERS = 4
+CHANGES: dict[str, Any] = {
+    "train": {"images": 64, "batch_images": 16},
+    "optimizer": {"learning_rate": 0.03},  # so that 64 images show
+    "samples": {"every_images": 64, "count": 20},
+    "sampler": {"steps": 3, "guidance": 2.0, "kind": "ddim", "eta": 1.0},
+}
+
+
+def train(folder: Path, spec: RunSpec, processes: int) -> Path:
+    """Train a run and return its folder."""
+    place_empty_store(folder)
+    file = folder / "spec.yaml"
+    file.write_text(yaml.safe_dump({"name": "tiny", **json.loads(json.dumps(sections_of(spec)))}))
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
+    config["pipeline"] = {**config.get("pipeline", {}), "stages": processes}
+    words = ["--deepspeed_config", str(write_json(folder / "ds.json", config)), "--spec", str(file)]
+    done = run_ranks(
+        processes,
+        REPOSITORY / "launch" / "train.py",
+        *words,
+        "--run-dir",
+        str(folder / "run"),
+        MLFLOW_TRACKING_URI="",
+        XDG_CACHE_HOME=str(folder / "cache"),
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder / "run"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_a_picture_of_training_is_that_of_the_checkpoint_on_its_own(
+    processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint says all that sampling needs, and a guided condition goes through two stages."""
+    run_dir = train(tmp_path, field_spec(tmp_path, **CHANGES), processes)
+    (tmp_path / "fields.npz").rename(tmp_path / "moved.npz")
+    out = tmp_path / "alone.png"
+    words = ["--conditions", "held-out", "--members", str(MEMBERS), "--out", str(out), "--device", "cpu"]
+    assert main(["sample", str(run_dir), *words]) == 0, capsys.readouterr().err
+    drawn, alone = (np.asarray(Image.open(path)) for path in (run_dir / "samples" / "images-000000064.png", out))
+    assert drawn.shape == alone.shape
+    assert np.abs(drawn.astype(int) - alone).mean() < 0.5  # colours round, and so do the numbers of the range
+    assert (np.abs(drawn.astype(int) - alone) > 3).mean() < 0.01
+
+
+def engine_of(micro_batch: int = 7) -> Any:
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    return SimpleNamespace(
+        micro_batch_size=micro_batch,
+        num_stages=1,
+        dp_world_size=1,
+        grid=grid,
+        device=torch.device("cpu"),
+        is_first_stage=lambda: True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "available", "drawn", "members"), [(20, 5, 20, 4), (9, 5, 9, 3), (7, 5, 5, 1), (64, 5, 20, 4)]
+)
+def test_as_many_images_as_asked_for_are_shared_by_the_inputs(
+    count: int, available: int, drawn: int, members: int, tmp_path: Path
+) -> None:
+    spec = field_spec(tmp_path, samples={"count": count})
+    store: DatasetCache = prepare(spec.data)
+    previews = Previews(spec, cast(Any, engine_of()), WATCHDOG, store, split(COUNT, HELD_OUT)[1][:available])
+    assert (previews.count, previews.members) == (drawn, members)
+    regression = field_spec(tmp_path, samples={"count": count}, diffusion={"objective": "regression"})
+    previews = Previews(regression, cast(Any, engine_of()), WATCHDOG, store, split(COUNT, HELD_OUT)[1])
+    assert previews.members == 1
+
+
+def test_what_is_shown_beside_is_what_was_given_and_the_truth(tmp_path: Path) -> None:
+    spec = field_spec(tmp_path, samples={"count": 12})
+    store, positions = prepare(spec.data), split(COUNT, HELD_OUT)[1]
+    previews = Previews(spec, cast(Any, engine_of()), WATCHDOG, store, positions)
+    beside = previews._beside(torch.zeros(12, 2, 8, 12))
+    found = arrays()
+    assert beside.truths is not None and beside.given is not None
+    assert np.array_equal(beside.truths[:, 0].numpy(), found["t2m"][positions[:3]])
+    assert beside.channels == ("t2m", "u") and beside.given_channels == ("coarse",)
+    enlarged = torch.nn.functional.interpolate(
+        torch.from_numpy(found["coarse"][positions[:3], None]), (8, 12), mode="bilinear", align_corners=False
+    )
+    torch.testing.assert_close(beside.given, enlarged, rtol=1e-5, atol=1e-2)
