@@ -102,7 +102,7 @@ def test_a_signal_during_imports_ends_every_program_without_a_word(
         cwd=DIGITS.parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell may have had us ignore
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # which a shell or nohup may have had us ignore
     )
     wait_for(imported.exists, running=lambda: program.poll() is None)
     program.send_signal(number)
