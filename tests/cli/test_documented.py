@@ -46,8 +46,8 @@ def type_in(command: str, folder: Path) -> Terminal:
 
 
 def last_line(text: list[str]) -> str:
-    """Return the last line that is not empty, with 0 for every number."""
-    return re.sub(r"\d[\d,.]*", "0", [line.strip() for line in text if line.strip()][-1])
+    """Return the last line that is not empty, with 0 for every number and one space between columns."""
+    return re.sub(r"\d[\d,.]*", "0", [" ".join(line.split()) for line in text if line.strip()][-1])
 
 
 PAGES = {
