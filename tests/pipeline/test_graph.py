@@ -257,7 +257,9 @@ def one(zero: int, precision: Precision, micro_batches: int = 2, checkpoint: int
 
 APART = "messages between"
 CASES = [
-    *(one(zero, precision) for zero in (1, 2) for precision in ("fp32", "bf16", "fp16")),
+    one(1, "bf16"),
+    one(2, "fp32"),
+    one(2, "fp16"),
     one(0, "bf16", micro_batches=1, checkpoint=2),
     one(2, "bf16", process="stored"),
     one(1, "fp32", process="reduced"),
@@ -275,7 +277,7 @@ CASES = [
 def name_of(case: Case) -> str:
     more = "-wide" if case.fp32_accumulation else "-growing" if case.growing_scale else ""
     kept = f"-{case.checkpoint}" if case.checkpoint else ""
-    return f"{case.stages}x{case.replicas}-zero{case.zero}-{case.precision}-{case.schedule}{kept}{more}"
+    return f"{case.stages}x{case.replicas}-zero{case.zero}-{case.precision}-{case.process}-{case.schedule}{kept}{more}"
 
 
 def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> list[list[list[dict[str, Any]]]]:
