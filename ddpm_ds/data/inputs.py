@@ -18,7 +18,16 @@ from ddpm_ds.data.prepare import looks_of
 from ddpm_ds.data.sources import FIELD_OPENERS, open_source
 from ddpm_ds.data.sources.base import BROKEN, Names, Source, one_line
 from ddpm_ds.data.sources.files import FolderSource
-from ddpm_ds.data.sources.variables import MOST_BYTES, Arrays, Rows, Variable, check_counts, open_at
+from ddpm_ds.data.sources.variables import (
+    MOST_BYTES,
+    USUAL_CONDITION,
+    USUAL_IMAGES,
+    Arrays,
+    Rows,
+    Variable,
+    check_counts,
+    open_at,
+)
 from ddpm_ds.errors import DataError, SpecError
 
 Values = npt.NDArray[Any]
@@ -80,12 +89,12 @@ def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInp
     condition = data.condition or ConditionSpec()
     parts: dict[str, list[Variable]] = {}
     if condition.kind == "stored":
-        parts[CONDITION] = _named(arrays, "data.condition.variables", condition.variables, ("condition",))
+        parts[CONDITION] = _named(arrays, "data.condition.variables", condition.variables, USUAL_CONDITION)
     elif condition.kind is not None:
-        parts[IMAGES] = _named(arrays, "data.variables", data.variables, ("images", "image", "arr_0"))
+        parts[IMAGES] = _named(arrays, "data.variables", data.variables, USUAL_IMAGES)
     if condition.vector:
         parts[VECTOR] = arrays.named("data.condition.vector", condition.vector)
-    names = data.variables or next(((name,) for name in ("images", "image", "arr_0") if name in arrays.found), ())
+    names = data.variables or next(((name,) for name in USUAL_IMAGES if name in arrays.found), ())
     if condition.kind == "stored" and len(arrays.found) > 1 and names and all(name in arrays.found for name in names):
         parts.setdefault(IMAGES, arrays.named("data.variables", names))
     count = check_counts([(arrays, variables) for variables in parts.values()])

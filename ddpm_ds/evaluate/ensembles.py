@@ -93,7 +93,7 @@ def evaluate_ensembles(
         EvaluationError: the true images of the inputs are not known.
         SpecError: there are fewer inputs, or a regression is asked for several members.
     """
-    if inputs.truth([0]) is None:
+    if not inputs.are_known:
         raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
     labels = None if trained.unet_spec.classes is None else range(trained.unet_spec.classes)
     numbers = {"count": len(inputs) if count is None else count, "seed": seed, "batch_images": batch_images}

@@ -273,7 +273,7 @@ def test_chunks_of_which_an_image_wastes_a_gigabyte_are_refused_with_better_ones
 def test_each_chunk_of_a_file_is_read_once(
     source: str, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of images in chunks of 4, in the order of the chunks, although an image is asked for at a time."""
+    """Chunks of 4 images are read in their order, although an image is asked for at a time."""
     values = RANDOM.normal(size=(18, 2, 8, 8))
     path = write(source, tmp_path, {"images": values}, images=(4, 1, 8, 8))
     opened, reads = fields.FIELD_OPENERS[source], list[slice]()
@@ -297,7 +297,7 @@ def test_each_chunk_of_a_file_is_read_once(
 def test_preparation_holds_few_images_at_a_time(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of images of 8 MB, which are 16 MB in the file, never more than two are held, so that 200 MB fit in 1 GiB."""
+    """Never more than two images of 8 MB, which are 16 MB in the file, are held, so that 200 MB fit in 1 GiB."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", (8, 8, 512, 512), "f8", chunks=(1, 8, 512, 512))
         for i in range(8):

@@ -23,6 +23,8 @@ from ddpm_ds.errors import DataError
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
+USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
+"""Names of the arrays that are meant where the spec names none."""
 SMALL_BYTES = 2**22
 """Bytes that are read together of arrays whose images are smaller."""
 MOST_BYTES = 2**26
@@ -174,7 +176,7 @@ def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
         return len(variable.shape) in (3, 4) and variable.size == spec.stored_size
 
     found = arrays.named("data.variables", spec.variables) if spec.variables else None
-    found = found or arrays.only("data.variables", ("images", "image", "arr_0"), fits)
+    found = found or arrays.only("data.variables", USUAL_IMAGES, fits)
     for variable in found:
         _check_kind(arrays, variable, spec, (3, 4), "(N, H, W) or (N, C, H, W)")
         if variable.size != spec.stored_size:
@@ -195,7 +197,7 @@ def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[V
     found = (
         arrays.named(key, asked.variables)
         if asked.variables
-        else arrays.only(key, ("condition",), lambda variable: own and len(variable.shape) in (3, 4))
+        else arrays.only(key, USUAL_CONDITION, lambda variable: own and len(variable.shape) in (3, 4))
     )
     for variable in found:
         _check_kind(arrays, variable, spec, (3, 4), "(N, h, w) or (N, C, h, w)", pictures=False)
