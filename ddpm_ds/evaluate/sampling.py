@@ -6,9 +6,8 @@ finished batch counts whichever process drew it, and processes that share the wo
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -105,37 +104,6 @@ def draw_ahead(
         states.append(drawn)
         inputs, numbers = Inputs.of_states(trained, drawn), range(len(drawn))
     return torch.stack(states, dim=1)
-
-
-def draw_ensembles(
-    trained: Trained,
-    sampler: SamplerSpec,
-    inputs: Inputs,
-    numbers: Sequence[int],
-    members: int,
-    *,
-    seed: int,
-    batch_images: int,
-    guide: Trained | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number of each input in turn with its ``members``, (K, C, H, W) float32 on the CPU: fields in physical
-    units, pictures from 0 to 255. They are those of ``ddpm-ds sample``, up to rounding, whatever is drawn at once.
-
-    Raises:
-        LayoutError: the device has no memory for ``batch_images`` at once.
-    """
-    wanted = [number * members + member for number in numbers for member in range(members)]
-    known = None if inputs.labels is None else [int(inputs.labels[number]) for number in numbers]
-    left: list[Tensor] = []
-    waiting = iter(numbers)
-    for first in range(0, len(wanted), batch_images):
-        index = torch.tensor(wanted[first : first + batch_images])
-        labels = None if known is None else torch.tensor(known)[torch.arange(first, first + len(index)) // members]
-        how: dict[str, Any] = {"labels": labels, "seed": seed, "guide": guide, "inputs": inputs, "members": members}
-        left += _drawn_at_once(batch_images, partial(draw, trained, sampler, index, **how)).float()
-        while len(left) >= members:
-            yield next(waiting), torch.stack(left[:members])
-            del left[:members]
 
 
 def sample(
@@ -260,18 +228,13 @@ def _draw_batch(
     if request.steps_ahead > 1:
         how["steps"] = request.steps_ahead
     drawing = draw if request.steps_ahead == 1 else draw_ahead
-    return _drawn_at_once(request.batch_images, partial(drawing, trained, request.sampler, torch.tensor(index), **how))
-
-
-def _drawn_at_once(batch_images: int, drawn: Callable[[], Tensor]) -> Tensor:
-    """Return what is drawn; raises LayoutError if the device has no memory for ``batch_images`` at once."""
     try:
-        return drawn()
+        return drawing(trained, request.sampler, torch.tensor(index), **how)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise LayoutError(
-            f"--batch-images = {batch_images}: the device has no memory for so many images at once; use fewer"
+            f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
         ) from None
 
 

@@ -18,10 +18,10 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import sampling
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw, draw_ensembles
+from ddpm_ds.evaluate.sampling import draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import load_trained
-from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, field_spec, plant_fields, plant_on
+from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, draw_ensembles, field_spec, plant_fields, plant_on
 from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant
 from tests.launching import REPOSITORY, run_ranks
 

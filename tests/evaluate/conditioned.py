@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.evaluate.inputs import Inputs
+from ddpm_ds.evaluate.sampling import draw
+from ddpm_ds.evaluate.trained import Trained
 from tests.evaluate.planted import plant
 from tests.launching import tiny_spec
 
@@ -96,3 +102,22 @@ def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec) -> Planted:
 def sections_of(spec: RunSpec) -> dict[str, Any]:
     """The sections of a spec, by name."""
     return {name: value for name, value in spec.model_dump(mode="json").items() if name != "name"}
+
+
+def draw_ensembles(
+    trained: Trained,
+    sampler: SamplerSpec,
+    inputs: Inputs,
+    numbers: Sequence[int],
+    members: int,
+    *,
+    seed: int,
+    batch_images: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each input in turn with its members, (K, C, H, W) float32, drawn in batches of any size."""
+    wanted = torch.tensor([number * members + member for number in numbers for member in range(members)])
+    parts = []
+    for index in wanted.split(batch_images):
+        labels = None if inputs.labels is None else torch.from_numpy(inputs.labels[(index // members).numpy()])
+        parts.append(draw(trained, sampler, index, labels=labels, seed=seed, inputs=inputs, members=members).float())
+    yield from zip(numbers, torch.cat(parts).unflatten(0, (-1, members)), strict=True)

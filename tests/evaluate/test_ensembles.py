@@ -19,9 +19,8 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate import ensembles
 from ddpm_ds.evaluate.fields import field_scores, psnr, ssim
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw_ensembles
 from ddpm_ds.evaluate.trained import load_trained
-from tests.evaluate.conditioned import HELD_OUT, arrays, plant_fields, plant_on
+from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
 from tests.evaluate.planted import UNLABELLED, plant
 from tests.launching import tiny_spec
 

@@ -25,7 +25,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import check_guide, draw, draw_ensembles
+from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import Denoising
@@ -35,6 +35,7 @@ from tests.evaluate.conditioned import (
     HELD_OUT,
     Planted,
     arrays,
+    draw_ensembles,
     field_spec,
     plant_fields,
     plant_on,

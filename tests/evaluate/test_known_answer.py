@@ -20,8 +20,8 @@ import torch
 import yaml
 
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.sampling import draw_ensembles
 from ddpm_ds.evaluate.trained import load_trained
+from tests.evaluate.conditioned import draw_ensembles
 from tests.gaussian_fields import Array, posterior_mean, posterior_sd, verdict, write_pairs
 from tests.launching import REPOSITORY, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
