@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import xarray
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.cli.main import main
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import sampling
@@ -22,10 +20,9 @@ from ddpm_ds.evaluate.sampling import draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, draw_ensembles, field_spec, plant_fields, plant_on
-from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant
+from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb
 from tests.launching import REPOSITORY, run_ranks
 
-Sample = Callable[..., str]
 SAMPLER = FAST_SAMPLER.model_copy(update={"clip": "none"})
 
 
@@ -38,17 +35,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
 def sample(planted: Planted, capsys: pytest.CaptureFixture[str]) -> Sample:
     """Runs the verb in this process and gives what it printed, or its one line of error."""
 
-    def run(*arguments: object, code: int = 0, run_dir: Path = planted.run_dir) -> str:
-        capsys.readouterr()
-        assert main(["sample", str(run_dir), *FAST, *map(str, arguments)]) == code, capsys.readouterr().err
-        said = capsys.readouterr()
-        if code != 2:
-            return said.out
-        line, *more = [line for line in said.err.splitlines() if line and "images/s" not in line]
-        assert line.startswith("ddpm-ds: error: ") and not more
-        return line.removeprefix("ddpm-ds: error: ")
-
-    return run
+    run = sample_verb(planted.run_dir, capsys)
+    return lambda *arguments, **how: run(*arguments, **how).removeprefix("ddpm-ds: error: ")
 
 
 def ensembles(run_dir: Path, members: int, numbers: range = range(HELD_OUT)) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.evaluate.trained import Trained
@@ -20,6 +22,7 @@ from ddpm_ds.unet.model import UNet
 from tests.checkpoint.saving import ranks, scalars
 from tests.launching import tiny_spec
 
+Sample = Callable[..., str]
 FAST = ("--sampler", "ddim", "--steps", "3", "--eta", "1", "--device", "cpu")
 """Options of a drawing that takes no time and has noise in every step."""
 FAST_SAMPLER = SamplerSpec(kind="ddim", steps=3, eta=1.0)
@@ -109,3 +112,19 @@ def same_weights(one: UNet, other: UNet) -> bool:
     """Whether two U-Nets have the same values under the same names."""
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def sample_verb(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
+    """Return what runs ``ddpm-ds sample`` in this process and gives what it printed, or its one line of error."""
+
+    def run(*arguments: object, code: int = 0, run_dir: Path = planted) -> str:
+        capsys.readouterr()
+        assert main(["sample", str(run_dir), *FAST, *map(str, arguments)]) == code, capsys.readouterr().err
+        said = capsys.readouterr()
+        if code != 2:
+            return said.out
+        line, *more = [line for line in said.err.splitlines() if line and "images/s" not in line]
+        assert line.startswith("ddpm-ds: error: ") and not more
+        return line
+
+    return run

@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.cli.main import main
 from ddpm_ds.cli.sample import add_drawing_options, sampler_from
 from ddpm_ds.cli.sample import main as sample_launched
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
@@ -29,12 +28,11 @@ from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant, trained_of
+from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, fork_ranks, run_ranks, tiny_spec
 
 SCRIPT = REPOSITORY / "launch" / "sample.py"
 INDEX = torch.arange(6)
-Sample = Callable[..., str]
 Watch = Callable[..., list[int]]
 
 
@@ -47,17 +45,7 @@ def trained() -> Trained:
 def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
     """Runs the verb in this process and gives what it printed."""
 
-    def run(*arguments: object, code: int = 0, run_dir: Path = planted) -> str:
-        capsys.readouterr()
-        assert main(["sample", str(run_dir), *FAST, *map(str, arguments)]) == code, capsys.readouterr().err
-        said = capsys.readouterr()
-        if code != 2:
-            return said.out
-        line, *more = [line for line in said.err.splitlines() if line and "images/s" not in line]
-        assert line.startswith("ddpm-ds: error: ") and not more
-        return line
-
-    return run
+    return sample_verb(planted, capsys)
 
 
 def images(trained: Trained, index: Tensor = INDEX, *, seed: int = 0, **sampler: Any) -> Tensor:
