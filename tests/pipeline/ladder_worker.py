@@ -208,6 +208,17 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+@contextlib.contextmanager
+def reduced_together(group: torch.distributed.ProcessGroup) -> Iterator[None]:
+    """DeepSpeed's all-reduces of this group inside, one for each gradient, are made as one at the end."""
+    parts: list[Tensor] = []
+    with unittest.mock.patch.object(deepspeed.comm, "all_reduce", lambda part, group: parts.append(part)):
+        yield
+    if parts:
+        torch.distributed.all_reduce(whole := torch.cat(parts), group=group)
+        torch._foreach_copy_(parts, whole.split([len(part) for part in parts]))
+
+
 def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Tensor]:
     """Fill the returned dictionary with this stage's gradients, unscaled, averaged and in fp32, each time the optimizer
     is about to step.
@@ -219,8 +230,12 @@ def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Te
 
     def observed(instruction: Instruction) -> None:
         before = sent.collective_bytes
-        for name, parameter in engine.module.named_parameters():
-            gradient = safe_get_full_grad(parameter) if partitioned else parameter.grad
+        with reduced_together(engine.grid.get_data_parallel_group()):
+            gradients = {
+                name: safe_get_full_grad(parameter) if partitioned else parameter.grad
+                for name, parameter in engine.module.named_parameters()
+            }
+        for name, gradient in gradients.items():
             assert gradient is not None, name
             seen[name] = gradient.detach().float() / engine.gradients.scale
         sent.collective_bytes = before
