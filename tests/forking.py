@@ -356,6 +356,7 @@ if __name__ == "__main__":
 
     import_deepspeed()
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (the first engine imports it)
+    import pytest  # noqa: F401  (many scripts are files of tests)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
     import ddpm_ds.observe.pictures

@@ -278,8 +278,8 @@ CASES = [
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
     Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
     Case(2, 1, 0, "bf16", 0, fused=True, micro_batches=2),
-    Case(1, 2, 2, "bf16", 0, fused=True),
-    Case(1, 2, 1, "fp16", 0, fused=True),
+    Case(1, 2, 2, "bf16", 0, fused=True, micro_batches=2),
+    Case(1, 2, 1, "fp16", 0, fused=True, micro_batches=2),
 ]
 
 
