@@ -206,11 +206,14 @@ def plan(
 
 @contextlib.contextmanager
 def _without_accelerator() -> Iterator[None]:
-    """Keep DeepSpeed from looking for devices during its import; the caller's later work may use them."""
-    given = os.environ.get("DS_ACCELERATOR")
+    """Keep DeepSpeed from looking for devices during its import; the caller's later work may use them.
+
+    Variables that are set inside, by the import too, are removed afterwards.
+    """
+    before = set(os.environ)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         yield
     finally:
-        if given is None:
-            del os.environ["DS_ACCELERATOR"]
+        for name in set(os.environ) - before:
+            del os.environ[name]
