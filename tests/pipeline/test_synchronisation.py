@@ -9,6 +9,7 @@ size that depends on values, values that the host hands over, and the accelerato
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import sys
@@ -188,6 +189,13 @@ def course(case: Case, clipping: float) -> tuple[list[Any], list[Tensor], list[i
     return records, weights, cautious, sampling
 
 
+@functools.cache
+def stock_course(case: Case, clipping: float) -> tuple[list[Any], list[Tensor], list[int], list[bool]]:
+    """A course with DeepSpeed's own waits."""
+    with unittest.mock.patch.object(insides, "one_wait", contextlib.nullcontext):
+        return course(case, clipping)
+
+
 class Poisoned:
     """An objective whose loss is infinite."""
 
@@ -204,8 +212,7 @@ def differs_from_stock(case: Case) -> tuple[list[str], list[int], list[bool]]:
     different = []
     for clipping in (1e-3, 1e6) if case.zero == 0 and not case.fused else (1e-3,):
         ours, our_weights, cautious, sampling = course(case, clipping)
-        with unittest.mock.patch.object(insides, "one_wait", contextlib.nullcontext):
-            stock, stock_weights, *_ = course(replace(case, gradients="deepspeed"), clipping)
+        stock, stock_weights, *_ = stock_course(replace(case, gradients="deepspeed"), clipping)
         if case.gradients == "flat":
             slack = LATER[case.precision] * LOSS_TOLERANCE[case.precision]
             same = all(found == pytest.approx(known, rel=slack) for found, known in zip(ours, stock, strict=True))
