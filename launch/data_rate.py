@@ -28,7 +28,7 @@ from ddpm_ds.data.fields import joined, open_fields
 from ddpm_ds.data.loader import Order, Residence, micro_batches
 from ddpm_ds.data.prepare import Decoding, by_processes, decoding_of, prepare
 from ddpm_ds.data.sources.base import map_array
-from ddpm_ds.errors import UserError
+from ddpm_ds.errors import DataError, UserError
 
 WAITS = 100
 """Number of micro-batches whose waits are timed."""
@@ -206,15 +206,22 @@ def compared(spec: RunSpec, images: int, rounds: int) -> None:
         "loader": (loader, "mapped cache"),
     }
     image_bytes = sum(stored.nbytes for stored in source.fields.values())
+    if count <= 5 * images:
+        raise DataError(
+            f"{count:,} images are too few to time; take more than {5 * images:,}, or a smaller --micro-batch"
+        )
     found: dict[tuple[str, bool], list[float]] = {}
     for _, cold, (name, (way, _)) in itertools.product(range(rounds), (True, False), ways.items()):
         for file in files if cold else ():  # nothing maps them now, which would keep them in memory
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        total, read, reads, begin = count if cold else WARM_PASSES * count, 0, way(), time.perf_counter()
-        while read < total:
+        reads, read = way(), 0
+        while read < 3 * images:  # starts threads, and takes memory that is used again
             read += next(reads)
-        found.setdefault((name, cold), []).append(read * image_bytes / 1e6 / (time.perf_counter() - begin))
+        begun, end, begin = read, count - 2 * images if cold else WARM_PASSES * count, time.perf_counter()
+        while read < end:  # what is read ahead from a cold disk, before the clock starts and when it stops, is equal
+            read += next(reads)
+        found.setdefault((name, cold), []).append((read - begun) * image_bytes / 1e6 / (time.perf_counter() - begin))
         del reads  # waits for what it reads ahead
     rows = [["MB/s", "cold", "(range)", "over its loop", "warm", "(range)", "over its loop"]]
     for name, (_, loop) in ways.items():
