@@ -307,8 +307,9 @@ class StoredImages:
         """
         if self.offsets is not None or self.crop is not None:
             return False
+        file = self._file(number)  # else another thread might close it meanwhile
         with suppress(OSError):  # memory has none of it, or this file system doesn't say
-            return os.preadv(self._file(number).fileno(), [row.data], begin, os.RWF_NOWAIT) == end - begin
+            return os.preadv(file.fileno(), [row.data], begin, os.RWF_NOWAIT) == end - begin
         return False
 
     def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
