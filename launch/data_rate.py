@@ -23,16 +23,19 @@ import numpy as np
 from ddpm_ds.command_line import OneLineParser, add_spec_options, aligned, batch, limited_seconds, natural, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.data.fields import open_fields
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.fields import joined, open_fields
 from ddpm_ds.data.loader import Order, Residence, micro_batches
 from ddpm_ds.data.prepare import Decoding, by_processes, decoding_of, prepare
 from ddpm_ds.data.sources.base import map_array
-from ddpm_ds.errors import UserError
+from ddpm_ds.errors import DataError, UserError
 
 WAITS = 100
 """Number of micro-batches whose waits are timed."""
 FEW_IMAGES = 8
 """Number of images that one process decodes between two readings of the clock."""
+WARM_PASSES = 4
+"""Number of times that all fields are read in a turn from memory, which is short."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,27 +148,38 @@ def preparation(spec: RunSpec, seconds: float) -> None:
 
 
 def compared(spec: RunSpec, images: int, rounds: int) -> None:
-    """Print MB/s of four ways to read all images of a source of named arrays once, which take turns."""
+    """Print MB/s of ways to bring a source of named arrays into memory of their own, image after image.
+
+    They take turns, and the fastest turn of each counts, since other work only makes turns slower.
+    """
     store, source = prepare(spec.data, progress=True), open_fields(spec.data)
-    count = len(store) // images * images
     files = [store.path / name for name in store.meta.files]
     for path in {part.arrays.path for part in source.parts.values()}:
         files += [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    mapped = [[map_array(store.path / file) for file in store.meta.files_of(name)] for name in store.fields]
-    starts = np.cumsum((0, *store.meta.counts))
+    count, order, starts = len(store), Order(len(store), 0), np.cumsum((0, *store.meta.counts))
     variables = [variable for part in source.parts.values() for variable in part.variables]
 
     def library() -> Iterator[int]:
-        for i in range(count):
+        for i in itertools.cycle(range(count)):
             for variable in variables:
                 variable.read(slice(i, i + 1))
             yield 1
 
+    def reading() -> Iterator[int]:
+        rows = source.rows()
+        for i in itertools.cycle(range(count)):
+            for name, part in source.parts.items():
+                joined(part.stored, rows[name], i)
+            yield 1
+
     def preparing() -> Iterator[int]:
-        return (len(chunk.images) for chunk in source.chunks(range(count)))
+        for numbers in itertools.repeat(range(count)):
+            yield from (len(chunk.images) for chunk in source.chunks(numbers))
 
     def mapping() -> Iterator[int]:
-        for position in Order(len(store), 0).image_at(np.arange(count)).tolist():
+        mapped = [[map_array(store.path / file) for file in store.meta.files_of(name)] for name in store.fields]
+        for i in itertools.count():
+            position = int(order.image_at(np.array([i]))[0])
             file = int(starts.searchsorted(position, side="right")) - 1
             for arrays in mapped:
                 np.array(arrays[file][position - starts[file]])
@@ -173,7 +187,7 @@ def compared(spec: RunSpec, images: int, rounds: int) -> None:
 
     def loader() -> Iterator[int]:
         batches = micro_batches(
-            store,
+            DatasetCache.open(store.path, verify=False),
             fields=store.fields.keys(),
             seed=0,
             batch_images=images,
@@ -182,27 +196,40 @@ def compared(spec: RunSpec, images: int, rounds: int) -> None:
             replica=0,
             workers=spec.data.workers,
         )
-        return (len(batch.index) for batch in itertools.islice(batches, count // images))
+        yield from (len(batch.index) for batch in batches)
 
-    ways = {"library": library, "preparation": preparing, "mapped cache": mapping, "loader": loader}
-    megabytes = count * sum(stored.nbytes for stored in source.fields.values()) / 1e6
-    found: dict[tuple[str, str], list[float]] = {}
-    for _, (state, forgets), (name, way) in itertools.product(
-        range(rounds), (("cold", True), ("warm", False)), ways.items()
-    ):
-        for file in files if forgets else ():
+    ways = {
+        "library": (library, "library"),
+        "readers": (reading, "library"),
+        "preparation": (preparing, "library"),
+        "mapped cache": (mapping, "mapped cache"),
+        "loader": (loader, "mapped cache"),
+    }
+    image_bytes = sum(stored.nbytes for stored in source.fields.values())
+    if count <= 5 * images:
+        raise DataError(
+            f"{count:,} images are too few to time; take more than {5 * images:,}, or a smaller --micro-batch"
+        )
+    found: dict[tuple[str, bool], list[float]] = {}
+    for _, cold, (name, (way, _)) in itertools.product(range(rounds), (True, False), ways.items()):
+        for file in files if cold else ():  # nothing maps them now, which would keep them in memory
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        begin = time.perf_counter()
-        for _ in way():
-            pass
-        found.setdefault((name, state), []).append(megabytes / (time.perf_counter() - begin))
-    rows = [["MB/s", "cold", "(range)", "warm", "(range)"]]
-    for name in ways:
-        cells = [(statistics.median(each), min(each), max(each)) for each in (found[name, "cold"], found[name, "warm"])]
-        rows.append(
-            [name, *(text for middle, low, high in cells for text in (f"{middle:,.0f}", f"({low:,.0f} - {high:,.0f})"))]
-        )
+        reads, read = way(), 0
+        while read < 3 * images:  # starts threads, and takes memory that is used again
+            read += next(reads)
+        begun, end, begin = read, count - 2 * images if cold else WARM_PASSES * count, time.perf_counter()
+        while read < end:  # what is read ahead from a cold disk, before the clock starts and when it stops, is equal
+            read += next(reads)
+        found.setdefault((name, cold), []).append((read - begun) * image_bytes / 1e6 / (time.perf_counter() - begin))
+        del reads  # waits for what it reads ahead
+    rows = [["MB/s", "cold", "(range)", "over its loop", "warm", "(range)", "over its loop"]]
+    for name, (_, loop) in ways.items():
+        rows.append([name])
+        for cold in (True, False):
+            here = found[name, cold]
+            over = max(here) / max(found[loop, cold])
+            rows[-1] += [f"{max(here):,.0f}", f"({min(here):,.0f} - {max(here):,.0f})", f"{over:.2f}"]
     print("\n".join(aligned(rows)))
 
 

@@ -22,6 +22,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -255,11 +256,12 @@ class StoredImages:
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 np.take(self._mapped, positions, axis=0, out=out, mode="clip")
                 return self._unmasked(out)
-            places = list(self._places(positions))
+            images = zip(out, positions.tolist(), self._places(positions), strict=True)
+            missing = [(row, position, place) for row, position, place in images if not self._read_now(row, *place)]
             if len(self._sizes) > 1:  # all at once, which a disk serves faster than one by one
-                for place in places:
+                for _, _, place in missing:
                     self._ask(*place)
-            for row, position, place in zip(out, positions.tolist(), places, strict=True):
+            for row, position, place in missing:
                 self._read_one(row, position, *place)
         except OSError as error:
             raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
@@ -297,6 +299,18 @@ class StoredImages:
         file = self._file(number)
         for byte in range(begin, end, READAHEAD_BYTES):
             os.posix_fadvise(file.fileno(), byte, min(READAHEAD_BYTES, end - byte), os.POSIX_FADV_WILLNEED)
+
+    def _read_now(self, row: Images, number: int, begin: int, end: int) -> bool:
+        """Read an image into ``row`` if memory has all of it, and it is stored as it is; return whether it was read.
+
+        Asking the system for what it has in memory takes a tenth of the time of its copy.
+        """
+        if self.offsets is not None or self.crop is not None:
+            return False
+        file = self._file(number)  # else another thread might close it meanwhile
+        with suppress(OSError):  # memory has none of it, or this file system doesn't say
+            return os.preadv(file.fileno(), [row.data], begin, os.RWF_NOWAIT) == end - begin
+        return False
 
     def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
         """Read the image at ``position`` into ``row``, from these bytes of file ``number``."""

@@ -73,12 +73,16 @@ class FieldSource:
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
 
-    def chunks(self, numbers: range) -> Iterator[Chunk]:
-        """Yield a range of images in chunks; raises DataError for a value that can't be stored."""
-        rows = {
+    def rows(self) -> dict[str, list[Rows]]:
+        """Return what reads the images of each array, by field."""
+        return {
             name: [Rows(variable, MOST_BYTES // len(part.variables)) for variable in part.variables]
             for name, part in self.parts.items()
         }
+
+    def chunks(self, numbers: range) -> Iterator[Chunk]:
+        """Yield a range of images in chunks; raises DataError for a value that can't be stored."""
+        rows = self.rows()
         together = max(1, TOGETHER_BYTES // sum(stored.nbytes for stored in self.fields.values()))
         parts = (numbers[first : first + together] for first in range(0, len(numbers), together))
         return (self._chunk(rows, part) for part in parts)

@@ -12,14 +12,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -215,6 +217,29 @@ def micro_batches(
     return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory, names)
 
 
+class Memory:
+    """Memory of arrays that nobody holds any more, for later ones of the same size.
+
+    The system clears memory before it gives it to a process, which takes as long as copying an image into it. PyTorch
+    does the same for pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)  # by size in bytes
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return an array of any content, in memory that is free again when it and all views of it are gone."""
+        size = math.prod(shape) * dtype.itemsize
+        free = self._free[size]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(size, np.uint8)  # numpy asks for huge pages, torch does not
+        held = np.asarray(memory.data)  # by way of a memoryview, so that a view of a view holds this, not the memory
+        weakref.finalize(held, free.append, memory).atexit = False
+        return held.view(dtype).reshape(shape)
+
+
 _Read = tuple[Any, ...]
 """Each field, labels and image indices of some micro-batches. Only fields are tensors, since sending one to another
 process takes milliseconds."""
@@ -235,6 +260,7 @@ class _Reads(Dataset[_Read]):
     size: int
     pin_memory: bool
     fields: tuple[str, ...] = (IMAGES,)
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def micro_batches(self) -> int:
@@ -260,8 +286,8 @@ class _Reads(Dataset[_Read]):
     def _read(self, field: StoredImages, positions: Indices) -> Tensor:
         """Return a field of the images at ``positions``."""
         shape = (len(positions), *field.shape[1:])
-        if not self.pin_memory:  # numpy asks for huge pages, torch does not: a quarter of the time for large fields
-            return torch.from_numpy(field.read(positions, np.empty(shape, field.dtype)))
+        if not self.pin_memory:
+            return torch.from_numpy(field.read(positions, self.memory.array(shape, field.dtype)))
         dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
         found = torch.empty(shape, dtype=dtype, pin_memory=True)
         field.read(positions, found.numpy())

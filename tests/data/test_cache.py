@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -170,6 +171,35 @@ def test_images_in_several_files_or_encoded_are_those_in_one(photos: dict[str, D
     assert several.key != one.key
     several.images.will_read(0, 20)
     several.images.will_read(5, 6)
+
+
+@pytest.mark.parametrize("photos", ["pixels"], indirect=True)
+def test_the_disk_is_asked_only_for_images_that_are_not_in_memory(
+    photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking for what is there costs a tenth of its copy. A file system may not say what is there."""
+    several, expected = photos["several"], photos["one"].images[:]
+    preadv, asked = os.preadv, list[int]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: asked.append(begin))
+
+    def read_with(part: int | None) -> int:
+        """Read all images where memory holds the first ``part`` bytes of each, None for a refusal."""
+
+        def read(file: int, buffers: list[memoryview], begin: int, flags: int = 0) -> int:
+            if not flags:
+                return preadv(file, buffers, begin)
+            if part is None:
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            return preadv(file, [memoryview(buffers[0]).cast("B")[:part]], begin)
+
+        asked.clear()
+        monkeypatch.setattr(os, "preadv", read)
+        assert (several.images.read(np.arange(20)) == expected).all()
+        return len(asked)
+
+    assert read_with(3 * 8 * 8) == 0
+    assert read_with(3 * 8 * 8 - 1) == 20
+    assert read_with(None) == 20
 
 
 def test_no_more_files_are_open_than_a_limit(photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import MicroBatch, Order, Residence, _Reads, micro_batches, split
+from ddpm_ds.data.loader import Memory, MicroBatch, Order, Residence, _Reads, micro_batches, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, SpecError
 from tests.launching import PATIENCE_SECONDS, tiny_spec
@@ -280,6 +280,36 @@ def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert images.numel() <= most < 1.1 * images.numel()
+
+
+def test_reads_take_memory_that_nobody_holds_any_more_and_leave_alone_what_is_held(
+    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New memory is cleared by the system first, which takes as long as the copy."""
+    empty, made = np.empty, list[Any]()
+
+    def counted(shape: Any, *arguments: Any, **options: Any) -> Any:
+        made.append(shape)
+        return empty(shape, *arguments, **options)
+
+    monkeypatch.setattr(np, "empty", counted)
+    batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
+    held = next(batches).images[:1].numpy()  # holds the memory of all, as any part does
+    for _ in range(40):
+        next(batches)
+    assert made.count(512 * 64) <= 5, "one is held, one used, one handed out and two are read ahead"
+    assert (held == digits.images[Order(1797, 3).image_at(np.arange(1))]).all()
+
+
+def test_memory_is_not_free_while_a_part_of_an_array_is_held_and_is_given_once() -> None:
+    memory = Memory()
+    row = memory.array((2, 3), np.dtype(np.float32))[1]
+    row[:] = 7.0
+    memory.array((2, 3), np.dtype(np.float32))[:] = 0.0
+    assert (row == 7.0).all()
+    del row
+    one, other = (memory.array((2, 3), np.dtype(np.float32)) for _ in range(2))
+    assert not np.shares_memory(one, other)
 
 
 def test_the_two_parts_are_the_whole_and_have_nothing_in_common() -> None:
