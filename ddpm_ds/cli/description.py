@@ -88,6 +88,9 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
             recompute = f"every {counted(interval, 'layer')}"
     steps = spec.sampler.steps_of(spec.diffusion)
     levels, held_out = len(HELD_OUT_QUANTILES), spec.data.held_out_images
+    these = counted(held_out, "held-out image")
+    if data.held_out_path is not None:
+        these = f"{counted(held_out, 'image') if held_out else 'all images'} of {data.held_out_path}"
     drawn = spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
     tracker = public_address(os.environ.get("MLFLOW_TRACKING_URI", "")) or run_dir.parent
     lines = [
@@ -114,9 +117,9 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         ),
         _regular(
             "validation",
-            f"{counted(held_out, 'held-out image')} at {levels} noise levels",
+            f"{these} at {levels} noise levels",
             spec.evaluation.every_images,
-            held_out * levels,
+            held_out * levels if held_out or data.held_out_path is None else None,
         ),
         f"outputs      {run_dir}; MLflow in {tracker}",
         "",
@@ -125,9 +128,11 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _regular(name: str, what: str, every_images: int | None, forwards: int) -> str:
-    """Return a line about a regular task, and the compute of its forward passes relative to training."""
-    if not (every_images and forwards):
+def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:
+    """Return a line about a regular task, and the compute of its forward passes, if their number is known, relative to
+    training.
+    """
+    if not every_images or forwards == 0:
         return f"{name:<13}off"
-    share = forwards / (PASSES_PER_STEP * every_images)
-    return f"{name:<13}{what}, every {every_images:,} images ({share:.1%} of the computing)"
+    share = "" if forwards is None else f" ({forwards / (PASSES_PER_STEP * every_images):.1%} of the computing)"
+    return f"{name:<13}{what}, every {every_images:,} images{share}"

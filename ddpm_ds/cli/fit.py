@@ -134,10 +134,10 @@ def _fit(options: argparse.Namespace) -> int:
     device = "cuda" if devices or given == "cuda" else "cpu"
     os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed
     tasks = _tasks(options, _layouts(options, devices or 1), device)
-    from ddpm_ds.data.prepare import prepare
+    from ddpm_ds.data.held_out import prepare_all
 
     spec, first = tasks[0].plan(tasks[0].sizes[0]).spec, tasks[0]
-    prepare(spec.data, progress=True)  # before any trial, whose memory it is not
+    prepare_all(spec.data, progress=True)  # before any trial, whose memory it is not
     budget = "the device's memory" if first.budget_bytes is None else f"{gib(first.budget_bytes)} a process"
     batch = f"{counted(first.accumulation, 'micro-batch')} a step" if first.accumulation else "the spec's batch"
     print(f"{spec.name} on {device}, {budget}, {batch}; {first.steps} timed steps a trial", flush=True)

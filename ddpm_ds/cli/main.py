@@ -153,8 +153,8 @@ def _prepare(options: argparse.Namespace) -> None:
 
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
     data = load_spec(options.spec, [*options.overrides, *residual]).data
+    from ddpm_ds.data.held_out import prepare_all  # imports torch, so the spec is checked first
     from ddpm_ds.data.loader import Residence
-    from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
 
     encode_on = regression = None
     if options.encode and data.autoencoder is None:
@@ -167,12 +167,13 @@ def _prepare(options: argparse.Namespace) -> None:
         device = choose_device("auto")
         encode_on = device if options.encode else None
         regression = TrainedRegression(data, device) if residual else None
-    store = prepare(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
-    skipped = f", {store.meta.skipped:,} left out (skipped.txt)" if store.meta.skipped else ""
+    store, apart = prepare_all(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
     what = "images" if data.residual_of is None else "residuals"
     if store.meta.kind == "latents":
         what = f"latents of {'x'.join(map(str, store.meta.shape))}"
-    print(f"{store.path}: {len(store):,} {what}{skipped}")
+    for each in [store] if apart is store else [store, apart]:
+        skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""
+        print(f"{each.path}: {len(each):,} {what}{', held out' if each is not store else ''}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
         print(notice)
 

@@ -135,6 +135,8 @@ class ConditionSpec(Section):
     rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
     path: FilePath | None = None
     """File or folder of the stored condition; null means `data.path`."""
+    held_out_path: FilePath | None = None
+    """The same for the images in `data.held_out_path`, if the condition has a `path` of its own."""
     variables: tuple[Variable, ...] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
     condition, or the only one in a `path` of its own."""
@@ -227,6 +229,10 @@ class DataSpec(Section):
     held_out: HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
+    held_out_path: FilePath | None = None
+    """Path of held-out images that are a source of their own, of the same kind as `path` and read by the same keys,
+    such as a folder of validation images or the file of another year; all of `path` is trained on. Null holds out
+    images of `path`."""
     flips_negate: tuple[Variable | int, ...] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
     from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
@@ -244,7 +250,7 @@ class DataSpec(Section):
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
-    images these are."""
+    images these are. 0 holds out none, or all of `held_out_path`."""
     max_bad_fraction: Fraction = 0.01
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: FilePath = Path("data")
@@ -694,9 +700,10 @@ class RunSpec(Section):
 
 def _check_source(spec: RunSpec) -> None:
     data, source = spec.data, SOURCES[spec.data.source]
-    for key in ("path", "name", "split", "image_column", "label_column"):
-        if (value := getattr(data, key)) is not None and not source.reads(key):
-            readers = " or ".join(name for name, other in SOURCES.items() if other.reads(key))
+    for key in ("path", "held_out_path", "name", "split", "image_column", "label_column"):
+        read = key.removeprefix("held_out_")  # a held-out source is read as the other one is
+        if (value := getattr(data, key)) is not None and not source.reads(read):
+            readers = " or ".join(name for name, other in SOURCES.items() if other.reads(read))
             raise ValueError(
                 f"data.{key} = {value} is not read by source {data.source}; remove it or use source {readers}"
             )
@@ -706,6 +713,11 @@ def _check_source(spec: RunSpec) -> None:
         raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
     if data.path is not None and data.name is not None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
+    if data.held_out_path is not None and data.name is not None:
+        raise ValueError(
+            f"data.held_out_path = {data.held_out_path} is beside a data.path, and data.name = {data.name} is given "
+            "instead; remove one"
+        )
 
 
 def _check_arrays(spec: RunSpec) -> None:
@@ -799,6 +811,7 @@ def _check_condition(spec: RunSpec) -> None:
     reads_path = condition.kind == "stored" or condition.constants or condition.vector
     for key, is_read, readers in (
         ("path", reads_path, "a stored condition, constants or a vector"),
+        ("held_out_path", reads_path, "a stored condition, constants or a vector"),
         ("variables", condition.kind == "stored", "kind stored"),
         ("channels", condition.kind == "stored", "kind stored"),
         ("resize", condition.kind in ("stored", "reduced"), "kind stored or reduced"),
@@ -810,6 +823,18 @@ def _check_condition(spec: RunSpec) -> None:
         value, default = getattr(condition, key), getattr(usual, key)
         if value != default and not is_read:
             raise ValueError(f"data.condition.{key} = {_said(value)} is of {readers}; leave it at {_said(default)}")
+    if condition.held_out_path is not None and None in (condition.path, data.held_out_path):
+        other = "data.condition.path" if condition.path is None else "data.held_out_path"
+        raise ValueError(
+            f"data.condition.held_out_path = {condition.held_out_path} goes with data.condition.path and "
+            f"data.held_out_path, and {other} is null; give it, or use null"
+        )
+    of_each_image = condition.kind == "stored" or condition.vector
+    if data.held_out_path and condition.path and of_each_image and condition.held_out_path is None:
+        raise ValueError(
+            f"data.condition.path = {condition.path} has the condition of data.path, and data.held_out_path = "
+            f"{data.held_out_path} has none; name it by data.condition.held_out_path"
+        )
     if condition.kind == "stored" and not condition.channels:
         raise ValueError("data.condition.channels = 0, but kind stored has channels; give their number")
     for names, size in (("constants", "constant_channels"), ("vector", "vector_size")):

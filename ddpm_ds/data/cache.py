@@ -410,8 +410,20 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Callable[[Path, tuple[int, int]], DatasetCache], tuple[Path, tuple[int, int]]]:
-        return _reopen, (self.path, self.meta.shape[1:])
+    def __reduce__(self) -> tuple[Callable[..., DatasetCache], tuple[Path, tuple[int, int], dict[str, Statistics]]]:
+        return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics)
+
+    def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
+        """Return this cache, which must not be cropped, with other statistics, by field: those by which its images come
+        to the U-Net's scale, and whose means its masked values are read as.
+        """
+        if statistics == self.meta.statistics:
+            return self
+        meta = self.meta.model_copy(update={"statistics": dict(statistics)})
+        fields = {
+            name: StoredImages(self.path, meta, stored.offsets, name=name) for name, stored in self.fields.items()
+        }
+        return replace(self, meta=meta, images=fields.pop(IMAGES), others=fields)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
         """Return this cache with its images, and all fields of their size, centre-cropped to ``size`` (height, width),
@@ -492,8 +504,8 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
             yield f"{name} is {found.dtype} {found.shape}, {META} says otherwise"
 
 
-def _reopen(path: Path, size: tuple[int, int]) -> DatasetCache:
-    return DatasetCache.open(path, verify=False).centre(size)
+def _reopen(path: Path, size: tuple[int, int], statistics: dict[str, Statistics]) -> DatasetCache:
+    return DatasetCache.open(path, verify=False).with_statistics(statistics).centre(size)
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

@@ -20,9 +20,9 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import CONDITION
+from ddpm_ds.data.held_out import parts, prepare_held_out, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
-from ddpm_ds.data.loader import Indices, split
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.loader import Indices
 from ddpm_ds.diffusion.condition import Condition, Moves
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
@@ -75,16 +75,23 @@ class Inputs:
         data = _conditioned(trained)
         if trained.spec is None:
             raise SpecError(f"--conditions {HELD_OUT}: {trained.origin} is an export; name a file or folder")
-        if not data.held_out_images:
+        if not data.held_out_images and data.held_out_path is None:
             raise SpecError(
                 f"--conditions {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
                 "file or folder"
             )
-        learned = read_manifest(Path(trained.origin)).data_sha256
-        store = prepare(data, True, learned=learned) if dataset is None else DatasetCache.open(dataset, progress=True)
-        if store.meta.sha256 != learned:
-            raise DataError(f"{store.path} holds other images than those that {trained.origin} learned; use theirs")
-        _, positions = split(len(store), data.held_out_images, data.held_out)
+        learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
+        known = learned if data.held_out_path is None else held_out
+        if dataset is None:
+            store = prepare_held_out(data, True, learned=known)
+        else:
+            store = DatasetCache.open(dataset, progress=True)
+        if store.meta.sha256 != known:
+            what = "learned" if known is learned else "held out"
+            raise DataError(f"{store.path} holds other images than those that {trained.origin} {what}; use theirs")
+        if trained.facts is not None:
+            store = store.with_statistics(trained.facts.statistics)
+        positions = parts(data, store, store)[1].positions
         key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
         labels = None if trained.unet_spec.classes is None else store.labels[positions]
         return cls(trained, store.fields, positions, key, store.images.read, labels, are_residuals=True)

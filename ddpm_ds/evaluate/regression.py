@@ -45,6 +45,8 @@ class TrainedRegression:
 
     def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""
+        if (facts := self._trained.facts) is not None:
+            fields = fields.with_statistics(facts.statistics)  # masked values are read as in its training
         inputs = Inputs(self._trained, fields.fields, positions, key="")
         found: npt.NDArray[np.float32] = inputs.predicted(range(len(positions))).numpy()
         return found

@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.config.spec import ALL_SIGMAS, SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.held_out import told_apart
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
@@ -53,7 +54,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
         DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec = trained.origin, trained.spec
-    learned = None if spec is None else pixels_learned(read_manifest(Path(origin)).data_sha256)
+    learned = None if spec is None else pixels_learned(told_apart(read_manifest(Path(origin)).data_sha256)[0])
     if given is not None:
         reference = DatasetCache.open(given, progress=True)
     elif spec is None:

@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Gather, Groups, find_groups, newest, settle, whole
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.held_out import told_apart
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
 from ddpm_ds.predict.finished_run import SUMMARY
@@ -93,6 +94,9 @@ MAY_CHANGE = (
     "data.store",
     "data.store_root",
     "data.path",
+    "data.held_out_path",
+    "data.condition.path",
+    "data.condition.held_out_path",
     "data.autoencoder",
     "data.max_bad_fraction",
 )
@@ -246,9 +250,10 @@ def check_resume(
             f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or {anew}"
         )
     if checkpoint.manifest.data_sha256 != data_sha256:
+        before, now = (told_apart(checksums)[0] for checksums in (checkpoint.manifest.data_sha256, data_sha256))
         raise CheckpointError(
-            f"{checkpoint.path} was trained on other images than those of the data-set cache; give it the same images, "
-            f"or {anew}"
+            f"{checkpoint.path} {'held out' if before == now else 'was trained on'} other images than those of the "
+            f"data-set cache; give it the same images, or {anew}"
         )
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
 

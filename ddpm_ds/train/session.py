@@ -14,7 +14,8 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.data.cache import CONSTANTS
-from ddpm_ds.data.loader import Residence, split
+from ddpm_ds.data.held_out import checksums_of
+from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
 from ddpm_ds.observe.flops import FlopsProfile
@@ -81,7 +82,7 @@ def run_training(
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
     """
-    plan, device = prepared.plan, prepared.device
+    plan, device, store = prepared.plan, prepared.device, prepared.images.store
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     if sender is not None:
         tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
@@ -90,7 +91,7 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device, prepared.store.meta.statistics, prepared.store.constants),
+            Denoising(plan.spec, device, store.meta.statistics, store.constants),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -119,7 +120,7 @@ def _recorded(
     sender: Popen[bytes],
 ) -> contextlib.AbstractContextManager[Recorder]:
     """Return what records the run on rank 0, with the ``kernels`` that were chosen for it."""
-    plan, store = prepared.plan, prepared.store
+    plan, store = prepared.plan, prepared.images.store
     spec, config = plan.spec.model_dump(mode="json"), replace(plan.ds, kernels=kernels).as_json()
     kept: dict[str, str | bytes] = {
         SPEC: yaml.safe_dump(spec, sort_keys=False),
@@ -171,7 +172,7 @@ def _train(
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
     plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
-    run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
+    run_dir, groups, (store, among) = prepared.claim.run_dir, prepared.claim.groups, prepared.images
     rehearsal, saver = None, None
     if asked.steps is not None:
         rehearsal = Rehearsal(engine, run_dir, asked.steps, layout.interval)
@@ -182,7 +183,7 @@ def _train(
                 ema,
                 run_dir,
                 spec.checkpoint,
-                described(plan, store.meta.sha256, store.meta.facts),
+                described(plan, checksums_of(store, prepared.held_out.store), store.meta.facts),
                 log=recorder.log,
                 groups=groups,
                 store=watchdog.store,
@@ -208,9 +209,9 @@ def _train(
         recorder.finish("FINISHED")
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
-    among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
-    losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
-    previews = Previews(spec, engine, watchdog, store, held_out if len(held_out) else among)
+    holds_out = len(prepared.held_out.positions) > 0
+    losses = HeldOutLoss(spec, engine, *prepared.held_out) if holds_out else None
+    previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images))
     validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
 
     def batches() -> Iterator[Any] | None:

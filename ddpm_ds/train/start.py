@@ -1,6 +1,7 @@
 """Start of a run on one process: it meets the other ranks, checks what they share, and decides what is still open."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +14,11 @@ from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
-from ddpm_ds.data.loader import Residence, split
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.loader import Residence
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import SpecError, one_line
 from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.planning.decide import cut_and_ordered, decided
 from ddpm_ds.planning.run_plan import RunPlan
@@ -76,7 +77,10 @@ class Prepared:
     plan: RunPlan
     """Plan in which everything is decided."""
     device: torch.device
-    store: DatasetCache
+    images: Part
+    """Images that are trained on."""
+    held_out: Part
+    """Images that are held out, if any are."""
     claim: Claim
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
@@ -140,15 +144,16 @@ def _prepared(
         check_compiler(device)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
-    store = prepare(
+    store, apart = prepare_all(
         plan.spec.data,
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
         verify=None if first_on_host else False,
         learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
     )
-    check_store(store, plan.spec)
-    check_same_images(rendezvous, store.meta.sha256)
+    check_store(store, plan.spec, apart)
+    checksums = checksums_of(store, apart)
+    check_same_images(rendezvous, checksums)
     plan = decided(plan.on_hosts(rendezvous.hosts), device)
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
@@ -156,7 +161,7 @@ def _prepared(
     changed: list[str] = []
     initial = None
     if checkpoint is not None:
-        changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), store.meta.sha256, claim.run_dir)
+        changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), checksums, claim.run_dir)
         log(f"resuming from {checkpoint.path}")
         for change in changed:
             log(f"  changed since: {change}")
@@ -172,21 +177,22 @@ def _prepared(
         for notice in (mixed_gpus, residence, widening(device.type, DTYPES[plan.ds.precision][1])):
             if notice is not None:
                 print(notice, flush=True)
-    return Prepared(plan, device, store, claim, checkpoint, changed, initial)
+    return Prepared(plan, device, *parts(plan.spec.data, store, apart), claim, checkpoint, changed, initial)
 
 
-def check_store(store: DatasetCache, spec: RunSpec) -> None:
-    """Refuse images that the spec's U-Net does not fit.
+def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None = None) -> None:
+    """Refuse images that the spec's U-Net does not fit; ``apart`` is the cache of held-out images.
 
     Raises:
-        SpecError: the numbers of classes differ, too many images are held out, or pictures of decoded latents would be
-            too large.
+        SpecError: the numbers or names of classes differ, too many images are held out, or pictures of decoded latents
+            would be too large.
     """
+    apart = store if apart is None else apart
     try:
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    split(len(store), spec.data.held_out_images, spec.data.held_out)
+    parts(spec.data, store, apart)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):
@@ -195,3 +201,10 @@ def check_store(store: DatasetCache, spec: RunSpec) -> None:
                 f"unet.classes = {asked}, but the images have no labels; {where}, or --set unet.classes=null"
             )
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
+    if asked is not None and apart.meta.classes != store.meta.classes:
+        both = enumerate(itertools.zip_longest(apart.meta.classes, store.meta.classes, fillvalue="missing"))
+        number, theirs, ours = next((number, *names) for number, names in both if names[0] != names[1])
+        raise SpecError(
+            f"data.held_out_path = {spec.data.held_out_path}: class {number} is {one_line(theirs)}, and that of "
+            f"data.path = {spec.data.path} is {one_line(ours)}; give both the same classes, or --set unet.classes=null"
+        )

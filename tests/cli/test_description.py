@@ -42,6 +42,17 @@ def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
         assert line in lines
 
 
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "all images of val at 9 noise levels, every 64,000 images"), (64, "64 images of val at 9 ")]
+)
+def test_a_held_out_source_is_named(count: int, said: str) -> None:
+    changes = ["data.source=folder", "data.path=train", "data.held_out_path=val", f"data.held_out_images={count}"]
+    changes.append("evaluation.every_images=64000")
+    one = plan_run(DIGITS, changes, CONFIG, world_size=1, stages=1)
+    (line,) = (line for line in describe_plan(one, Path("runs/x")).splitlines() if line.startswith("validation"))
+    assert said in line and ("% of the computing" in line) is bool(count)
+
+
 def test_one_host_has_no_word_of_hosts() -> None:
     one = plan(None, across_hosts="replicas")
     assert one.across == "stages"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddpm_ds.cli.main import WITHDRAWN, main
@@ -32,6 +33,24 @@ def test_prepare_writes_a_store_and_says_where(tmp_path: Path, capsys: pytest.Ca
     assert main(arguments) == main(arguments) == 0
     (store,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert capsys.readouterr().out == f"{store}: 1,797 images\n" * 2
+
+
+def test_prepare_writes_two_stores_if_held_out_images_have_a_source_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "train.npy", np.zeros((12, 8, 8), np.uint8))
+    changes = ["data.source=arrays", f"data.path={tmp_path}/train.npy", f"data.held_out_path={tmp_path}/val.npy"]
+    changes += ["data.held_out_images=0", f"data.store_root={tmp_path}/stores"]
+    arguments = ["prepare", "--spec", str(DIGITS), *(part for change in changes for part in ("--set", change))]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err.splitlines()
+    wrong = f"ddpm-ds: error: data.held_out_path = {tmp_path}/val.npy does not exist; "
+    assert len(said) == 1 and said[0].startswith(wrong)
+    assert not [path for path in (tmp_path / "stores").glob("*") if path.is_dir()]
+    np.save(tmp_path / "val.npy", np.ones((5, 8, 8), np.uint8))
+    assert main(arguments) == 0
+    trained, held_out = capsys.readouterr().out.splitlines()
+    assert trained.endswith(": 12 images") and held_out.endswith(": 5 images, held out")
 
 
 @pytest.mark.parametrize(

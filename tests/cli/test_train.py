@@ -99,6 +99,19 @@ def test_more_classes_than_the_images_have_are_refused(capsys: pytest.CaptureFix
     assert "unet.classes = 3, but the images have 2 classes" in said
 
 
+def test_held_out_images_of_other_classes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for folder, names in (("train", ("cats", "dogs", "owls")), ("val", ("cats", "owls"))):
+        for name in names:
+            (tmp_path / folder / name).mkdir(parents=True)
+            Image.new("L", (8, 8), len(folder)).save(tmp_path / folder / name / "one.png")
+    overrides = ["data.source=folder", "data.path=train", "data.held_out_path=val", "data.store_root=s"]
+    overrides += ["unet.classes=3", "data.held_out_images=0"]
+    said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
+    assert (
+        "data.held_out_path = val: class 1 is owls, and that of data.path = train is dogs; give both the same" in said
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "hint"),
     [("folder", "folders in data.path are classes"), ("arrays", "they are the array labels of a .npz")],

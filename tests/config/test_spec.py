@@ -56,6 +56,14 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ({"unet__head_channels": 12}, ["unet.head_channels = 12", "32 channels"]),
         ({"data__source": "folder"}, ["data.path is missing", "--set data.path=FOLDER"]),
         ({"data__path": "photos"}, ["data.path = photos", "digits"]),
+        (
+            {"data__held_out_path": "val"},
+            ["data.held_out_path = val is not read by source digits", "use source folder"],
+        ),
+        (
+            {"data__source": "huggingface", "data__name": "a/b", "data__held_out_path": "val"},
+            ["data.held_out_path = val is beside a data.path, and data.name = a/b", "remove one"],
+        ),
         ({"data__source": "torchvision"}, ["data.name is missing", "--set data.name=CIFAR100"]),
         (
             {"data__source": "huggingface"},
@@ -150,6 +158,22 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
         ({"kind": "cut_out", "path": "a.h5"}, {}, ["data.condition.path = a.h5 is of a stored condition"]),
         ({"kind": "cut_out", "resize": "nearest"}, {}, ["data.condition.resize = nearest", "stored or reduced"]),
         ({"kind": "reduced", "normalise": "range"}, {}, ["data.condition.normalise = range", "stored or constants"]),
+        (
+            {"kind": "grey", "held_out_path": "b.h5"},
+            {},
+            ["data.condition.held_out_path = b.h5 is of a stored condition"],
+        ),
+        (
+            {**STORED, "held_out_path": "b.h5"},
+            {"data__held_out_path": "val.npz"},
+            ["data.condition.held_out_path = b.h5 goes with", "data.condition.path is null", "use null"],
+        ),
+        ({**STORED, "path": "a.h5", "held_out_path": "b.h5"}, {}, ["data.held_out_path is null; give it"]),
+        (
+            {**STORED, "path": "a.h5"},
+            {"data__held_out_path": "val.npz"},
+            ["data.condition.path = a.h5", "val.npz has none; name it by data.condition.held_out_path"],
+        ),
         ({**STORED, "factor": 2}, {}, ["data.condition.factor = 2 is of kind reduced", "leave it at 4"]),
         ({**STORED, "noise": 0.5}, {}, ["data.condition.noise = 0.5 is of kind reduced"]),
         ({**STORED, "cut": [0.1, 0.2]}, {}, ["data.condition.cut = [0.1, 0.2] is of kind cut_out"]),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
+from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.sampling import draw
@@ -91,9 +92,9 @@ def plant_fields(folder: Path, condition: dict[str, Any] | None = CONDITION, **s
     return plant_on(store, folder / "run", spec)
 
 
-def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec) -> Planted:
-    """Save a checkpoint of a run on prepared images, with what a run keeps of them."""
-    plant(run_dir, data_sha256=dict(store.meta.sha256), facts=store.meta.facts, **sections_of(spec))
+def plant_on(store: DatasetCache, run_dir: Path, spec: RunSpec, apart: DatasetCache | None = None) -> Planted:
+    """Save a checkpoint of a run on prepared images, with what a run keeps of them and of those held out apart."""
+    plant(run_dir, data_sha256=checksums_of(store, apart or store), facts=store.meta.facts, **sections_of(spec))
     if store.constants is not None:
         shutil.copy(store.path / CONSTANTS, run_dir / CONSTANTS)
     return Planted(run_dir, spec, store)

@@ -20,6 +20,7 @@ from ddpm_ds import __version__ as VERSION
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache, StoredImages
+from ddpm_ds.data.held_out import checksums_of, prepare_all
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
@@ -246,6 +247,20 @@ def test_a_data_set_that_does_not_fit_is_one_line(
     lines.append(evaluate("--dataset", larger.path, code=2))
     assert "has images of 1x16x16, export draws 1x8x8" in lines[1]
     assert all(len(line.splitlines()) == 1 for line in lines) and not (run_dir / "evaluations").exists()
+
+
+def test_images_held_out_in_another_file_are_not_in_the_reference(tmp_path: Path) -> None:
+    for name, count in (("train", 12), ("val", 10)):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(count).integers(0, 256, (count, 8, 8), np.uint8))
+    paths = {"path": str(tmp_path / "train.npy"), "held_out_path": str(tmp_path / "val.npy")}
+    section = {"source": "arrays", **paths, "store_root": str(tmp_path / "stores")}
+    spec = tiny_spec(data=section, **UNLABELLED)
+    store, apart = prepare_all(spec.data)
+    checkpoint = plant(tmp_path / "run", data_sha256=checksums_of(store, apart), data=section, **UNLABELLED)
+    learned = replace(trained_of(spec), origin=str(checkpoint))
+    assert open_reference(learned, None).path == store.path
+    with pytest.raises(DataError, match="holds other images than those that"):
+        open_reference(learned, apart.path)
 
 
 def test_for_a_run_that_learned_crops_the_centres_are_the_reference(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ddpm_ds import keyed
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.held_out import prepare_all
 from ddpm_ds.data.loader import MicroBatch, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.diffusion.samplers import Sampler
@@ -252,6 +253,32 @@ def test_conditions_made_from_images_are_those_of_the_held_out_loss(kind: str) -
     assert found.channels.equal(x_t[[3, 1, 1], 3:]) and found.told[0].equal(vector[[3, 1, 1]])
     drawn = draw(trained, FAST_SAMPLER, torch.arange(4), labels=None, seed=0, inputs=inputs, members=2)
     assert drawn.dtype == torch.uint8
+
+
+def test_held_out_images_of_another_file_come_to_the_scale_of_the_training_images(tmp_path: Path) -> None:
+    """Masked values of the condition too. They are those that the run knew, and are found without the others."""
+    others = {name: values[3:10] if name != "land" else values for name, values in arrays().items()}
+    others["t2m"], others["coarse"] = others["t2m"] + 30.0, others["coarse"] + 1000.0
+    others["coarse"][2, 0, 0] = np.nan
+    np.savez(tmp_path / "val.npz", **others)
+    data = {"held_out_path": str(tmp_path / "val.npz"), "held_out_images": 0, "mask": "nan"}
+    spec = field_spec(tmp_path, data=data)
+    store, apart = prepare_all(spec.data)
+    trained = load_trained(plant_on(store, tmp_path / "run", spec, apart).run_dir)
+    shutil.copytree(store.path, tmp_path / "copy")
+    shutil.rmtree(store.path)
+    coarse = torch.from_numpy(arrays()["coarse"])
+    low, high, known = coarse.min(), coarse.max(), torch.from_numpy(others["coarse"][2]).clone()
+    known[0, 0] = coarse.double().mean()
+    unit = ((known - (high + low) / 2) / ((high - low) / 2))[None, None]
+    unit = torch.nn.functional.interpolate(unit, (8, 12), mode="bilinear", align_corners=False)
+    for dataset in (None, apart.path):
+        inputs = Inputs.held_out(trained, dataset)
+        truth = inputs.truth(range(len(inputs)))
+        assert truth is not None and np.array_equal(truth[:, 0].numpy(), others["t2m"])
+        torch.testing.assert_close(inputs.condition([2], CPU).channels[:, :1], unit, rtol=1e-5, atol=1e-5)
+    with pytest.raises(DataError, match=r"copy holds other images than those that \S+ held out; use theirs"):
+        Inputs.held_out(trained, tmp_path / "copy")
 
 
 def test_a_run_without_held_out_images_or_condition_is_refused(tmp_path: Path) -> None:

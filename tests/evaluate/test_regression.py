@@ -79,6 +79,20 @@ def test_the_verb_stores_fields_minus_predictions_which_samples_add_again(
     np.testing.assert_allclose(held_out.numpy(), truths()[inputs.positions], rtol=1e-5, atol=1e-3)
 
 
+def test_masked_conditions_of_other_fields_are_read_as_in_the_training_of_the_regression(tmp_path: Path) -> None:
+    planted = plant_fields(tmp_path, diffusion={"objective": "regression"}, data={"mask": "nan"})
+    regression = TrainedRegression(planted.spec.data.model_copy(update={"residual_of": planted.run_dir}), CPU)
+    predicted = []
+    for name, missing in (("masked", np.nan), ("filled", arrays()["coarse"].mean(dtype=np.float64))):
+        others = arrays()
+        others["coarse"] += 500.0
+        others["coarse"][3] = missing
+        np.savez(tmp_path / f"{name}.npz", **others)
+        fields = prepare(planted.spec.data.model_copy(update={"path": tmp_path / f"{name}.npz"}))
+        predicted.append(regression.predict(fields, np.array([3])))
+    np.testing.assert_allclose(predicted[0], predicted[1], rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -54,12 +54,17 @@ def train(folder: Path, spec: RunSpec, processes: int) -> Path:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("processes", "apart"), [(2, True), pytest.param(1, False, marks=pytest.mark.long)])
 def test_a_picture_of_training_is_that_of_the_checkpoint_on_its_own(
-    processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    processes: int, apart: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint says all that sampling needs, and a guided condition goes through two stages."""
-    run_dir = train(tmp_path, field_spec(tmp_path, **CHANGES), processes)
+    """The checkpoint says all that sampling needs, a guided condition goes through two stages, and what is held out may
+    be a file of its own.
+    """
+    others = {name: values + (name != "land") for name, values in arrays().items()}
+    np.savez(tmp_path / "val.npz", **others)
+    data = {"held_out_path": str(tmp_path / "val.npz"), "held_out": "last"} if apart else {}
+    run_dir = train(tmp_path, field_spec(tmp_path, data=data, **CHANGES), processes)
     (tmp_path / "fields.npz").rename(tmp_path / "moved.npz")
     out = tmp_path / "alone.png"
     words = ["--conditions", "held-out", "--members", str(MEMBERS), "--out", str(out), "--device", "cpu"]

@@ -305,6 +305,37 @@ def test_a_run_goes_on_with_the_cache_of_the_earlier_version_that_it_began_with(
 
 
 @pytest.mark.launch
+def test_images_of_a_held_out_source_are_measured_and_never_trained_on(tmp_path: Path) -> None:
+    """Training is that of a run without them; a run goes on if they have moved, and refuses others."""
+    draws = np.random.default_rng(0)
+    np.save(tmp_path / "train.npy", draws.integers(0, 256, (24, 8, 8), np.uint8))
+    for name, light in (("dark", 20), ("bright", 250)):
+        np.save(tmp_path / f"{name}.npy", np.full((6, 8, 8), light, np.uint8))
+    changes = ["data.source=arrays", f"data.path={tmp_path / 'train.npy'}", "data.held_out_images=0"]
+    changes += ["unet.multipliers=[1]", "unet.attention_resolutions=[]", "unet.classes=null", "train.label_drop=0"]
+    changes += ["samples.every_images=null", "evaluation.every_images=64", "logging.log_every_images=32"]
+    runs = tmp_path / "runs"
+
+    def start(name: str, held_out: str, images: int = 64, processes: int = 1) -> subprocess.CompletedProcess[str]:
+        held_out = "null" if held_out == "null" else str(tmp_path / f"{held_out}.npy")
+        overrides = [*TINY, *changes, f"data.held_out_path={held_out}", f"train.images={images}"]
+        return train(processes, runs / name, "-p", str(processes), overrides=overrides)
+
+    for name in ("null", "dark", "bright"):
+        assert (done := start(name, name)).returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert curve(runs / "null") == curve(runs / "dark") == curve(runs / "bright") and len(curve(runs / "null")) == 2
+    dark, bright = (curve(runs / name, "eval/loss") for name in ("dark", "bright"))
+    assert len(dark) == len(bright) == 1 and dark != bright and not (runs / "null" / "evaluations.jsonl").exists()
+
+    refused = start("dark", "bright", 128)
+    assert refused.returncode == 2 and "held out other images than those of the data-set cache" in refused.stderr
+    (tmp_path / "dark.npy").rename(tmp_path / "moved.npy")
+    done = start("dark", "moved", 128, processes=2)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "moved.npy" in done.stderr and len(curve(runs / "dark", "eval/loss")) == 2
+
+
+@pytest.mark.launch
 def test_crops_of_rectangles_are_trained_drawn_scored_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     """On two stages, from pictures of another shape, augmented."""
     pictures, ends = tmp_path / "pictures", []

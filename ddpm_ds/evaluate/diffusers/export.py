@@ -403,7 +403,8 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     if "train/loss" in losses:
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
     if spec is not None and "eval/loss" in losses:
-        facts["held-out loss"] = f"{losses['eval/loss']:.4f} on {spec.data.held_out_images:,} images, averaged weights"
+        held_out = f"{spec.data.held_out_images:,}" if spec.data.held_out_images else "all held-out"
+        facts["held-out loss"] = f"{losses['eval/loss']:.4f} on {held_out} images, averaged weights"
     facts["noise schedule"] = diffusion.schedule + ("" if continuous else f", {diffusion.timesteps:,} timesteps")
     facts["prediction"] = diffusion.objective
     return Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(

@@ -1,0 +1,151 @@
+"""A run's images: those that are trained on, and those that are held out, of the same source or of one of their own.
+
+::
+
+    data.path ──────────prepared──▶ cache ──────────────▶ training
+                                      │ statistics
+    data.held_out_path ─prepared──▶ cache ──────────────▶ held-out loss, pictures, scores
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import CONSTANTS, DatasetCache, Indices, StoredField
+from ddpm_ds.data.loader import split
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.errors import DataError, SpecError
+
+HELD_OUT = "held-out/"
+"""Prefix of the files of a held-out source in the checksums of a run's images."""
+
+
+class Part(NamedTuple):
+    """Images at rising positions of a cache."""
+
+    store: DatasetCache
+    positions: Indices
+
+
+def held_out_of(data: DataSpec) -> DataSpec | None:
+    """Return the spec of the source of held-out images; None if these are among the others.
+
+    It normalises nothing: that is done by the statistics of the training images.
+    """
+    if data.held_out_path is None:
+        return None
+    changes: dict[str, Any] = {"path": data.held_out_path, "held_out_path": None, "normalise": None}
+    if (asked := data.condition) is not None:
+        own = {"path": asked.held_out_path or asked.path, "held_out_path": None, "normalise": None}
+        changes["condition"] = asked.model_copy(update=own)
+    return data.model_copy(update=changes)
+
+
+def prepare_all(
+    data: DataSpec, progress: bool = False, *, learned: Mapping[str, str] | None = None, **how: Any
+) -> tuple[DatasetCache, DatasetCache]:
+    """Return the caches of the training images and of those held out, which may be one, making what is missing.
+
+    A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
+    ``learned`` are the checksums of the images of a checkpoint; ``how`` is passed to
+    :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
+
+    Raises:
+        DataError: held-out images would be trained on, or are of another size, number of channels or type.
+    """
+    trained_on, held_out = (None, None) if learned is None else told_apart(learned)
+    if data.held_out_path is None:
+        store = prepare(data, progress, learned=trained_on, **how)
+        return store, store
+    apart = prepare_held_out(data, progress, learned=held_out or None, **how)
+    store = prepare(data, progress, learned=trained_on, **how)
+    _check_alike(data, store, apart)
+    return store, apart.with_statistics(store.meta.statistics)
+
+
+def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> DatasetCache:
+    """Return the cache with the held-out images of ``data``, with its own statistics if it is that of another source.
+
+    ``how`` is passed to :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
+
+    Raises:
+        DataError: held-out images would be trained on.
+    """
+    source = held_out_of(data)
+    if source is None or source.path is None or data.path is None:
+        return prepare(data, progress, **how)
+    here, there = (Path(os.path.realpath(path)) for path in (data.path, source.path))
+    if here == there or here in there.parents or there in here.parents:
+        raise DataError(
+            f"data.held_out_path = {source.path} and data.path = {data.path} are one, or one is in the other, so that "
+            "held-out images would be trained on; move them apart"
+        )
+    try:
+        return prepare(source, progress, **how)
+    except (DataError, SpecError) as error:
+        said = str(error).replace("data.path", "data.held_out_path")
+        if data.condition is not None and data.condition.held_out_path is not None:
+            said = said.replace("data.condition.path", "data.condition.held_out_path")
+        of_both = r"--set data\.\S*(image_size|channels|vector_size)=\S+"
+        said = re.sub(of_both, r"\g<0> if data.path has that too, or name another", said)
+        raise type(error)(said) from error
+
+
+def parts(data: DataSpec, store: DatasetCache, apart: DatasetCache) -> tuple[Part, Part]:
+    """Return the images that are trained on and those that are held out, of the caches of both.
+
+    Raises:
+        SpecError: no image would be left to train on, or fewer are there than are to be held out.
+    """
+    if data.held_out_path is None:
+        among, held_out = split(len(store), data.held_out_images, data.held_out)
+        return Part(store, among), Part(store, held_out)
+    count, asked = len(apart), data.held_out_images
+    if asked > count:
+        raise SpecError(
+            f"data.held_out_images = {asked:,}, but data.held_out_path = {data.held_out_path} has {count:,} images; "
+            "--set data.held_out_images=0 takes all"
+        )
+    positions = split(count, asked, data.held_out)[1] if 0 < asked < count else np.arange(count)
+    return Part(store, np.arange(len(store))), Part(apart, positions)
+
+
+def checksums_of(store: DatasetCache, apart: DatasetCache) -> dict[str, str]:
+    """Return the checksums that a run keeps of its images."""
+    others = {} if apart is store else apart.meta.sha256
+    return {**store.meta.sha256, **{f"{HELD_OUT}{name}": value for name, value in others.items()}}
+
+
+def told_apart(checksums: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the checksums of a run's training images, and those of its held-out source, empty if it has none."""
+    held_out = {name.removeprefix(HELD_OUT): value for name, value in checksums.items() if name.startswith(HELD_OUT)}
+    return {name: value for name, value in checksums.items() if not name.startswith(HELD_OUT)}, held_out
+
+
+def _check_alike(data: DataSpec, store: DatasetCache, apart: DatasetCache) -> None:
+    """Refuse held-out images that the U-Net of the others does not fit, or that are the others."""
+    given = f"data.held_out_path = {data.held_out_path}"
+    for name in store.fields:
+        ours, theirs = store.meta.field(name), apart.meta.field(name)
+        if ours != theirs:
+            raise DataError(
+                f"{given}: {name} is {_said(theirs)} for each image, and {_said(ours)} of data.path = {data.path}; "
+                "give both the same"
+            )
+    if store.meta.sha256.get(CONSTANTS) != apart.meta.sha256.get(CONSTANTS):
+        raise DataError(
+            f"{given} has other data.condition.constants than data.path = {data.path}, and those are the same for all "
+            "images; give both the same"
+        )
+    if store.key == apart.key:
+        raise DataError(f"{given} has the images of data.path = {data.path}, which are trained on; name others")
+
+
+def _said(stored: StoredField) -> str:
+    names = f" ({', '.join(stored.channels)})" if stored.channels else ""
+    return f"{'x'.join(map(str, stored.shape))} {stored.values}{names}"
