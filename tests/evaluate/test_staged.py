@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import signal
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.cli.sample import add_drawing_options, called, load
 from ddpm_ds.cli.sample import main as sample_launched
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.prepare import prepare
@@ -59,10 +61,11 @@ def run(script: Path, run_dir: Path, stages: int, replicas: int, *words: object)
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (5, 1)])
 def test_members_for_inputs_have_the_bits_of_the_whole_u_net(
     stages: int, replicas: int, fields: Path, tmp_path: Path
 ) -> None:
+    """Of five stages the first cut is where h and the newest skip are one tensor."""
     words = ("--conditions", "held-out", "--members", 2 * 2 * stages, "--out")
     run(SAMPLE, fields, 1, 1, *words, tmp_path / "whole.npy")
     said = run(SAMPLE, fields, stages, replicas, *words, tmp_path / "staged.npy")
@@ -133,6 +136,17 @@ def test_a_rank_builds_and_reads_its_own_layers_alone(planted: Path, monkeypatch
         assert read == list(own) and not every.keys() & own.keys()
         every.update(own)
     assert all(every.pop(name).equal(values) for name, values in whole.unet.layers.named_parameters()) and not every
+
+
+def test_a_regression_and_a_guide_are_cut_as_well(residuals: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_drawing_options(parser)
+    options = parser.parse_args([str(residuals), *FAST, "--stages", "2", "--guidance", "2", "--guide", str(residuals)])
+    trained, _, guide = load(options, Pipelines(2, 1, 2))
+    unets = called(trained, guide)
+    assert len(unets) == 3
+    for unet in unets:
+        assert partition(trained.layers, 2, "parameters")[1] == int(next(iter(unet.layers.named_children()))[0])
 
 
 @pytest.mark.parametrize(
