@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from ddpm_ds.command_line import (
     MOST_MEMBERS,
+    MOST_PROCESSES,
     OneLineParser,
     Verbs,
     add_overwrite,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
     from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.trained import Trained
+    from ddpm_ds.pipeline.staged import Pipelines
+    from ddpm_ds.unet.model import UNet
 
 DESCRIPTION = """\
 Draw images from a checkpoint of any layout, the newest checkpoint of a run, or an export. Image number I of a seed is
@@ -56,6 +59,7 @@ examples
   ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes.png
   ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
   deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10.npz
+  deepspeed --num_gpus 4 launch/sample.py runs/large --stages 4 --out large.png
 
   ddpm-ds sample runs/downscaling --conditions held-out --members 8 --out ensembles.png
   ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
@@ -67,6 +71,7 @@ exit codes
   0 done   2 bad input, nothing was done   130 interrupted   76 another process died: start it again   1 a bug
 """
 
+LAUNCHER = "deepspeed [launcher options]"
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
 OTHER_SUFFIXES = {"npy": ".npy", "zarr": ".zarr"}
 """Formats that --out alone asks for."""
@@ -85,15 +90,21 @@ def add_sample(verbs: Verbs) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``launch/sample.py`` in one of its processes and return the exit code."""
-    prog = "deepspeed [launcher options] launch/sample.py"
-    parser = OneLineParser(prog=prog, description=DESCRIPTION, epilog=EXAMPLES)
+    parser = OneLineParser(prog=f"{LAUNCHER} launch/sample.py", description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
+    return launched(parser, _sample, arguments)
+
+
+def launched(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None
+) -> int:
+    """Run a verb in one of the processes that a launcher has started, and return the exit code."""
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
     )  # launchers pass it
     try:
         set_environment()
-        return _sample(parser.parse_args(arguments))
+        return run(parser.parse_args(arguments)) or 0
     except PeerLostError as error:  # nothing that waits for the others may follow
         print_to_stderr(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
@@ -167,6 +178,13 @@ def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = Fals
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
     parser.add_argument(
         "--batch-images", type=batch, default=64, metavar="N", help="images drawn at once by a process (default 64)"
+    )
+    parser.add_argument(
+        "--stages",
+        type=partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a number from 1 to {MOST_PROCESSES:,}"),
+        default=1,
+        metavar="S",
+        help="cut the U-Net into so many stages, each on a process of its own (default 1: each process has all of it)",
     )
     group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
     group.add_argument(
@@ -247,8 +265,24 @@ def _choices(field: str) -> tuple[str, ...]:
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
+def pipelines_of(options: argparse.Namespace) -> Pipelines:
+    """Return the place of this process in the pipelines of --stages; raises LayoutError if there are none."""
+    from ddpm_ds.pipeline.staged import Pipelines
+
+    return Pipelines(options.stages, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def called(trained: Trained, guide: Trained | None) -> list[UNet]:
+    """Return all U-Nets that drawing and scoring call."""
+    return [each.unet for each in (trained, trained.regression, guide) if each is not None]
+
+
 def load(
-    options: argparse.Namespace, changes: Sequence[Mapping[str, Any]] = ({},), *, ema_length: float | None = None
+    options: argparse.Namespace,
+    pipelines: Pipelines,
+    changes: Sequence[Mapping[str, Any]] = ({},),
+    *,
+    ema_length: float | None = None,
 ) -> tuple[Trained, list[SamplerSpec], Trained | None]:
     """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
 
@@ -263,8 +297,9 @@ def load(
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
 
-    device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
+    device, (_, dtype) = choose_device(options.device, options.stages), DTYPES[options.precision]
     place: dict[str, Any] = {"autoencoder": options.autoencoder, "device": device, "dtype": dtype}
+    place["pipelines"] = pipelines
     trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, **place)
     samplers = [
         sampler_from(
@@ -417,11 +452,12 @@ def _sample(options: argparse.Namespace) -> int:
         write_pngs,
         write_zarr,
     )
-    from ddpm_ds.evaluate.sampling import draw_missing, request_for
+    from ddpm_ds.evaluate.sampling import draw_missing, request_for, together
     from ddpm_ds.unet.operations import widening
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    trained, (sampler,), guide = load(options)
+    pipelines = pipelines_of(options)
+    trained, (sampler,), guide = load(options, pipelines)
+    unets = called(trained, guide)
     inputs = _inputs(options, trained)
     given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
     numbers = {name: value for name in given if (value := getattr(options, name)) is not None}
@@ -440,32 +476,34 @@ def _sample(options: argparse.Namespace) -> int:
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
     drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
-    log: Callable[[str], None] = print if rank == 0 else lambda line: None
+    log: Callable[[str], None] = print if pipelines.is_first else lambda line: None
     stored = next(trained.unet.parameters())
     if line := widening(stored.device.type, stored.dtype):
         log(line)
     try:
-        draw_missing(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs)
-        if rank == 0:
-            images, labels = drawn.images(), request.labels_of(request.index)
-            if kind == "npy":
-                write_npy(out, images if inputs is None else request.by_input(images))
-            elif kind == "zarr":
-                write_zarr(out, trained, request.by_input(images), options.first)
-            elif kind == "folder":
-                write_pngs(out, images, request.index)
-            elif kind == "npz":
-                write_npz(out, images, labels)
-            else:
-                with writing(out, overwrite=options.overwrite) as file:
-                    how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
-                    titled_grid(trained, sampler, images, labels, **how).save(file, "PNG")
-            drawn.remove()
+        with together(pipelines, stored.device), pipelines.at_work(unets) as leads:
+            if leads:
+                draw_missing(trained, request, drawn, pipelines, guide=guide, inputs=inputs)
+            if pipelines.is_first:
+                images, labels = drawn.images(), request.labels_of(request.index)
+                if kind == "npy":
+                    write_npy(out, images if inputs is None else request.by_input(images))
+                elif kind == "zarr":
+                    write_zarr(out, trained, request.by_input(images), options.first)
+                elif kind == "folder":
+                    write_pngs(out, images, request.index)
+                elif kind == "npz":
+                    write_npz(out, images, labels)
+                else:
+                    with writing(out, overwrite=options.overwrite) as file:
+                        how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
+                        titled_grid(trained, sampler, images, labels, **how).save(file, "PNG")
+                drawn.remove()
     except KeyboardInterrupt:
         log(f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there")
         return 128 + signal.SIGINT
     log(f"{out}: {_summary(request)}")
-    if options.mlflow and rank == 0:
+    if options.mlflow and pipelines.is_first:
         record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out: ""})
     return 0
 

@@ -1,26 +1,44 @@
-"""Verbs for trained weights besides ``sample``: ``evaluate`` scores them against the real images, ``export`` and
-``import`` convert them to and from diffusers.
+"""Verbs for trained weights besides ``sample``: ``evaluate`` (and ``launch/evaluate.py``) scores them against the real
+images, ``export`` and ``import`` convert them to and from diffusers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.cli.sample import add_drawing_options, add_weights_options, different, load
-from ddpm_ds.command_line import MOST_COUNT, Verbs, add_overrides, ema_length, file_path, positive, whole
+from ddpm_ds.cli.sample import (
+    LAUNCHER,
+    add_drawing_options,
+    add_weights_options,
+    called,
+    different,
+    launched,
+    load,
+    pipelines_of,
+)
+from ddpm_ds.command_line import (
+    MOST_COUNT,
+    OneLineParser,
+    Verbs,
+    add_overrides,
+    ema_length,
+    file_path,
+    positive,
+    whole,
+)
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.tracking.run_folder import snapshots_of
 
 if TYPE_CHECKING:
-    from ddpm_ds.config.spec import SamplerSpec
     from ddpm_ds.evaluate.ensembles import Evaluated
     from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.scores import Score
@@ -54,12 +72,15 @@ examples
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
   ddpm-ds evaluate runs/downscaling --members 16
       16 members for each held-out image
+  deepspeed --num_gpus 4 launch/evaluate.py runs/large --stages 2
+      two pipelines of two stages
 
 Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
 again.
 
 exit codes
-  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug
+  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted
+  76 another process died: start it again   1 a bug
 """
 EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
@@ -100,6 +121,19 @@ def add_evaluate(verbs: Verbs) -> None:
     """Add the verb ``evaluate``."""
     what = "score a checkpoint or an export against the real images"
     parser = verbs.add_parser("evaluate", help=what, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES)
+    _add_evaluate_options(parser)
+    parser.set_defaults(run=_evaluate)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``launch/evaluate.py`` in one of its processes and return the exit code."""
+    texts = {"description": EVALUATE_DESCRIPTION, "epilog": EVALUATE_EXAMPLES}
+    parser = OneLineParser(prog=f"{LAUNCHER} launch/evaluate.py", **texts)
+    _add_evaluate_options(parser)
+    return launched(parser, _evaluate, arguments)
+
+
+def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     count = f"images to draw (default {MANY}), or inputs to draw members for (default all)"
     parser.add_argument("--count", type=positive, metavar="N", help=count)
     parser.add_argument(
@@ -143,7 +177,6 @@ def add_evaluate(verbs: Verbs) -> None:
         help="evaluate averages of these relative lengths, made from a run's snapshots",
     )
     add_drawing_options(parser, several=True)
-    parser.set_defaults(run=_evaluate)
 
 
 def _metrics(text: str) -> tuple[str, ...]:
@@ -160,9 +193,10 @@ def _evaluate(options: argparse.Namespace) -> None:
     from ddpm_ds.checkpoint.power_ema import Reconstruction
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.outputs import check_recordable
+    from ddpm_ds.evaluate.sampling import together
     from ddpm_ds.evaluate.scores import table
 
-    lengths = options.ema_length
+    pipelines, lengths = pipelines_of(options), options.ema_length
     if lengths != (None,):
         if options.weights == "raw":
             raise SpecError("--weights raw is not averaged, and --ema-length is of averages; leave one out")
@@ -170,19 +204,26 @@ def _evaluate(options: argparse.Namespace) -> None:
             Reconstruction(snapshots_of(options.path), length)
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
-    work, found, ensembles = None, [], []
-    for length in lengths:
-        trained, samplers, guide = load(options, changes, ema_length=length)
-        check_recordable(trained)
-        if trained.is_conditioned:
-            ensembles += [_of_ensembles(options, trained, sampler, guide) for sampler in samplers]
-        else:
-            work = work or _of_images(options, trained)
-            found += [work(trained, sampler, guide) for sampler in samplers]
-    print(f"\n{ensemble_table(ensembles) if ensembles else table(found)}")
+    work: Callable[..., Any] | None = None
+    found: list[Any] = []
+    with contextlib.ExitStack() as connected:
+        for length in lengths:
+            trained, samplers, guide = load(options, pipelines, changes, ema_length=length)
+            unets = called(trained, guide)
+            check_recordable(trained)
+            if trained.is_conditioned:
+                work = _of_ensembles(options, trained)
+            elif work is None:
+                work = _of_images(options, trained)
+            if length == lengths[0]:  # nothing that all processes can refuse is left
+                connected.enter_context(together(pipelines, next(trained.unet.parameters()).device))
+            with pipelines.at_work(unets) as leads:
+                found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers if leads]
+    if pipelines.is_first:
+        print(f"\n{ensemble_table(found) if trained.is_conditioned else table(found)}")
 
 
-def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]]]:
+def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
     """Return what evaluates weights without conditions by a sampler and a guide."""
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
@@ -197,10 +238,8 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., t
     return partial(evaluate, scorer=scorer, out=options.out, **numbers)
 
 
-def _of_ensembles(
-    options: argparse.Namespace, trained: Trained, sampler: SamplerSpec, guide: Trained | None
-) -> Evaluated:
-    """Evaluate weights with conditions."""
+def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated | None]:
+    """Return what evaluates weights with conditions by a sampler and a guide."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
@@ -216,7 +255,7 @@ def _of_ensembles(
     else:
         inputs = Inputs.open(options.conditions, trained)
     numbers = {name: getattr(options, name) for name in ("count", "members", "seed", "batch_images")}
-    return evaluate_ensembles(trained, sampler, guide, inputs, options.out, **numbers)
+    return partial(evaluate_ensembles, inputs=inputs, out=options.out, **numbers)
 
 
 def add_export(verbs: Verbs) -> None:

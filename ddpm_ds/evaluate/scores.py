@@ -34,9 +34,10 @@ from ddpm_ds.evaluate.inception import (
     pixel_gaussian,
 )
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import draw_missing
+from ddpm_ds.evaluate.sampling import ALONE, draw_missing
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
+from ddpm_ds.pipeline.staged import Pipelines
 from ddpm_ds.version import __version__
 
 GRID_IMAGES = 64
@@ -132,7 +133,8 @@ class Scorer:
             except Unavailable as reason:
                 if asked is not None:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
-                print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
+                if os.environ.get("RANK", "0") == "0":
+                    print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
     def scores(self, images: Pixels, device: torch.device) -> list[Score]:
         """Return the scores of uint8 ``images`` (N, C, H, W)."""
@@ -182,11 +184,18 @@ class Scorer:
 
 
 def evaluate(
-    trained: Trained, sampler: SamplerSpec, guide: Trained | None, scorer: Scorer, out: Path | None, **numbers: int
-) -> tuple[Request, list[Score]]:
+    trained: Trained,
+    sampler: SamplerSpec,
+    guide: Trained | None,
+    scorer: Scorer,
+    out: Path | None,
+    pipelines: Pipelines = ALONE,
+    **numbers: int,
+) -> tuple[Request, list[Score]] | None:
     """Draw, score and record images of the given weights and sampler, in a folder of their own.
 
     It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
+    Of several ``pipelines`` all draw and only the first does the rest; the others return None.
     """
     reference, count = scorer.reference, numbers["count"]
     labels = None if trained.unet_spec.classes is None else labels_like(reference, count)
@@ -196,7 +205,8 @@ def evaluate(
     folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(count)}-{request.key}"
     device = next(trained.unet.parameters()).device
     guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
-    print(
+    said = print if pipelines.is_first else lambda *_, **__: None
+    said(
         f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
         f"{guided}"
         f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
@@ -206,11 +216,13 @@ def evaluate(
     )
     drawn = DrawnImages(folder / "drawn", request)
     try:
-        draw_missing(trained, request, drawn, guide=guide)
+        draw_missing(trained, request, drawn, pipelines, guide=guide)
+        if not pipelines.is_first:
+            return None
         images = drawn.images()
         scores = scorer.scores(images, device)
     except KeyboardInterrupt:
-        print("interrupted: what is drawn is kept, and the same command continues from there")
+        said("interrupted: what is drawn is kept, and the same command continues from there")
         raise
     facts = about(request, reference)
     with writing(folder):

@@ -1,4 +1,4 @@
-"""Trained weights, loaded whole into one process from a checkpoint of any layout, or from a diffusers folder.
+"""Trained weights, loaded whole or as a stage from a checkpoint of any layout, or whole from a diffusers folder.
 
 The package diffusers is not needed to read such a folder.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ from ddpm_ds.diffusion.condition import Conditions, Scale
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
 from ddpm_ds.files import expanded, sha256_of
+from ddpm_ds.pipeline.staged import Pipelines, StagedUnet
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
@@ -53,12 +54,20 @@ KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
 """Names in a checkpoint of the averaged weights and of the weights as trained."""
 
 
+class _Place(NamedTuple):
+    """Where weights are loaded to: with ``pipelines`` only this process's stage."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+    pipelines: Pipelines | None
+
+
 @dataclass(frozen=True)
 class Trained:
     """Trained U-Net with its sampler, data type and origin."""
 
     unet: UNet
-    """U-Net in eval mode, without gradients."""
+    """U-Net in eval mode, without gradients; of a pipeline this rank's stage of it."""
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
@@ -175,7 +184,8 @@ class Trained:
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
         stored = next(self.unet.parameters())
-        found = load_trained(path, device=stored.device, dtype=stored.dtype)
+        pipelines = self.unet.pipelines if isinstance(self.unet, StagedUnet) else None
+        found = load_trained(path, device=stored.device, dtype=stored.dtype, pipelines=pipelines)
         if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
             raise CheckpointError(
                 f"data.residual_of = {path}: {found.origin} has other weights than the residuals that {self.origin} "
@@ -231,31 +241,39 @@ def load_trained(
     autoencoder: FilePath | None = None,
     device: Annotated[torch.device | str, AfterValidator(usable_device)] = "cpu",
     dtype: Annotated[torch.dtype, AfterValidator(_known)] = torch.float32,
+    pipelines: Pipelines | None = None,
 ) -> Trained:
     """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
     With ``ema_length``, ``path`` must be a run's folder, and the average of that relative length (0.001 to 0.28,
     sigma_rel of EDM2) at the time of the newest snapshot is loaded, whatever ``weights`` says. ``autoencoder`` is the
-    new path of a run's autoencoder, if it has moved; an export holds its own.
+    new path of a run's autoencoder, if it has moved; an export holds its own. In ``pipelines`` of several stages only
+    this process's stage is built and read.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
         DataError: the autoencoder can't be used.
-        SpecError: ``ema_length`` is out of range, or ``autoencoder`` is given for a run on pixels.
+        LayoutError: the U-Net can't be cut into so many stages.
+        SpecError: ``ema_length`` is out of range, ``autoencoder`` is given for a run on pixels, or an export is to be
+            cut into stages.
     """
+    place = _Place(device, dtype, pipelines if pipelines is not None and pipelines.stages > 1 else None)
     path, autoencoder = expanded(path), None if autoencoder is None else expanded(autoencoder)
     if ema_length is not None:
         average = Reconstruction(snapshots_of(path), ema_length)
-        return _load_checkpoint(average, average.kind, average.digest, autoencoder, device, dtype)
+        return _load_checkpoint(average, average.kind, average.digest, autoencoder, place)
     found = find_trained(path)
     if (found / MANIFEST).is_file():
         reader = Reader(found)
         kind = _kind(reader, weights)
         digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
-        return _load_checkpoint(reader, kind, digest, autoencoder, device, dtype)
+        return _load_checkpoint(reader, kind, digest, autoencoder, place)
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
+    if place.pipelines is not None:
+        stages = place.pipelines.stages
+        raise SpecError(f"--stages {stages}: {found} is an export, which is read whole; name a run or a checkpoint")
     folder = DiffusersFolder(found)
     decoder, digest = folder.autoencoder(), sha256_of(folder.weights)
     diffusion, levels = folder.process()
@@ -264,7 +282,7 @@ def load_trained(
     fields = folder.fields()
     unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
-        unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
+        unet=_filled(folder.layers, folder.tensors().__getitem__, found, place),
         unet_spec=folder.unet,
         diffusion=diffusion,
         sampler=SamplerSpec(clip="none" if unclipped else "static", **levels),
@@ -295,8 +313,7 @@ def _load_checkpoint(
     kind: str,
     digest: str,
     moved: Path | None,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    place: _Place,
 ) -> Trained:
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
@@ -323,12 +340,11 @@ def _load_checkpoint(
     if shapes != reader.manifest.parameters:
         wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
-    tensors = ((name, read(name).view(shape)) for name, shape in shapes.items())
     folder = path.resolve()
     run_dir = folder.parent.parent
     in_run = folder.parent in (checkpoints_of(run_dir), snapshots_of(run_dir), averages_of(run_dir))
     return Trained(
-        unet=_filled(layers, tensors, path, device, dtype),
+        unet=_filled(layers, read, path, place),
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
@@ -363,20 +379,16 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
     )
 
 
-def _filled(
-    layers: Sequence[Layer],
-    tensors: Iterable[tuple[str, Tensor]],
-    path: Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> UNet:
-    """Return a U-Net with the weights ``tensors``, given as pairs of global name and tensor."""
-    unet = UNet(layers, 0).eval().requires_grad_(False).to(device, dtype)
-    parameters = dict(unet.layers.named_parameters())
-    for name, tensor in tensors:
-        parameters[name].copy_(tensor)
+def _filled(layers: Sequence[Layer], read: Callable[[str], Tensor], path: Path, place: _Place) -> UNet:
+    """Return a U-Net, or this process's stage of it, with the weights that ``read`` returns by global name."""
+    device, dtype, pipelines = place
+    unet = UNet(layers, 0) if pipelines is None else StagedUnet(layers, pipelines)
+    unet.eval().requires_grad_(False).to(device, dtype)
+    for name, parameter in unet.layers.named_parameters():
+        tensor = read(name)
+        parameter.copy_(tensor.view(parameter.shape))
         if not tensor.isfinite().all():
             raise CheckpointError(f"{name} of {path} has values that are not finite; use weights from before")
-        if not parameters[name].isfinite().all():
+        if not parameter.isfinite().all():
             raise CheckpointError(f"{name} of {path} has values beyond {str(dtype).removeprefix('torch.')}; use fp32")
     return unet

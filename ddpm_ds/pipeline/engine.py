@@ -246,6 +246,20 @@ class UnetPipelineEngine(PipelineEngine):
             forget_peaks(self.device)
         return bool(cold)
 
+    @contextlib.contextmanager
+    def forward_only(self, images: int) -> Iterator[bool]:
+        """Let passes inside this context be forwards on this many images, without dropout, between two steps.
+
+        Yields whether their messages go from host to host, as at the first time.
+        """
+        self.graph.drop()
+        self.module.eval()
+        try:
+            yield self.warm_up(images, gradients=False) and runs_behind(self.device)
+        finally:
+            self.module.train()
+            self.send_next_step_through_host()
+
     def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 

@@ -12,23 +12,41 @@ pipeline, so that no stage waits for a whole round.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.messages import Edge, StageChannels, runs_behind
+from ddpm_ds.pipeline.messages import Channel, Edge, StageChannels
 from ddpm_ds.unet.blocks import Carry
 
 Give = Callable[[int], Carry]
 Take = Callable[[int, Tensor], None]
 
 
-class ForwardPipeline:
-    """Pipelined forward passes of an engine's stages on ``images`` images at a time, without gradients and dropout."""
+class Stages(Protocol):
+    """Stages of a rank: those of an engine that trains, or of a U-Net that only predicts."""
 
-    def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
+    phases: int
+    num_stages: int
+    stage_id: int
+
+    @property
+    def loss_stage(self) -> int: ...
+    @property
+    def module(self) -> Any: ...  # its layers, as ddpm_ds.pipeline.module has them
+    def is_first_stage(self) -> bool: ...
+    def stage_channels(self, phase: int, images: int) -> StageChannels: ...
+    def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel: ...
+    def forward_only(self, images: int) -> AbstractContextManager[bool]: ...
+
+
+class ForwardPipeline:
+    """Pipelined forward passes of a rank's stages on ``images`` images at a time, without gradients and dropout."""
+
+    def __init__(self, engine: Stages, images: int) -> None:
         self._engine, self._images = engine, images
         self._gives = engine.is_first_stage()
         """Whether this rank gives inputs and takes predictions."""
@@ -52,15 +70,8 @@ class ForwardPipeline:
         rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
         (images, C, H, W). Other ranks call neither. ``progress`` is called on every rank after each of its calls.
         """
-        engine = self._engine
-        engine.graph.drop()
-        engine.module.eval()
-        try:
-            first = engine.warm_up(self._images, gradients=False)
-            self._run(calls, give, take, max(1, min(depth, calls)), progress, first and runs_behind(engine.device))
-        finally:
-            engine.module.train()
-            engine.send_next_step_through_host()
+        with self._engine.forward_only(self._images) as by_host:
+            self._run(calls, give, take, max(1, min(depth, calls)), progress, by_host)
 
     def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], by_host: bool) -> None:
         engine, all_channels = self._engine, [*self._channels, self._back]

@@ -1,0 +1,244 @@
+"""A U-Net that only predicts, in stages: on the first rank of a pipeline it is called like the whole.
+
+Consecutive ranks are the stages of a pipeline, and all pipelines have the same weights. The first rank of a pipeline
+leads: it draws, scores and writes as a single process does. The others serve its calls::
+
+    stage 0        prediction = unet(x_t, t, ...)    order ─▶ all    parts of x_t ─▶ forward ─▶     ◀── predictions
+    stage 1        serve: wait for an order                            receive, forward ─▶               │
+    stage S - 1    serve: wait for an order                                receive, forward ─▶ predictions ┘
+
+Orders are messages between hosts, so that no device waits for them.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpm_ds.errors import LayoutError, PeerLostError, UserError, is_out_of_memory
+from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.forward import ForwardPipeline
+from ddpm_ds.pipeline.messages import Channel, Edge, P2PGroup, StageChannels, open_p2p_groups, runs_behind
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.layers import Layer, boundary_shapes
+from ddpm_ds.unet.model import UNet
+
+
+class Order(NamedTuple):
+    """What the first rank of a pipeline calls."""
+
+    unet: int
+    """Number of the U-Net; negative if there are no more calls."""
+    images: int = 0
+    """Images of a part."""
+    parts: int = 0
+
+
+END = Order(-1)
+
+
+class Pipelines:
+    """The place of this process in pipelines of ``stages`` processes that share images; by default it is alone.
+
+    Raises:
+        LayoutError: the processes are no whole number of pipelines.
+    """
+
+    def __init__(self, stages: int = 1, rank: int = 0, world_size: int = 1) -> None:
+        if world_size % stages:
+            fewer = max(number for number in range(1, stages) if world_size % number == 0)
+            raise LayoutError(
+                f"--stages {stages} does not divide the number of processes, {world_size}; start {stages} or a "
+                f"multiple (deepspeed --num_gpus {stages} launch/...), or use --stages {fewer}"
+            )
+        self.stages, self.count = stages, world_size // stages
+        """Number of stages of a pipeline, and of pipelines."""
+        self.number, self.stage = divmod(rank, stages)
+        """Number of this process's pipeline, and of its stage there."""
+        self._unets: list[UNet] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that scores and writes."""
+        return self.number == self.stage == 0
+
+    def connect(self, device: torch.device, patience: timedelta) -> None:
+        """Connect the stages of each pipeline, and the pipelines; collective. A rank waits for an order, or for the
+        other pipelines, as long as its ``patience``.
+        """
+        ranks = [range(first, first + self.stages) for first in range(0, self.count * self.stages, self.stages)]
+        self._leaders: Any = dist.new_group([own[0] for own in ranks], backend="gloo", timeout=patience)
+        if self.stages > 1:
+            orders: list[Any] = [dist.new_group(list(own), backend="gloo", timeout=patience) for own in ranks]
+            self._leader, self._orders = ranks[self.number][0], orders[self.number]
+            self.edges: dict[Edge, P2PGroup] = open_p2p_groups(ranks, 1, device, gradients=False)
+
+    def wait(self, patience: timedelta) -> None:
+        """Wait until all pipelines have come here.
+
+        Raises:
+            PeerLostError: a process of another pipeline has died.
+        """
+        if self.count > 1:
+            try:
+                dist.monitored_barrier(self._leaders, timeout=patience)
+            except RuntimeError:
+                raise PeerLostError(
+                    "another process was lost before it had done its share; what is done is kept, start it again"
+                ) from None
+
+    @contextlib.contextmanager
+    def at_work(self, unets: Sequence[UNet]) -> Iterator[bool]:
+        """Let the U-Nets be called inside this context on the first rank of each pipeline, where it yields True.
+
+        Other ranks serve the calls until that rank leaves the context; then it yields False to them.
+
+        Raises:
+            LayoutError: the device of a rank that serves has no memory for so many images.
+            PeerLostError: a process of the pipeline has died.
+        """
+        self._unets = list(unets)
+        if self.stage:
+            self._serve()
+            yield False
+            return
+        try:
+            yield True
+        except UserError:
+            self._passed_on(END)
+            raise
+        self._passed_on(END)
+
+    def call(self, unet: "StagedUnet", inputs: Sequence[Tensor]) -> Tensor:
+        """Return the prediction for ``inputs``, of N images each; called on first ranks alone.
+
+        They go through the stages in equal parts, up to two for each stage, so that all stages are at work.
+        """
+        images = len(inputs[0])
+        parts = max(number for number in range(1, 2 * self.stages + 1) if images % number == 0)
+        given = list(zip(*(one.chunk(parts) for one in inputs), strict=True))
+        self._passed_on(Order(self._unets.index(unet), images // parts, parts))
+        found: list[Tensor] = []
+        with _noticing_losses():
+            pipeline = ForwardPipeline(unet, images // parts)
+            pipeline.run(parts, given.__getitem__, lambda _, prediction: found.append(prediction), depth=parts)
+        return torch.cat(found)
+
+    def _serve(self) -> None:
+        while (order := self._passed_on(END)) != END:
+            unet = self._unets[order.unet]
+            assert isinstance(unet, StagedUnet)
+            try:
+                with _noticing_losses():
+                    pipeline = ForwardPipeline(unet, order.images)
+                    pipeline.run(order.parts, lambda _: (), lambda *_: None, depth=order.parts)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise LayoutError(
+                    f"--batch-images: the device of stage {self.stage} has no memory for {order.images} images at "
+                    "once; use fewer"
+                ) from None
+
+    def _passed_on(self, order: Order) -> Order:
+        """Return the order of the first rank on all ranks of the pipeline."""
+        if self.stages == 1:
+            return order
+        numbers = torch.tensor(order)
+        with _noticing_losses():
+            dist.broadcast(numbers, src=self._leader, group=self._orders)
+        return Order(*numbers.tolist())
+
+
+class StagedUnet(UNet):
+    """The layers of a U-Net that are this rank's stage, cut so that the heaviest stage has the fewest parameters.
+
+    Raises:
+        LayoutError: the U-Net has fewer layers than there are stages.
+    """
+
+    phases = 1
+
+    def __init__(self, layers: Sequence[Layer], pipelines: Pipelines) -> None:
+        try:
+            bounds = partition(layers, pipelines.stages, "parameters")
+        except LayoutError as error:
+            raise LayoutError(str(error).replace("pipeline.stages =", "--stages")) from None
+        first, stop = bounds[pipelines.stage : pipelines.stage + 2]
+        super().__init__(layers, 0, range(first, stop))
+        self.unet_layers, self.pipelines = tuple(layers), pipelines
+        self._first, self._stop = first, stop
+        self.num_stages, self.stage_id, self.loss_stage = pipelines.stages, pipelines.stage, pipelines.stages - 1
+        self._warm: set[int] = set()
+
+    def forward(self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None) -> Tensor:
+        """Predict as the whole U-Net does, in fp32."""
+        return self.pipelines.call(self, (x_t, t, *told))
+
+    # ---------------------------------------------------------------- what ForwardPipeline uses
+
+    @property
+    def module(self) -> "StagedUnet":
+        """What has this rank's layers."""
+        return self
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank gives inputs and takes predictions."""
+        return self.stage_id == 0
+
+    def stage_channels(self, phase: int, images: int) -> StageChannels:
+        """Return the channels for the carry of ``images`` images."""
+
+        def channel(source: int, cut: int) -> Channel | None:
+            if not 0 <= source < self.num_stages - 1:
+                return None
+            shapes = [(images, *shape) for shape in boundary_shapes(self.unet_layers, cut)]
+            dtype = next(self.parameters()).dtype
+            return self.channel(Edge("activations", 0, source, source + 1), shapes, dtype)
+
+        return StageChannels(
+            activations_in=channel(self.stage_id - 1, self._first), activations_out=channel(self.stage_id, self._stop)
+        )
+
+    def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
+        """Return this rank's end of an edge, which holds all messages of a call."""
+        device = next(self.parameters()).device
+        return Channel(shapes, dtype, device, self.pipelines.edges[edge], most_in_flight=2 * self.num_stages)
+
+    @contextlib.contextmanager
+    def forward_only(self, images: int) -> Iterator[bool]:
+        """Yield whether messages go from host to host: while kernels are loaded and the allocator grows, the first time
+        for so many images.
+        """
+        first = images not in self._warm
+        yield first and runs_behind(next(self.parameters()).device)
+        self._warm.add(images)
+
+    def walk(self, phase: int, carry: Carry) -> Tensor | Carry:
+        """Run this rank's layers."""
+        return super().forward(*carry)
+
+    def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
+        """Return the carry at the stage's beginning."""
+        return unpack(received, newest_skip_is_h(self.unet_layers, self._first))
+
+    def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
+        """Return the tensors to send of the carry at the stage's end, and none that stay."""
+        return pack(carry, newest_skip_is_h(self.unet_layers, self._stop)), ()
+
+
+@contextlib.contextmanager
+def _noticing_losses() -> Iterator[None]:
+    """Turn the errors of messages to or from a process that has died into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise PeerLostError(
+            "another process was lost in the middle of a batch; what is done is kept, start it again"
+        ) from None
