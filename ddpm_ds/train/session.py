@@ -228,6 +228,7 @@ def _train(
             start_images=engine.next_index,
             first=engine.is_first_stage(),
             last=engine.stage_id == engine.loss_stage,
+            text=bool(engine.readers),
         )
 
     def finish() -> None:
