@@ -43,6 +43,8 @@ class Stream(IntEnum):
     CONDITION_DROP = 11
     CONDITION_LEVEL = 12
     CONDITION_NOISE = 13
+    CAPTION = 14
+    TEXT_DROP = 15
     DROPOUT = 16
     HELD_OUT = 2**20
     SAMPLE = 2**21

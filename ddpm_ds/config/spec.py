@@ -19,6 +19,7 @@ from pydantic_core import PydanticKnownError
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, MOST_IMAGES, SHORTEST_EMA
 from ddpm_ds.config.choices import MOST_SIGMA, OBJECTIVES, SAMPLERS, SCHEDULES, SOURCES, Choice, samplers_with
 from ddpm_ds.config.section import Format, Section, broken_rule, no_switch
+from ddpm_ds.config.text import BucketsSpec, CrossAttentionSpec, TextSpec
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import expanded, path_fault
 
@@ -242,6 +243,11 @@ class DataSpec(Section):
     autoencoder: FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
     on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
+    text: TextSpec | None = None
+    """Captions, for a U-Net with `unet.text`; null trains without text."""
+    buckets: BucketsSpec | None = None
+    """Buckets of aspect, whose images have about as many pixels as `image_size`, and each bucket its own height and
+    width; null has one size."""
     residual_of: FilePath | None = None
     """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields: what is
     learned is what is left, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes these
@@ -364,7 +370,7 @@ class UnetSpec(Section):
     """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
     `attention_resolutions`."""
     middle_attention: bool = True
-    """Self-attention between the two middle blocks."""
+    """Attention between the two middle blocks."""
     head_channels: Channels | None = None
     """Channels per attention head; null means one head of full width."""
     norm_groups: Channels = 32
@@ -384,6 +390,8 @@ class UnetSpec(Section):
     """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
     downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
     """Zero padding of the strided convolution: on all sides (diffusers: 1), or right and bottom only as in DDPM (0)."""
+    text: CrossAttentionSpec | None = None
+    """Cross-attention to a caption; null has none."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
     augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -394,7 +402,9 @@ class UnetSpec(Section):
     luma flip, hue and saturation; grey images have the first three. 0 is off, as in EDM's runs."""
 
     def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
-        """Return the levels with self-attention, for images of ``size`` (height, width)."""
+        """Return the levels with attention, for images of ``size`` (height, width)."""
+        if self.text is not None:
+            return tuple(level for level, blocks in enumerate(self.text.blocks) if blocks)
         sides = [size[0] >> level if size[0] == size[1] else None for level in range(len(self.multipliers))]
         return tuple(
             level
@@ -915,7 +925,10 @@ def check_extent(unet: UnetSpec) -> None:
     """Check the number of layers and the widths of a U-Net against the limits; raises ValueError with one line."""
     levels, blocks = len(unet.multipliers), unet.blocks_per_level
     attending = min(len({*unet.attention_resolutions, *unet.attention_levels}), levels)
-    layers = (2 * blocks + 1) * (levels + attending) + 2 * levels + 3 + unet.middle_attention
+    attention, middle = [1] * attending, 1
+    if unet.text is not None:
+        attention, middle = [depth + 2 for depth in unet.text.blocks if depth], unet.text.middle_blocks + 2
+    layers = (2 * blocks + 1) * (levels + sum(attention)) + 2 * levels + 3 + middle * unet.middle_attention
     if layers > MOST_LAYERS:
         raise ValueError(
             f"unet.blocks_per_level = {blocks} makes {layers:,} layers on {levels} levels, and {MOST_LAYERS} are the "
@@ -982,6 +995,53 @@ def _check_widths(spec: RunSpec) -> None:
             )
 
 
+def _check_text(spec: RunSpec) -> None:
+    data, unet = spec.data, spec.unet
+    if (data.text is None) != (unet.text is None):
+        given, missing = ("data.text", "unet.text") if unet.text is None else ("unet.text", "data.text")
+        raise ValueError(f"{given} is given, and {missing} is null: captions need cross-attention, and it needs them")
+    if unet.text is None or data.text is None:
+        return
+    text, levels = unet.text, len(unet.multipliers)
+    for key in ("blocks", "heads"):
+        if len(found := getattr(text, key)) != levels:
+            raise ValueError(
+                f"unet.text.{key} = {list(found)} has {len(found)} numbers, and unet.multipliers has {levels} levels; "
+                "give one for each level"
+            )
+    for key, off in (("attention_resolutions", ()), ("attention_levels", ()), ("head_channels", None)):
+        if (value := getattr(unet, key)) != off:
+            raise ValueError(
+                f"unet.{key} = {_said(value)} is of self-attention alone, and unet.text says where attention is; leave "
+                f"it at {_said(off)}"
+            )
+    widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
+    for width, heads, depth in zip(widths, text.heads, depths, strict=True):
+        if depth and width % heads:
+            raise ValueError(
+                f"unet.text.heads has {heads}, which does not divide the {width} channels of its level; use a divisor"
+            )
+    if not any(depths):
+        raise ValueError(f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks")
+    told = data.condition is not None and data.condition.numbers
+    if text.pooled_channels and (told or unet.augmentation or unet.colour_augmentation):
+        raise ValueError(
+            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition or augmentation are two "
+            "vectors beside the time embedding; use one"
+        )
+    if data.reads_arrays:
+        raise ValueError(f"data.text is of pictures, and data.source = {data.source} has named arrays here; use null")
+    if not SOURCES[data.source].captions:
+        captioned = ", ".join(name for name, source in SOURCES.items() if source.captions)
+        raise ValueError(f"data.source = {data.source} has no captions for data.text; use one of {captioned}")
+    if text.pooled_channels and data.crop_from is not None:
+        raise ValueError(
+            f"data.crop_from = {_said(data.crop_from)} crops elsewhere each time, and unet.text.pooled_channels tells "
+            "the U-Net where each image was cropped; leave it out"
+        )
+
+
 def _check_trackers(spec: RunSpec) -> None:
     trackers = spec.logging.trackers
     if len(set(trackers)) < len(trackers):
@@ -1039,7 +1099,7 @@ def _check_diffusion(spec: RunSpec) -> None:
         raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
     data = spec.data
     latents, condition = data.autoencoder is not None, data.condition
-    drops = condition is not None and condition.drop > 0.0
+    drops = data.text is not None or (condition is not None and condition.drop > 0.0)
     check_sampler(
         spec.sampler, diffusion, classes=spec.unet.classes, latents=latents, drops=drops, unbounded=data.is_unbounded
     )
@@ -1226,6 +1286,7 @@ _CHECKS = (
     _check_flips,
     _check_levels,
     _check_widths,
+    _check_text,
     _check_diffusion,
     _check_batch,
     _check_decay,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.unet.layers import Layer, boundary_shapes, first_cut
+from ddpm_ds.unet.layers import Layer, boundary_shapes, first_cut, has_residual
 
 if TYPE_CHECKING:
     import numpy as np
@@ -396,10 +396,13 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
 def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return the per-image shapes of the tensors that cross before layer ``cut``, in each direction.
 
-    A fold keeps skips, and for phase 1 the embedding, on their rank: phase 0 sends (h, emb), phase 1 only h.
+    A fold keeps skips, and for phase 1 the embedding, on their rank: phase 0 sends (h, emb), phase 1 only h, each with
+    a residual that is open.
     """
     shapes = boundary_shapes(layers, cut)
-    return shapes[: 1 if phase else 2] if folds(schedule) else shapes
+    if not folds(schedule):
+        return shapes
+    return shapes[: 1 if phase else 2] + shapes[len(shapes) - has_residual(layers, cut) :]
 
 
 def sent_elements(layers: Sequence[Layer], cut: int, phase: int = 0, schedule: Schedule = "1f1b") -> int:

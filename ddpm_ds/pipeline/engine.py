@@ -33,17 +33,32 @@ from ddpm_ds.pipeline.graph import Pace, StepGraph
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, Start, at_once, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.own_step import OwnStep
-from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
-from ddpm_ds.unet.blocks import Carry
-from ddpm_ds.unet.operations import EmbeddingProjection, Kernels, KeyedDropout, set_image_index
+from ddpm_ds.pipeline.schedule import (
+    Instruction,
+    Program,
+    check_programs,
+    loaded,
+    most_in_flight,
+    neighbours,
+    split_passes,
+)
+from ddpm_ds.unet.blocks import Carry, set_context, transformer_blocks
+from ddpm_ds.unet.operations import EmbeddingProjection, Kernels, KeyedDropout, arithmetic_dtype, set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 
 class Objective(Protocol):
     """Training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
 
+    def context(self, micro_batch: Any) -> Tensor | None:
+        """Return the encoded text of a micro-batch from the loader, (N, tokens, channels), on the engine's device; None
+        if the U-Net reads none. Called on each rank whose layers read it.
+        """
+
     def prepare(self, micro_batch: Any) -> Any:
-        """Return a micro-batch from the loader, prepared for the two methods below, on the engine's device."""
+        """Return a micro-batch from the loader, prepared for the two methods below, on the engine's device. Called on
+        the ranks of the first and the last stage.
+        """
 
     def inputs(self, prepared: Any) -> Carry:
         """Return the arguments of the first layer, with floating-point ones in fp32."""
@@ -133,6 +148,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._first_image = torch.zeros((), dtype=torch.int64, device=self.device)
         self._offsets: dict[int, Tensor] = {}
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
+        self.readers = transformer_blocks(module.modules())
+        """Layers of this rank that read the encoded text."""
         self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
         self.programs: tuple[Program, ...] = ()
         """Programs of all ranks of a pipeline; set by :meth:`follow`."""
@@ -154,7 +171,9 @@ class UnetPipelineEngine(PipelineEngine):
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
         self.graph.forget()
-        self.programs = tuple(programs)
+        self.programs = tuple(
+            loaded(own) if self.readers and rank == self.stage_id else own for rank, own in enumerate(programs)
+        )
         self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
         for layer in self._weighted_parts():
             layer.waiting = self._waiting
@@ -271,6 +290,11 @@ class UnetPipelineEngine(PipelineEngine):
     @property
     def reads_data(self) -> bool:
         """Whether this rank needs the micro-batches."""
+        return self._holds_end or bool(self.readers)
+
+    @property
+    def _holds_end(self) -> bool:
+        """Whether this rank holds the first or the last stage."""
         return self.stage_id in (0, self.loss_stage)
 
     @property
@@ -397,12 +421,18 @@ class UnetPipelineEngine(PipelineEngine):
         return self._flights[number]
 
     def _begin(self, own: Instruction) -> None:
-        """Tell the layers which images' pass runs next, and whether weight gradients are deferred."""
+        """Tell the layers which images' pass runs next, their text, and whether weight gradients are deferred."""
         set_image_index(self._dropouts, self._flight(own).images)
+        set_context(self.readers, self._flight(own).context)
         self._waiting.begin(own.phase, *own.micro_batches)
 
     def _load(self, own: Instruction) -> None:
-        self._flight(own).prepared = self.objective.prepare(next(self.data_iterator))
+        flight, micro_batch = self._flight(own), next(self.data_iterator)
+        if self.readers and (context := self.objective.context(micro_batch)) is not None:
+            dtype = arithmetic_dtype(self.device.type, self._message_dtype())
+            flight.context = context.to(dtype)  # once for all layers
+        if self._holds_end:
+            flight.prepared = self.objective.prepare(micro_batch)
 
     def _forward(self, own: Instruction) -> None:
         phase = own.phase
@@ -463,6 +493,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._begin(own)
         with self.gradients.gathering(phase, "inputs" if self._waiting.open else "whole"):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if phase == 0:
+            flight.context = None
 
     def _weight_gradients(self, own: Instruction) -> None:
         with self.gradients.gathering(own.phase, "weights"):

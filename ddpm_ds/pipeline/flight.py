@@ -43,6 +43,8 @@ class Flight:
     """Passages by phase."""
     prepared: Any = None
     """Loaded micro-batch, until this rank's last forward."""
+    context: Tensor | None = None
+    """Encoded text (N, tokens, channels) in the arithmetic's dtype, until this rank's last backward; None has none."""
     kept: Carry = ()
     """Tensors that phase 0 passes to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
     kept_roots: tuple[GradientEdge | None, ...] = ()

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.pipeline.messages import Channel, Edge, StageChannels
-from ddpm_ds.unet.blocks import Carry
+from ddpm_ds.unet.blocks import Carry, TransformerBlock, set_context
 
 Give = Callable[[int], Carry]
 Take = Callable[[int, Tensor], None]
+Context = Callable[[int], Tensor | None]
 
 
 class Stages(Protocol):
@@ -33,6 +34,8 @@ class Stages(Protocol):
     num_stages: int
     stage_id: int
 
+    @property
+    def readers(self) -> Sequence[TransformerBlock]: ...  # its layers that read the encoded text
     @property
     def loss_stage(self) -> int: ...
     @property
@@ -57,21 +60,34 @@ class ForwardPipeline:
             shape = (images, *engine.module.unet_layers[-1].output_shape)
             back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
             self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
+        self._context: Context = lambda number: None
         self._under_way: deque[Carry] = deque()
         """Tensors that this rank keeps of each unfinished call: in a fold emb and skips, at its turn preceded by h."""
 
     @torch.no_grad()
     def run(
-        self, calls: int, give: Give, take: Take, *, depth: int, progress: Callable[[], None] = lambda: None
+        self,
+        calls: int,
+        give: Give,
+        take: Take,
+        *,
+        context: Context = lambda number: None,
+        depth: int,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Carry ``calls`` micro-batches through the pipeline; collective over its ranks, all with the same ``depth``.
 
         On the first rank ``give(i)`` returns the arguments of the first layer, ``images`` images of them, and may
         rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
-        (images, C, H, W). Other ranks call neither. ``progress`` is called on every rank after each of its calls.
+        (images, C, H, W). Other ranks call neither. Each rank whose layers read the encoded text calls ``context(i)``,
+        (images, tokens, channels), in each of its phases. ``progress`` is called on every rank after each of its calls.
         """
-        with self._engine.forward_only(self._images) as by_host:
-            self._run(calls, give, take, max(1, min(depth, calls)), progress, by_host)
+        self._context = context
+        try:
+            with self._engine.forward_only(self._images) as by_host:
+                self._run(calls, give, take, max(1, min(depth, calls)), progress, by_host)
+        finally:
+            set_context(self._engine.readers, None)
 
     def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], by_host: bool) -> None:
         engine, all_channels = self._engine, [*self._channels, self._back]
@@ -80,11 +96,11 @@ class ForwardPipeline:
         lead = min(depth, self._most_ahead()) - 1
         for number in range(calls + lead):
             if number < calls:
-                self._under_way.append(self._pass(0, give(number) if self._gives else ()))
+                self._under_way.append(self._pass(number, 0, give(number) if self._gives else ()))
             if number >= lead:
                 outputs = self._under_way.popleft()
                 if engine.phases == 2:
-                    outputs = self._pass(1, outputs)
+                    outputs = self._pass(number - lead, 1, outputs)
                 if self._back.activations_in is not None:
                     outputs = self._back.activations_in.receive()
                 if self._gives:
@@ -103,8 +119,9 @@ class ForwardPipeline:
             return 2 * (engine.num_stages - 1 - engine.stage_id) + 1
         return 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1
 
-    def _pass(self, phase: int, carry: Carry) -> Carry:
-        """Run a stage on the inputs, or on received tensors and those kept by phase 0 (``carry``), and send its output.
+    def _pass(self, number: int, phase: int, carry: Carry) -> Carry:
+        """Run a stage of call ``number`` on the inputs, or on received tensors and those kept by phase 0 (``carry``),
+        and send its output.
 
         Returns the tensors that stay on this rank for the next phase, or the prediction.
         """
@@ -112,6 +129,8 @@ class ForwardPipeline:
         if phase or not self._gives:
             received = channels.activations_in.receive() if channels.activations_in else ()
             carry = engine.module.unpacked(phase, received, carry)
+        if engine.readers:
+            set_context(engine.readers, self._context(number))
         outputs = engine.module.walk(phase, carry)
         if phase == engine.phases - 1 and engine.stage_id == engine.loss_stage:
             if self._back.activations_out is not None:

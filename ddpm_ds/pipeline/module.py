@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack, walk
-from ddpm_ds.unet.layers import EmbedLayer, Layer, boundary_shapes
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
+from ddpm_ds.unet.layers import SIZES, EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
 
@@ -90,28 +90,32 @@ class UnetPipelineModule(PipelineModule):
     def _recomputed(self, start: int, stop: int, carry: Carry) -> Carry | Tensor:
         """Run layers ``start`` to ``stop - 1`` under activation checkpointing.
 
-        Skips that these layers leave alone go around the checkpoint, and a tensor that is both ``h`` and the newest
-        skip leaves it once: an autograd function that returns a tensor twice, or returns its own input, loses or
-        copies gradients under reentrant checkpointing. Dropout is keyed, so no RNG state is kept.
+        Skips that these layers leave alone go around the checkpoint, as does a residual that is their own input, and a
+        tensor that is both ``h`` and the newest skip leaves it once: an autograd function that returns a tensor twice,
+        or returns its own input, loses or copies gradients under reentrant checkpointing. Dropout is keyed, so no RNG
+        state is kept.
         """
+        layers = self.unet_layers[start:stop]
         depth = lowest = 0
-        for layer in self.unet_layers[start:stop]:
-            depth -= layer.skip_channels > 0
+        for layer in layers:
+            depth -= layer.skip_channels > 0 or layer.closes
             lowest = min(lowest, depth)
-            depth += layer.pushes
+            depth += layer.pushes or layer.opens
         passing, used = carry[2 : len(carry) + lowest], carry[len(carry) + lowest :]
+        # A tensor that goes in and out is left out of what comes out.
         pushed = newest_skip_is_h(self.unet_layers, stop)
+        residual = carry[:1] if layers[0].opens and not any(layer.closes for layer in layers) else ()
         run_layers = self._walk(start, stop)
 
         def run(*inner: Tensor) -> Carry | Tensor:
             outputs = run_layers(*inner)
-            return pack(outputs, pushed) if isinstance(outputs, tuple) else outputs
+            return pack(outputs, pushed or bool(residual)) if isinstance(outputs, tuple) else outputs
 
         outputs = self.activation_checkpoint_func(run, *carry[:2], *used)
         if isinstance(outputs, Tensor):
             return outputs
         h, emb, *skips = unpack(outputs, pushed)
-        return (h, emb, *passing, *skips)
+        return (h, emb, *passing, *skips, *residual)
 
 
 class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
@@ -135,14 +139,14 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         return self(carry)
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
-        return (*received, *kept)
+        told = 2 - phase  # h and emb, or h; a residual follows
+        return (*received[:told], *kept, *received[told:])
 
     def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
-        h, emb, *_ = carry
-        if phase == 1:
-            return (h,), ()
-        turns = self.phase_bounds[0][1] == self.phase_bounds[1][0]
-        return ((h,) if turns else (h, emb)), carry[1:]
+        if phase == 0 and self.phase_bounds[0][1] == self.phase_bounds[1][0]:  # it turns
+            return carry[:1], carry[1:]
+        end = len(carry) - has_residual(self.unet_layers, self.stop)
+        return carry[: 2 - phase] + carry[end:], () if phase else carry[1:end]
 
 
 def warm_up(
@@ -164,6 +168,9 @@ def warm_up(
         parameters = list(module.parameters())
         set_image_index([module], torch.arange(images, device=parameters[0].device))
         inputs = _zeros(layers, index, images, parameters[0], gradients=gradients)
+        if isinstance(layer := layers[index], TransformerBlockLayer):
+            shape = (images, layer.tokens, layer.context_channels)
+            set_context(transformer_blocks([module]), torch.zeros(shape, device=parameters[0].device))
         if not gradients:
             with torch.no_grad():
                 module(inputs)
@@ -200,6 +207,8 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gr
         told = [] if layer.classes is None else [numbers.clone()]
         told += [numbers.float()] if layer.told_level else []
         told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers and gradients else []
+        if layer.pooled_channels:
+            told.append(torch.zeros((images, layer.pooled_channels + SIZES), device=like.device))
         return (image, numbers, *told)
 
     def zeros(shape: tuple[int, ...]) -> Tensor:  # makes one-channel images with the strides of training

@@ -140,6 +140,16 @@ def completed(passes: Iterable[Instruction], schedule: Schedule, ranks: int, ran
     return (*program, Instruction("ReduceGrads"), Instruction("OptimizerStep"))
 
 
+def loaded(own: Program) -> Program:
+    """Return the program of a rank that reads a part of each micro-batch, wherever its stages are."""
+    program: list[Instruction] = []
+    for one in own:
+        if one.name == "ForwardPass" and one.phase == 0 and (not program or program[-1].name != "LoadMicroBatch"):
+            program.append(one._replace(name="LoadMicroBatch"))
+        program.append(one)
+    return tuple(program)
+
+
 @functools.lru_cache(maxsize=4096)
 def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> Program:
     """Return a rank's program by DeepSpeed's schedule of this name: 1F1B, or for the fold DualPipeV.

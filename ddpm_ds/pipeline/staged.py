@@ -11,7 +11,7 @@ Orders are messages between hosts, so that no device waits for them.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from ddpm_ds.errors import LayoutError, PeerLostError, UserError, is_out_of_memo
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.messages import Channel, Edge, P2PGroup, StageChannels, open_p2p_groups, runs_behind
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
-from ddpm_ds.unet.layers import Layer, boundary_shapes
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, transformer_blocks, unpack, walk
+from ddpm_ds.unet.layers import Layer, TransformerBlockLayer, boundary_shapes
 from ddpm_ds.unet.model import UNet
 
 
@@ -36,6 +36,8 @@ class Order(NamedTuple):
     images: int = 0
     """Images of a part."""
     parts: int = 0
+    tokens: int = 0
+    """Tokens of the encoded text that follows; 0 leaves that of the call before."""
 
 
 END = Order(-1)
@@ -60,6 +62,7 @@ class Pipelines:
         self.number, self.stage = divmod(rank, stages)
         """Number of this process's pipeline, and of its stage there."""
         self._unets: list[UNet] = []
+        self._context: Tensor | None = None
 
     @property
     def is_first(self) -> bool:
@@ -113,29 +116,55 @@ class Pipelines:
             raise
         self._passed_on(END)
 
-    def call(self, unet: "StagedUnet", inputs: Sequence[Tensor]) -> Tensor:
-        """Return the prediction for ``inputs``, of N images each; called on first ranks alone.
+    def call(self, unet: "StagedUnet", inputs: Sequence[Tensor], context: Tensor | None) -> Tensor:
+        """Return the prediction for ``inputs``, of N images each, and their encoded text; called on first ranks alone.
 
-        They go through the stages in equal parts, up to two for each stage, so that all stages are at work.
+        They go through the stages in equal parts, up to two for each stage, so that all stages are at work. Text is
+        sent only if it is another one than at the call before.
         """
         images = len(inputs[0])
         parts = max(number for number in range(1, 2 * self.stages + 1) if images % number == 0)
         given = list(zip(*(one.chunk(parts) for one in inputs), strict=True))
-        self._passed_on(Order(self._unets.index(unet), images // parts, parts))
+        is_new = context is not None and context is not self._context
+        order = Order(self._unets.index(unet), images // parts, parts, len(context[0]) if is_new else 0)
+        self._passed_on(order)
+        self._share(unet, order, context)
         found: list[Tensor] = []
         with _noticing_losses():
-            pipeline = ForwardPipeline(unet, images // parts)
-            pipeline.run(parts, given.__getitem__, lambda _, prediction: found.append(prediction), depth=parts)
+            pipeline, text = ForwardPipeline(unet, order.images), self._text_of(order)
+            take = lambda _, prediction: found.append(prediction)  # noqa: E731
+            pipeline.run(parts, given.__getitem__, take, context=text, depth=parts)
         return torch.cat(found)
+
+    def _share(self, unet: "StagedUnet", order: Order, context: Tensor | None) -> None:
+        """Give all ranks of the pipeline the text of an order, if it is a new one."""
+        if not order.tokens:
+            return
+        channels = next(
+            layer.context_channels for layer in unet.unet_layers if isinstance(layer, TransformerBlockLayer)
+        )
+        shape = (order.images * order.parts, order.tokens, channels)
+        numbers = torch.empty(shape) if context is None else context.float().cpu()
+        with _noticing_losses():
+            if self.stages > 1:
+                dist.broadcast(numbers, src=self._leader, group=self._orders)
+        weight = next(unet.parameters())
+        self._context = numbers.to(weight.device) if context is None else context
+
+    def _text_of(self, order: Order) -> Callable[[int], Tensor | None]:
+        """Return a function of a part's number that returns its text."""
+        context = self._context
+        return lambda part: None if context is None else context[part * order.images : (part + 1) * order.images]
 
     def _serve(self) -> None:
         while (order := self._passed_on(END)) != END:
             unet = self._unets[order.unet]
             assert isinstance(unet, StagedUnet)
+            self._share(unet, order, None)
             try:
                 with _noticing_losses():
-                    pipeline = ForwardPipeline(unet, order.images)
-                    pipeline.run(order.parts, lambda _: (), lambda *_: None, depth=order.parts)
+                    pipeline, text = ForwardPipeline(unet, order.images), self._text_of(order)
+                    pipeline.run(order.parts, lambda _: (), lambda *_: None, context=text, depth=order.parts)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -172,12 +201,15 @@ class StagedUnet(UNet):
         super().__init__(layers, 0, range(first, stop))
         self.unet_layers, self.pipelines = tuple(layers), pipelines
         self._first, self._stop = first, stop
+        self.readers = transformer_blocks(self.layers)
         self.num_stages, self.stage_id, self.loss_stage = pipelines.stages, pipelines.stage, pipelines.stages - 1
         self._warm: set[int] = set()
 
-    def forward(self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
         """Predict as the whole U-Net does, in fp32."""
-        return self.pipelines.call(self, (x_t, t, *told))
+        return self.pipelines.call(self, (x_t, t, *told), context)
 
     # ---------------------------------------------------------------- what ForwardPipeline uses
 
@@ -220,7 +252,8 @@ class StagedUnet(UNet):
 
     def walk(self, phase: int, carry: Carry) -> Tensor | Carry:
         """Run this rank's layers."""
-        return super().forward(*carry)
+        walked: Tensor | Carry = walk(self.layers, carry)
+        return walked
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
         """Return the carry at the stage's beginning."""

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.ds_config import Layout
-from ddpm_ds.config.spec import ConditionSpec, DataSpec, RunSpec
+from ddpm_ds.config.spec import ConditionSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.text import Text
 from ddpm_ds.keyed import Draws, Stream
 from ddpm_ds.unet.layers import augmentation_numbers
 
@@ -43,13 +45,15 @@ class Noised(NamedTuple):
     """(N, 1 or C, H, W) uint8, 1 where a pixel counts; None if all do, or where no loss is computed"""
     given: Given | None = None
     """What the condition is made of; None has no condition"""
+    text: Tensor | None = None
+    """(N, channels + 6) float32, pooled text and sizes of the image; None if the U-Net reads neither"""
 
 
 class Denoising:
     """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec.
 
-    ``statistics`` are those of the data-set cache, by field, and ``constants`` (C, H, W) its constant fields. ``seed``
-    replaces that of the spec.
+    ``statistics`` are those of the data-set cache, by field, ``constants`` (C, H, W) its constant fields, and ``empty``
+    the encoded empty text of a run with captions. ``seed`` replaces that of the spec.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Denoising:
         device: torch.device,
         statistics: Mapping[str, Statistics] = MappingProxyType({}),
         constants: npt.NDArray[np.float32] | None = None,
+        empty: Encoded | None = None,
         *,
         seed: int | None = None,
     ) -> None:
@@ -67,10 +72,18 @@ class Denoising:
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed if seed is None else seed, device)
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
+        self._text = None if data.text is None or empty is None else Text(data.text, empty.on(device), spec.train.seed)
         numbers = augmentation_numbers(unet, data.channels)
         self._conditions = Conditions(
             data, numbers, device, statistics=statistics.get("condition"), constants=constants
         )
+
+    def context(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Return the encoded captions, (N, tokens, channels), some of them dropped; None in a run without text."""
+        batch = micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
+        if self._text is None or batch.text is None:
+            return None
+        return self._text.context(batch.text, batch.text_scale, batch.index)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
@@ -92,7 +105,10 @@ class Denoising:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
         augmentation = torch.cat(numbers, dim=1) if numbers else None
         given = Given(batch.condition, batch.vector, augmentation, draws, moves, trained=True)
-        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given)
+        pooled = None
+        if self._text is not None and batch.pooled is not None:
+            pooled = self._text.pooled(batch.pooled, batch.index)
+        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, described(pooled, batch.sizes))
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
         """Turn stored images into what a held-out loss is measured on: their centres, with the noise of a ``stream`` at
@@ -107,7 +123,8 @@ class Denoising:
         labels = None if spec.unet.classes is None else batch.labels
         draws = Draws(diffusion.seed, batch.index, {Stream.CUT: 4})
         given = Given(batch.condition, batch.vector, None, draws, moves, trained=False)
-        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given)
+        text = described(batch.pooled, batch.sizes)
+        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, text)
 
     def _clean(self, batch: MicroBatch, moves: Moves) -> Tensor:
         return self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
@@ -123,9 +140,11 @@ class Denoising:
             eps = self._diffusion.perturbed(eps, prepared.images)
         x_t = self._diffusion.noised(x0, t, eps)
         labels = () if prepared.labels is None else (prepared.labels,)
+        text = () if prepared.text is None else (prepared.text,)
         if given is None:
-            return (x_t, t, *labels)
+            return (x_t, t, *labels, *text)
         condition, *told = self._conditions.channels(x0, given)
+        told += text
         return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *told)
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
@@ -137,13 +156,23 @@ class Denoising:
         return self._diffusion.errors(prediction, prepared.x0, prepared.eps, prepared.t)
 
 
-def fields_read(data: DataSpec, *, first: bool, last: bool) -> frozenset[str]:
-    """Return the fields of the cache that a rank reads which holds the ``first`` stage, the ``last``, or both: a
-    condition is read where it is used, and never sent.
+def described(pooled: Tensor | None, sizes: Tensor | None) -> Tensor | None:
+    """Return pooled text (N, channels) and sizes (N, 6) as one vector, float32; None without them."""
+    return None if pooled is None or sizes is None else torch.cat((pooled.float(), sizes.float()), dim=1)
+
+
+def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:
+    """Return the fields of the cache that a rank reads which holds the ``first`` stage, the ``last``, both, or layers
+    that read ``text``: a condition is read where it is used, and never sent.
     """
-    condition = data.condition or ConditionSpec()
+    data, condition = spec.data, spec.data.condition or ConditionSpec()
+    pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
     used = {
-        "images": True,
+        "images": first or last,
+        "text": text,
+        "text_scale": text and data.text is not None and data.text.stored == "int8",
+        "pooled": pooled,
+        "sizes": pooled,
         "condition": first and condition.kind == "stored",
         "vector": first and condition.vector_size > 0,
         "mask": last and data.mask is not None,
@@ -163,13 +192,15 @@ def replica_batches(
     start_images: int = 0,
     first: bool = True,
     last: bool = True,
+    text: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device of a rank that holds
-    the ``first`` stage, the ``last``, or both; see :func:`ddpm_ds.data.loader.micro_batches`.
+    the ``first`` stage, the ``last``, or both, or layers that read ``text``; see
+    :func:`ddpm_ds.data.loader.micro_batches`.
     """
     batches = micro_batches(
         store,
-        fields=fields_read(spec.data, first=first, last=last),
+        fields=fields_read(spec, first=first, last=last, text=text),
         among=among,
         seed=spec.train.seed,
         window=spec.data.shuffle_images,

@@ -91,7 +91,7 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device, store.meta.statistics, store.constants),
+            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -229,6 +229,7 @@ def _train(
             start_images=engine.next_index,
             first=engine.is_first_stage(),
             last=engine.stage_id == engine.loss_stage,
+            text=bool(engine.readers),
         )
 
     def finish() -> None:

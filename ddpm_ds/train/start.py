@@ -17,6 +17,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence
+from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError, one_line
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -142,6 +143,7 @@ def _prepared(
     check_kernels(plan.ds.kernels, device)
     if plan.ds.compile:
         check_compiler(device)
+    check_text(plan.spec)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
     store, apart = prepare_all(

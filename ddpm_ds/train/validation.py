@@ -44,7 +44,7 @@ class HeldOutLoss:
             quantile: levels.quantile(quantile) for quantile in HELD_OUT_QUANTILES[:: 1 if diffuses else 9]
         }
         """Timestep or noise level, and stream of the noise, of each percentile; all are one in a regression."""
-        self._fields = sorted(fields_read(spec.data, first=True, last=True))
+        self._fields = sorted(fields_read(spec, first=True, last=True, text=False))
         self._channels = channel_names(spec.data)
         self._images = min(engine.micro_batch_size, len(positions))
         self._noised: dict[int, tuple[Noised, Tensor]] = {}

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ddpm_ds.unet.layers import (
+    SIZES,
     AttentionLayer,
     BlockLayer,
     DownsampleLayer,
@@ -22,6 +23,9 @@ from ddpm_ds.unet.layers import (
     InputLayer,
     Layer,
     OutputLayer,
+    TransformerBlockLayer,
+    TransformerInputLayer,
+    TransformerOutputLayer,
     UpsampleLayer,
 )
 from ddpm_ds.unet.operations import (
@@ -30,6 +34,7 @@ from ddpm_ds.unet.operations import (
     GroupNorm,
     KeyedDropout,
     LabelEmbedding,
+    LayerNorm,
     Linear,
     VectorEmbedding,
     arithmetic_dtype,
@@ -39,7 +44,7 @@ from ddpm_ds.unet.operations import (
 )
 
 Carry = tuple[Tensor, ...]
-"""``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last."""
+"""``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
 
 def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
@@ -62,12 +67,15 @@ def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
 
 
 class CarryLayer(nn.Module):
-    """Layer of the list: pops a skip if needed, computes the new h, and pushes it if needed."""
+    """Layer of the list: pops a skip if needed, computes the new h, and pushes it if needed.
+
+    A layer that opens a residual pushes its h, and one that closes it pops it, for its :meth:`compute` to add.
+    """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.pops = layer.skip_channels > 0
-        self.pushes = layer.pushes
+        self.pushes, self.opens, self.closes = layer.pushes, layer.opens, layer.closes
 
     def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
         """Return the next carry; ``given`` is called instead of :meth:`given`."""
@@ -75,8 +83,11 @@ class CarryLayer(nn.Module):
         stored = h.dtype
         if self.pops:
             h = torch.cat((h, skips.pop()), dim=1)
-        others = (given or self.given)(emb)
-        h = self.compute(h.to(arithmetic_dtype(h.device.type, stored)), *others).to(stored)
+        dtype = arithmetic_dtype(h.device.type, stored)
+        others = (skips.pop().to(dtype),) if self.closes else (given or self.given)(emb)
+        if self.opens:
+            skips.append(h)
+        h = self.compute(h.to(dtype), *others).to(stored)
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
@@ -106,7 +117,8 @@ class Embed(nn.Module):
     x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others are told apart by their kind:
     labels (N,) are whole numbers, a level (N,) is of a float dtype, and so is a vector (N, `numbers`). Without labels a
     class-conditional U-Net uses "no label", which is label `classes`; without a level it uses 0; without a vector it
-    uses zeros, which add nothing.
+    uses zeros, which add nothing. With pooled text the vector is that text and the :data:`ddpm_ds.unet.layers.SIZES`
+    of its image, (N, pooled_channels + 6), and may not be left out.
     """
 
     def __init__(self, layer: EmbedLayer) -> None:
@@ -124,6 +136,10 @@ class Embed(nn.Module):
         if layer.told_level:
             self.level1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
             self.level2 = Linear(layer.embedding_channels, layer.embedding_channels)
+        self.text1 = self.text2 = None
+        if layer.pooled_channels:
+            self.text1 = Linear(layer.text_channels, layer.embedding_channels)
+            self.text2 = Linear(layer.embedding_channels, layer.embedding_channels)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
         x_t, t, *rest = inputs
@@ -131,6 +147,7 @@ class Embed(nn.Module):
         label = next((part for part in rest if not part.is_floating_point()), None)
         level = next((part for part in rest if part.is_floating_point() and part.ndim == 1), None)
         vector = next((part for part in rest if part.ndim == 2), None)
+        assert vector is not None or not self.layer.pooled_channels, "pooled text is not left out"
         t = t.float()  # one dtype of t, else the warm-up compiles for another
         if self.layer.classes is not None and label is None:
             label = torch.full_like(t, self.layer.classes, dtype=torch.int64)
@@ -150,11 +167,15 @@ class Embed(nn.Module):
             emb = emb + self.level2(F.silu(self.level1(self._waves(level, dtype))))
         if self.condition_embedding is not None and vector is not None:
             emb = emb + self.condition_embedding(vector.to(dtype))
+        if self.text1 is not None and self.text2 is not None and vector is not None:
+            pooled, sizes = vector.split([self.layer.pooled_channels, SIZES], dim=1)
+            waves = self._waves(sizes.flatten(), dtype, self.layer.size_channels).unflatten(0, sizes.shape).flatten(1)
+            emb = emb + self.text2(F.silu(self.text1(torch.cat((pooled.to(dtype), waves), dim=1))))
         return emb
 
-    def _waves(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        layer = self.layer
-        return sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
+    def _waves(self, t: Tensor, dtype: torch.dtype, channels: int = 0) -> Tensor:
+        layer, channels = self.layer, channels or self.layer.sinusoid_channels
+        return sinusoid(t, channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift).to(dtype)
 
 
 class Input(CarryLayer):
@@ -234,12 +255,97 @@ class Attention(CarryLayer):
         self.projection = Linear(width, width, starts_at_zero=True)
 
     def compute(self, h: Tensor) -> Tensor:
-        pixels = rearrange(self.norm(h), "n c h w -> n (h w) c")
-        qkv = self.qkv(pixels).chunk(3, dim=2)  # three of (N, pixels, C)
-        heads = (rearrange(part, "n p (heads c) -> n heads p c", heads=self.heads) for part in qkv)
-        mixed = F.scaled_dot_product_attention(*heads)  # (N, heads, pixels, C / heads)
-        mixed = self.projection(rearrange(mixed, "n heads p c -> n p (heads c)"))
-        return h + rearrange(mixed, "n (h w) c -> n c h w", h=h.shape[2])
+        mixed = attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), heads=self.heads)
+        return h + as_image(self.projection(mixed), h)
+
+
+class TransformerInput(CarryLayer):
+    """Entry to transformer blocks: normalises h and projects it."""
+
+    def __init__(self, layer: TransformerInputLayer) -> None:
+        super().__init__(layer)
+        self.norm = GroupNorm(layer.groups, layer.in_channels, 1e-6)
+        self.projection = Linear(layer.in_channels, layer.in_channels)
+
+    def compute(self, h: Tensor) -> Tensor:
+        return as_image(self.projection(as_pixels(self.norm(h))), h)
+
+
+class TransformerBlock(CarryLayer):
+    """Self-attention over the pixels, cross-attention to the context and a gated network (GEGLU, Shazeer 2020), each
+    normalised first and added. Source: Vaswani et al. 2017; Rombach et al. 2022, appendix E.2.1.
+
+    :func:`set_context` sets ``context``, (N, tokens, channels), before each pass.
+    """
+
+    def __init__(self, layer: TransformerBlockLayer) -> None:
+        super().__init__(layer)
+        width = layer.in_channels
+        self.heads = layer.heads
+        self.context: Tensor | None = None
+        self.norm1 = LayerNorm(width)
+        self.qkv = Linear(width, 3 * width, parts=3, bias=False)
+        self.projection1 = Linear(width, width)
+        self.norm2 = LayerNorm(width)
+        self.q = Linear(width, width, bias=False)
+        self.kv = Linear(layer.context_channels, 2 * width, parts=2, bias=False)
+        self.projection2 = Linear(width, width)
+        self.norm3 = LayerNorm(width)
+        self.gated = Linear(width, 8 * width, parts=2)
+        self.projection3 = Linear(4 * width, width)
+
+    def given(self, emb: Tensor) -> tuple[Any, ...]:
+        if self.context is None:
+            raise RuntimeError("cross-attention needs the encoded text: call set_context before the forward")
+        return (self.context.to(arithmetic_dtype(emb.device.type, emb.dtype)),)
+
+    def compute(self, h: Tensor, context: Tensor) -> Tensor:
+        pixels = as_pixels(h)
+        pixels = pixels + self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), heads=self.heads))
+        query = self.q(self.norm2(pixels))
+        pixels = pixels + self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), heads=self.heads))
+        values, gate = self.gated(self.norm3(pixels)).chunk(2, dim=2)  # (N, pixels, 4C) each
+        return as_image(pixels + self.projection3(values * F.gelu(gate)), h)
+
+
+class TransformerOutput(CarryLayer):
+    """Exit of transformer blocks: projects h and adds the residual."""
+
+    def __init__(self, layer: TransformerOutputLayer) -> None:
+        super().__init__(layer)
+        self.projection = Linear(layer.in_channels, layer.in_channels, starts_at_zero=True)
+
+    def compute(self, h: Tensor, residual: Tensor) -> Tensor:
+        return residual + as_image(self.projection(as_pixels(h)), h)
+
+
+def as_pixels(h: Tensor) -> Tensor:
+    """Return an image (N, C, H, W) as pixels (N, H W, C), a view of a channels-last one."""
+    return rearrange(h, "n c h w -> n (h w) c")
+
+
+def as_image(pixels: Tensor, like: Tensor) -> Tensor:
+    """Return pixels (N, H W, C) as an image (N, C, H, W), of a height ``like`` another image's."""
+    return rearrange(pixels, "n (h w) c -> n c h w", h=like.shape[2])
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, heads: int) -> Tensor:
+    """Return multi-head attention of ``query`` (N, pixels, C) over key and value (N, tokens, C): (N, pixels, C)."""
+    query, key, value = (rearrange(part, "n p (heads c) -> n heads p c", heads=heads) for part in (query, key, value))
+    return rearrange(F.scaled_dot_product_attention(query, key, value), "n heads p c -> n p (heads c)")
+
+
+def set_context(blocks: Iterable[TransformerBlock], context: Tensor | None) -> None:
+    """Set the encoded text of the next forward, (N, tokens, channels), in ``blocks``; also before a backward, whose
+    checkpoints compute again.
+    """
+    for block in blocks:
+        block.context = context
+
+
+def transformer_blocks(modules: Iterable[nn.Module]) -> list[TransformerBlock]:
+    """Return the layers among ``modules`` that read the encoded text."""
+    return [module for module in modules if isinstance(module, TransformerBlock)]
 
 
 class Downsample(CarryLayer):
@@ -286,6 +392,9 @@ MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
     InputLayer: Input,
     AttentionLayer: Attention,
     DownsampleLayer: Downsample,
+    TransformerBlockLayer: TransformerBlock,
+    TransformerInputLayer: TransformerInput,
+    TransformerOutputLayer: TransformerOutput,
     UpsampleLayer: Upsample,
     OutputLayer: Output,
 }

@@ -24,6 +24,11 @@ not counted as work.
 """
 
 
+SIZES = 6
+"""Count of the numbers that go with pooled text: height and width of the original image, top and left of the crop,
+height and width of the crop, in pixels."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Layer of the list. Its kind is its class; counts are per image."""
@@ -40,6 +45,10 @@ class Layer:
     """Number of channels of the skip that is popped and concatenated to h; 0 pops nothing."""
     pushes: bool = False
     """Whether the new h is also pushed as a skip."""
+    opens: bool = False
+    """Whether the old h is pushed as a residual, which travels with h until a layer that ``closes`` adds it."""
+    closes: bool = False
+    """Whether the residual is popped and added to the new h."""
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -96,15 +105,30 @@ class EmbedLayer(Layer):
     numbers: int = 0
     """Size of the vector that is added to the embedding: a training image's augmentation, then the numbers of the data;
     0 means none."""
+    pooled_channels: int = 0
+    """Width of the pooled text that is embedded with the image's sizes; 0 embeds neither."""
+    size_channels: int = 0
+    """Width of the sinusoid of each size."""
+
+    @property
+    def text_channels(self) -> int:
+        """Width of the pooled text and the sinusoids of the sizes together."""
+        return self.pooled_channels and self.pooled_channels + SIZES * self.size_channels
+
+    @property
+    def embedded(self) -> tuple[int, ...]:
+        """Widths of what is embedded by two linear layers each."""
+        level, text = (self.sinusoid_channels,) * self.told_level, (self.text_channels,) * bool(self.pooled_channels)
+        return (self.sinusoid_channels, *level, *text)
 
     @property
     def weights(self) -> int:
-        return (1 + self.told_level) * (self.sinusoid_channels + self.embedding_channels) * self.embedding_channels
+        return sum((width + self.embedding_channels) * self.embedding_channels for width in self.embedded)
 
     @property
     def vectors(self) -> int:
         labels = 0 if self.classes is None else self.classes + 1
-        return (2 * (1 + self.told_level) + labels + self.numbers) * self.embedding_channels
+        return (2 * len(self.embedded) + labels + self.numbers) * self.embedding_channels
 
     @property
     def macs(self) -> int:
@@ -112,7 +136,7 @@ class EmbedLayer(Layer):
 
     @property
     def activation_elements(self) -> int:
-        return (1 + self.told_level) * (self.sinusoid_channels + 2 * self.embedding_channels) + self.numbers
+        return sum(width + 2 * self.embedding_channels for width in self.embedded) + self.numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +273,80 @@ class AttentionLayer(Layer):
         return (6 * self.in_channels + self.heads) * self.pixels + 2 * self.groups
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransformerInputLayer(Layer):
+    """Entry to transformer blocks: normalisation and projection; the old h waits as a residual for their exit."""
+
+    groups: int
+
+    @property
+    def weights(self) -> int:
+        return self.in_channels**2
+
+    @property
+    def vectors(self) -> int:
+        return 3 * self.in_channels
+
+    @property
+    def macs(self) -> int:
+        return self.weights * self.pixels
+
+    @property
+    def activation_elements(self) -> int:
+        return 2 * self.in_channels * self.pixels + 2 * self.groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerBlockLayer(Layer):
+    """Self-attention over pixels, cross-attention to the context, and a gated network, each added to h."""
+
+    heads: int
+    tokens: int
+    context_channels: int
+
+    @property
+    def weights(self) -> int:
+        return 18 * self.in_channels**2 + 2 * self.context_channels * self.in_channels
+
+    @property
+    def vectors(self) -> int:
+        return 17 * self.in_channels
+
+    @property
+    def macs(self) -> int:
+        width, pixels, tokens = self.in_channels, self.pixels, self.tokens
+        of_pixels = (18 * width + 2 * pixels + 2 * tokens) * width * pixels
+        return of_pixels + 2 * self.context_channels * width * tokens
+
+    @property
+    def activation_elements(self) -> int:
+        # three normalisations and their inputs; q, k, v and output twice; 8 + 4 + 4 of the gate; a logarithm per query
+        # and head, twice. The context is one tensor for all layers of a rank, and is counted there.
+        per_pixel = 28 * self.in_channels + 2 * self.heads + 6
+        return per_pixel * self.pixels + 2 * self.in_channels * self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerOutputLayer(Layer):
+    """Exit of transformer blocks: a projection, to which the residual is added."""
+
+    @property
+    def weights(self) -> int:
+        return self.in_channels**2
+
+    @property
+    def vectors(self) -> int:
+        return self.in_channels
+
+    @property
+    def macs(self) -> int:
+        return self.weights * self.pixels
+
+    @property
+    def activation_elements(self) -> int:
+        return self.in_channels * self.pixels
+
+
 def augmentation_numbers(unet: UnetSpec, image_channels: int) -> int:
     """Return how many numbers describe a training image's augmentation: those of
     :func:`ddpm_ds.diffusion.augmentation.augmented`, then of ``coloured``.
@@ -265,7 +363,8 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
     """
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     sizes = [(interface.size[0] >> level, interface.size[1] >> level) for level in range(len(widths))]
-    attended = unet.attended_levels(interface.size)
+    attended, text = unet.attended_levels(interface.size), unet.text
+    depths = text.blocks if text else (0,) * len(widths)
     embedding = unet.embedding_channels or 4 * widths[0]
     norm = {"groups": unet.norm_groups, "epsilon": unet.norm_epsilon}
     residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift"}
@@ -293,9 +392,16 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
     def block(name: str, width: int, **carry: Any) -> None:
         add(BlockLayer, name, width, size, **carry, **residual, **norm)
 
-    def attention(name: str, **carry: Any) -> None:
-        heads = channels // (unet.head_channels or channels)
-        add(AttentionLayer, name, channels, size, heads=heads, **carry, **norm)
+    def attention(name: str, level: int, blocks: int, **carry: Any) -> None:
+        if text is None:
+            heads = channels // (unet.head_channels or channels)
+            add(AttentionLayer, name, channels, size, heads=heads, **carry, **norm)
+            return
+        context = {"tokens": text.tokens, "context_channels": text.context_channels}
+        add(TransformerInputLayer, f"{name}.in", channels, size, opens=True, groups=unet.norm_groups)
+        for number in range(blocks):
+            add(TransformerBlockLayer, f"{name}.{number}", channels, size, heads=text.heads[level], **context)
+        add(TransformerOutputLayer, f"{name}.out", channels, size, closes=True, **carry)
 
     add(
         EmbedLayer,
@@ -308,24 +414,26 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
         classes=unet.classes,
         told_level=interface.told_level,
         numbers=augmentation_numbers(unet, interface.channels) + interface.numbers,
+        pooled_channels=(text and text.pooled_channels) or 0,
+        size_channels=text.size_channels if text else 0,
     )
     add(InputLayer, "conv_in", widths[0], size, pushes=True)
     for level, width in enumerate(widths):
         for number in range(unet.blocks_per_level):
             block(f"down.{level}.block.{number}", width, pushes=level not in attended)
             if level in attended:
-                attention(f"down.{level}.attention.{number}", pushes=True)
+                attention(f"down.{level}.attention.{number}", level, depths[level], pushes=True)
         if level < len(widths) - 1:
             add(DownsampleLayer, f"down.{level}.downsample", width, sizes[level + 1], pushes=True, **padding)
     block("middle.block.0", channels)
     if unet.middle_attention:
-        attention("middle.attention")
+        attention("middle.attention", -1, text.middle_blocks if text else 0)
     block("middle.block.1", channels)
     for level, width in reversed(list(enumerate(widths))):
         for number in range(unet.blocks_per_level + 1):
             block(f"up.{level}.block.{number}", width, skip_channels=skips.pop())
             if level in attended:
-                attention(f"up.{level}.attention.{number}")
+                attention(f"up.{level}.attention.{number}", level, depths[level])
         if level:
             add(UpsampleLayer, f"up.{level}.upsample", width, sizes[level - 1])
     add(OutputLayer, "out", interface.channels, size, **norm)
@@ -339,16 +447,24 @@ def first_cut(layers: Sequence[Layer]) -> int:
     return 2 if layers[0].out_channels > layers[-1].out_channels else 1
 
 
+def has_residual(layers: Sequence[Layer], cut: int) -> bool:
+    """Return whether a residual crosses before layer `cut`, which is between transformer blocks or at their ends."""
+    return sum(layer.opens - layer.closes for layer in layers[:cut]) > 0
+
+
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
     """Return the per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
 
-    Order: h, emb, skips oldest first. If the layer before the cut pushed, the newest skip is h and not listed again.
+    Order: h, emb, skips oldest first, a residual last. If the layer before the cut pushed, the newest skip is h and not
+    listed again.
     """
     last = layers[cut - 1]
     skips: list[tuple[int, ...]] = []
     for layer in layers[:cut]:
-        if layer.skip_channels:
+        if layer.skip_channels or layer.closes:
             skips.pop()
+        if layer.opens:
+            skips.append((layer.in_channels, *layer.in_size))
         if layer.pushes:
             skips.append(layer.output_shape)
     if last.pushes:

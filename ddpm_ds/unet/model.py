@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import module_of, walk
+from ddpm_ds.unet.blocks import module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import EmbeddingProjection, draw_weights, set_image_index
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
@@ -61,15 +61,18 @@ class UNet(nn.Module):
         t: Tensor,
         *told: Tensor,
         images: Tensor | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
         ``told`` are the other inputs of the first layer (:class:`ddpm_ds.unet.blocks.Embed`): labels, the level of a
         condition and a vector, as far as the U-Net has them, each of which may be left out. ``images`` (N,) int64 are
-        the image indices, which dropout needs in training.
+        the image indices, which dropout needs in training. ``context`` (N, tokens, channels) is the encoded text of a
+        U-Net with cross-attention.
         """
         if images is not None:
             set_image_index(self.layers, images)
+        set_context(transformer_blocks(self.layers), context)
         prediction: Tensor = walk(self.layers, (x_t, t, *told))
         return prediction
 

@@ -124,6 +124,8 @@ class Convolution(Weighted):
     optimizers that flatten parameters and gradients.
     """
 
+    bias: nn.Parameter
+
     def __init__(
         self,
         channels: int,
@@ -146,7 +148,8 @@ class Convolution(Weighted):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.contiguous(memory_format=self.memory_format))
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
         weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)  # (out, in, k, k)
         return convolution(x, weight, bias, self.stride, self.padding)
 
@@ -168,14 +171,18 @@ class Convolution(Weighted):
 
 
 class Linear(Undrawn, Weighted, nn.Linear):
-    """Linear layer with bias that may fuse several projections (`parts`) of one input, each initialised separately."""
+    """Linear layer that may fuse several projections (`parts`) of one input, each initialised separately."""
 
-    def __init__(self, channels: int, out_channels: int, *, parts: int = 1, starts_at_zero: bool = False) -> None:
-        super().__init__(channels, out_channels)
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
+    def __init__(
+        self, channels: int, out_channels: int, *, parts: int = 1, bias: bool = True, starts_at_zero: bool = False
+    ) -> None:
+        super().__init__(channels, out_channels, bias)
         self.parts = parts
         self.starts_at_zero = starts_at_zero
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
@@ -185,7 +192,8 @@ class Linear(Undrawn, Weighted, nn.Linear):
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
         _variance_scaling(self.weight, self.parts, self.starts_at_zero, generator)
-        self.bias.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
 
 
 class EmbeddingProjection(Linear):
@@ -257,6 +265,13 @@ class LabelEmbedding(Undrawn, nn.Embedding):
     def draw(self, generator: torch.Generator) -> None:
         """Draw the rows from a standard normal distribution, as in ADM (Dhariwal and Nichol 2021)."""
         nn.init.normal_(self.weight, generator=generator)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Normalisation of each pixel's channels, with scale and shift; the last dimension has the channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class GroupNorm(nn.GroupNorm):

@@ -140,7 +140,7 @@ class Weighted(nn.Module):
     """Convolution or linear layer whose weight gradient can be deferred."""
 
     weight: Tensor
-    bias: nn.Parameter
+    bias: nn.Parameter | None
     waiting: WaitingGradients | None = None
     """Queue for the weight gradient; without one it is computed in the backward."""
     taps: Taps | None = None
@@ -152,16 +152,17 @@ class Weighted(nn.Module):
         return torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         if not self.waits:
             return self.product(x, self.weight.to(x.dtype), bias)
         weight = self.weight.detach() if self.taps is None else self.taps.weight
-        y = self.product(x, weight.to(x.dtype), bias.detach())  # _Wait adds its backward
+        y = self.product(x, weight.to(x.dtype), None if bias is None else bias.detach())  # _Wait adds its backward
         if self.taps is None:
-            return _Wait.apply(y, x.detach(), bias, self)
+            # Without a bias a root takes its place, since the node of an x without gradient would not run.
+            return _Wait.apply(y, x.detach(), torch.zeros((), requires_grad=True) if bias is None else bias, self)
         return _Wait.apply(y, x.detach(), bias, None, self.taps.x, self.taps.y)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output for a weight and a bias of the dtype of x."""
         raise NotImplementedError
 
@@ -183,16 +184,18 @@ class _Wait(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, bias: Tensor, layer: Weighted | None, *taps: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, bias: Tensor | None, layer: Weighted | None, *taps: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
+        ctx.has_bias = bias is not None and bias.ndim == 1
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         channels = 1 if x.ndim == 4 else x.ndim - 1
-        inside = gradient, None, gradient.sum([dim for dim in range(x.ndim) if dim != channels]), None
+        of_bias = gradient.sum([dim for dim in range(x.ndim) if dim != channels]) if ctx.has_bias else None
+        inside = gradient, None, of_bias, None
         if ctx.layer is None:
             return *inside, x, gradient
         ctx.layer.waiting.put([ctx.layer], x, gradient)

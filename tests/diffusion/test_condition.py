@@ -51,7 +51,8 @@ def batch_of(spec: RunSpec, coarse: tuple[int, int] = (8, 16), count: int = COUN
         mask=(torch.rand(first + count, 1, *data.stored_size, generator=generator) < 0.5).to(torch.uint8),
         vector=torch.randn(first + count, 2, generator=generator),
     )
-    unused: dict[str, Any] = dict.fromkeys({"condition", "mask", "vector"} - fields_read(data, first=True, last=True))
+    read = fields_read(spec, first=True, last=True, text=False)
+    unused: dict[str, Any] = dict.fromkeys({"condition", "mask", "vector"} - read)
     return whole._replace(**unused).each(lambda tensor: tensor[first:])
 
 
@@ -234,11 +235,11 @@ def test_a_made_condition_depends_on_the_images_index_and_the_seed_alone(kind: s
 
 
 def test_each_rank_reads_what_it_uses() -> None:
-    data = spec_of({**STORED, "vector": ["hours"], "vector_size": 2}, data={"mask": "nan"}).data
-    assert fields_read(data, first=True, last=False) == {"images", "condition", "vector"}
-    assert fields_read(data, first=False, last=True) == {"images", "mask"}
-    assert fields_read(data, first=True, last=True) == {"images", "condition", "vector", "mask"}
-    assert fields_read(tiny_spec().data, first=True, last=True) == {"images"}
+    spec = spec_of({**STORED, "vector": ["hours"], "vector_size": 2}, data={"mask": "nan"})
+    assert fields_read(spec, first=True, last=False, text=False) == {"images", "condition", "vector"}
+    assert fields_read(spec, first=False, last=True, text=False) == {"images", "mask"}
+    assert fields_read(spec, first=True, last=True, text=False) == {"images", "condition", "vector", "mask"}
+    assert fields_read(tiny_spec(), first=True, last=True, text=False) == {"images"}
 
 
 def test_nothing_of_a_condition_waits_for_the_device() -> None:

@@ -200,7 +200,7 @@ class Poisoned:
     """An objective whose loss is infinite."""
 
     def __init__(self, objective: Objective) -> None:
-        self.prepare, self.inputs = objective.prepare, objective.inputs
+        self.context, self.prepare, self.inputs = objective.context, objective.prepare, objective.inputs
         self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
 
 
