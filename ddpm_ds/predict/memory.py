@@ -276,14 +276,18 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
     for group in groups:
         tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
     embed = layers[:1] if stage.start == 0 else []
-    largest = max((sum(layers[place].activation_elements for place in group) for group in groups), default=0)
+    recomputed = (
+        sum(layers[place].activation_elements for place in group)
+        + max(map(_working_elements, layers[group.start : group.stop]))
+        for group in groups
+    )
     weights = max((sum(layers[place].parameters for place in group) for group in groups), default=0)
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in embed),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
         copies=copied * sum(layer.parameters for layer in embed),
         skips=stored * skip_elements,
-        working=wide * (max(_working_elements(layers[place]) for place in places) + largest),
+        working=wide * max(recomputed, default=_working_elements(layers[0])),
         working_copies=copied * weights,
     )
 
