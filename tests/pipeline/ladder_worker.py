@@ -416,7 +416,8 @@ def groups_of_its_own() -> Iterator[None]:
     yield
     torch.distributed.barrier()
     for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
-        torch.distributed.destroy_process_group(group)
+        with contextlib.suppress(RuntimeError):  # one that is written in Python has no name by which to end it
+            torch.distributed.destroy_process_group(group)
 
 
 def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
