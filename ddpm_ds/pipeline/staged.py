@@ -125,8 +125,8 @@ class Pipelines:
         images = len(inputs[0])
         parts = max(number for number in range(1, 2 * self.stages + 1) if images % number == 0)
         given = list(zip(*(one.chunk(parts) for one in inputs), strict=True))
-        is_new = context is not None and context is not self._context
-        order = Order(self._unets.index(unet), images // parts, parts, len(context[0]) if is_new else 0)
+        tokens = 0 if context is None or context is self._context else context.shape[1]
+        order = Order(self._unets.index(unet), images // parts, parts, tokens)
         self._passed_on(order)
         self._share(unet, order, context)
         found: list[Tensor] = []
