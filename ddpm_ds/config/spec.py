@@ -635,6 +635,9 @@ class SamplerSpec(Section):
         return 2 * visits if self.guides else visits
 
 
+Prompt = Annotated[str, Field(max_length=10_000)]
+
+
 class SamplesSpec(Section):
     """Pictures sampled during training, from the averaged weights and the same noise each time."""
 
@@ -642,6 +645,9 @@ class SamplesSpec(Section):
     """Images between two pictures; null draws none."""
     count: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Images in a picture."""
+    prompts: Annotated[tuple[Prompt, ...], Field(max_length=1000)] = ()
+    """Prompts that the images take in turn, in a run with text; [] takes the captions of held-out images or, without
+    any, of the first."""
 
 
 HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
@@ -1141,6 +1147,14 @@ def _check_labels(spec: RunSpec) -> None:
 
 def _check_picture(spec: RunSpec) -> None:
     check_picture(spec.samples, spec.data.size)
+    samples = spec.samples
+    if samples.prompts and spec.data.text is None:
+        raise ValueError(f"samples.prompts has {len(samples.prompts)}, and the U-Net reads no text (data.text); use []")
+    if len(samples.prompts) > samples.count:
+        raise ValueError(
+            f"samples.count = {samples.count} is below the {len(samples.prompts)} of samples.prompts, which are an "
+            f"image each; use {len(samples.prompts)} or more"
+        )
 
 
 def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:

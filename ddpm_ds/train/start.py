@@ -16,6 +16,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -83,6 +84,8 @@ class Prepared:
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
     initial: InitialWeights | None
+    prompts: EncodedPrompts | None
+    """Prompts of the run's pictures, on rank 0 alone; None in a run without text."""
 
 
 @contextlib.contextmanager
@@ -164,6 +167,7 @@ def _prepared(
         initial = InitialWeights(
             plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
         )
+    prompts = _prompts(plan.spec, claim.run_dir, device, log) if rank == 0 else None
     rendezvous.agree("ready", {})
     if rank == 0:
         if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
@@ -172,7 +176,17 @@ def _prepared(
         for notice in (mixed_gpus, residence, widening(device.type, DTYPES[plan.ds.precision][1])):
             if notice is not None:
                 print(notice, flush=True)
-    return Prepared(plan, device, store, claim, checkpoint, changed, initial)
+    return Prepared(plan, device, store, claim, checkpoint, changed, initial, prompts)
+
+
+def _prompts(spec: RunSpec, run_dir: Path, device: torch.device, log: Callable[[str], None]) -> EncodedPrompts | None:
+    """Return the prompts of the pictures, those that are kept with the run if it is resumed."""
+    if spec.data.text is None or spec.samples.every_images is None:
+        return None
+    kept = EncodedPrompts.read(run_dir / PROMPTS)
+    if kept is not None and kept.texts == spec.samples.prompts:
+        return kept
+    return EncodedPrompts.of(spec.data.text, spec.samples.prompts or ("",), device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec) -> None:
