@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,13 @@ from ddpm_ds.evaluate.diffusers.unet import (
     to_diffusers,
     unet_spec_from_diffusers,
 )
-from ddpm_ds.files import open_regular, open_tensors, read_json
+from ddpm_ds.evaluate.diffusers.weights import Weights
+from ddpm_ds.files import read_json
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import parameter_shapes
 
-WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
+PIPELINE = "model_index.json"
 FIELDS = "fields.json"
 """File of an export with what its images and conditions are, which diffusers does not read."""
 AUTOENCODER_FOLDER = "vqvae"
@@ -91,10 +89,7 @@ class DiffusersFolder:
         self.layers = unet_layers(self.unet, self.interface)
         self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
         """Number of rows of the class embedding."""
-        files = [model / name for name in WEIGHTS if (model / name).is_file()]
-        if not files:
-            raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
-        self.weights: Path = files[0]
+        self.weights = Weights.of(model)
 
     @staticmethod
     def at(path: Path) -> bool:
@@ -128,6 +123,21 @@ class DiffusersFolder:
             key = ".".join(map(str, problem["loc"]))
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
+    def encoding(self) -> dict[str, str]:
+        """Return the keys of ``data.text`` that the pipeline decides: its encoders, the layer that is read, and what
+        stands for a dropped caption; none if the folder holds no text encoder.
+        """
+        if not (self.path / "text_encoder" / CONFIG).is_file():
+            return {}
+        index = self.path / PIPELINE
+        zeros = index.is_file() and _read_json(index).get("force_zeros_for_empty_prompt", False)
+        second = (self.path / "text_encoder_2" / CONFIG).is_file()
+        return {
+            "encoders": str(self.path.resolve()),
+            "layer": "penultimate" if second else "last",
+            "drop_to": "zeros" if zeros else "empty",
+        }
+
     @property
     def has_schedule(self) -> bool:
         """Whether the folder holds the noise schedule."""
@@ -150,55 +160,22 @@ class DiffusersFolder:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
-        stored = _read_weights(self.weights)
+        stored = self.weights.tensors()
         if self.last_label_is_class and CLASS_EMBEDDING in stored and stored[CLASS_EMBEDDING].ndim == 2:
             stored[CLASS_EMBEDDING] = pad(stored[CLASS_EMBEDDING], (0, 0, 0, 1))  # a row of zeros after the last
-        misfit = f"{self.weights} does not fit its {CONFIG}: "
+        misfit = f"{self.weights.path} does not fit its {CONFIG}: "
         try:
             names = stored_names(stored, self.layers)
         except ValueError as error:
             raise CheckpointError(f"{misfit}{error}") from None
         blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
-        for name, expected in to_diffusers(blank, self.layers).items():
+        linear = self.unet.text is not None and self.unet.text.linear_projection
+        for name, expected in to_diffusers(blank, self.layers, linear_projection=linear).items():
             tensor = stored[names[name]]
             if tensor.shape != expected.shape or not tensor.is_floating_point():
                 what = f"{names[name]} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
                 raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
         return {name: tensor.float() for name, tensor in from_diffusers(stored, self.layers).items()}
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, without executing anything in it."""
-    try:
-        if path.suffix == ".safetensors":
-            file = open_tensors(path)
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        _check_archive(path)
-        with warnings.catch_warnings(action="ignore"):  # they are about sparse tensors, which are refused below
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # a forged file can make its reader raise anything
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
-    if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
-        raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
-    return state
-
-
-def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file of torch.save would grow when read; torch.save itself never compresses."""
-    with open_regular(path) as file:
-        if zipfile.is_zipfile(file):
-            parts = zipfile.ZipFile(file).infolist()
-            if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
-                raise ValueError("compressed")
-
-
-def _plain(tensor: object) -> bool:
-    """Return whether this is a tensor with all of its values in memory. A sparse or meta tensor, or one with a stride
-    of 0, could grow to any size when it is copied.
-    """
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
