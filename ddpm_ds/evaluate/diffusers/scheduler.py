@@ -120,7 +120,14 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
 class _SchedulerArguments(Arguments):
     """Arguments for adding noise, with their defaults; the others are for sampling."""
 
-    class_names: ClassVar = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler")
+    class_names: ClassVar = (
+        "DDPMScheduler",
+        "DDIMScheduler",
+        "PNDMScheduler",
+        "DPMSolverMultistepScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+    )
 
     num_train_timesteps: Timesteps = 1000
     beta_start: Beta = 0.0001
@@ -179,7 +186,7 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
     start, end = (found.beta_start, found.beta_end) if trained is None else (trained[0], trained[-1])
     for name, ours in schedules.items():
-        ends = {"beta_start": start, "beta_end": end} if SCHEDULES[name].reads_beta_range else {}
+        ends = {"beta_start": start, "beta_end": end} if SCHEDULES[name].betas else {}
         values = {"schedule": name, **ends}
         if trained is None:
             same = found.beta_schedule == ours.diffusers != EXPLICIT
