@@ -320,7 +320,7 @@ def import_weights(
         OutputError: ``out`` exists already, or can't be written.
     """
     with new_folder(out) as temporary:
-        if not DiffusersFolder.at(path):
+        if not path.is_file() and not DiffusersFolder.at(path):
             raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
         folder = DiffusersFolder(path, last_label_is_class=last_label_is_class)
         before = load_spec(base, [*overrides, *_until_replaced(folder)])
@@ -336,6 +336,8 @@ def import_weights(
     if folder.class_rows is not None:
         last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
         lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
+    if folder.single is not None and not folder.single.says_prediction:
+        lines.append(f"the file does not say whether it predicts eps or v; diffusion.objective of {base} is kept")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {kept}"]
 

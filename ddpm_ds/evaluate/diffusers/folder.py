@@ -15,6 +15,7 @@ from ddpm_ds.config.spec import DataSpec, DiffusionSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.evaluate.diffusers.original import SingleFile
 from ddpm_ds.evaluate.diffusers.scheduler import process_from_scheduler
 from ddpm_ds.evaluate.diffusers.unet import (
     CLASS_EMBEDDING,
@@ -66,7 +67,8 @@ class FieldsFile(BaseModel):
 
 
 class DiffusersFolder:
-    """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root).
+    """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root),
+    or a single file with the original names.
 
     The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
     zeros, is added.
@@ -77,19 +79,22 @@ class DiffusersFolder:
 
     def __init__(self, path: Path, *, last_label_is_class: bool = False) -> None:
         self.path, self.last_label_is_class = path, last_label_is_class
+        self.single = SingleFile(path) if path.is_file() else None
+        """The single file with the original names, if the path names one."""
         model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
         scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
         self._scheduler = scheduler / SCHEDULER_CONFIG
-        config = _read_json(model / CONFIG)
+        config = _read_json(model / CONFIG) if self.single is None else self.single.config
         try:
             found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
         except ValueError as error:
-            raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
+            where = path if self.single else model / CONFIG
+            raise CheckpointError(f"{where} is not a U-Net that ddpm_ds can express: {error}") from None
         self.unet, self.interface = found
         self.layers = unet_layers(self.unet, self.interface)
         self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
         """Number of rows of the class embedding."""
-        self.weights = Weights.of(model)
+        self.weights = Weights.of(model) if self.single is None else Weights(path, (path,))
 
     @staticmethod
     def at(path: Path) -> bool:
@@ -140,8 +145,8 @@ class DiffusersFolder:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the folder holds the noise schedule."""
-        return self._scheduler.is_file()
+        """Whether the noise schedule is known: a folder holds it, and models in single files share one."""
+        return self.single is not None or self._scheduler.is_file()
 
     def process(self, base: DiffusionSpec | None = None) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and the noise levels of
@@ -153,6 +158,8 @@ class DiffusersFolder:
                 f"trained with"
             )
         try:
+            if self.single is not None:
+                return process_from_scheduler(self.single.scheduler((base or DiffusionSpec()).objective), base)
             return process_from_scheduler(_read_json(self._scheduler), base)
         except ValueError as error:
             what = "not a diffusion process that ddpm_ds can express"
@@ -160,10 +167,13 @@ class DiffusersFolder:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
-        stored = self.weights.tensors()
+        misfit = f"{self.weights.path} does not fit its {CONFIG if self.single is None else 'kind'}: "
+        try:
+            stored = self.weights.tensors() if self.single is None else self.single.tensors(self.layers)
+        except ValueError as error:
+            raise CheckpointError(f"{misfit}{error}") from None
         if self.last_label_is_class and CLASS_EMBEDDING in stored and stored[CLASS_EMBEDDING].ndim == 2:
             stored[CLASS_EMBEDDING] = pad(stored[CLASS_EMBEDDING], (0, 0, 0, 1))  # a row of zeros after the last
-        misfit = f"{self.weights.path} does not fit its {CONFIG}: "
         try:
             names = stored_names(stored, self.layers)
         except ValueError as error:
