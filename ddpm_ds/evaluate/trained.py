@@ -45,7 +45,7 @@ from ddpm_ds.diffusion.condition import Conditions, Scale
 from ddpm_ds.diffusion.text import Prompts, no_text
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
-from ddpm_ds.files import expanded, sha256_of
+from ddpm_ds.files import expanded
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
@@ -275,7 +275,7 @@ def load_trained(
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
-    decoder, digest = folder.autoencoder(), sha256_of(folder.weights)
+    decoder, digest = folder.autoencoder(), folder.weights.digest
     diffusion, levels = folder.process()
     if decoder is not None:
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()

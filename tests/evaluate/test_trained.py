@@ -140,7 +140,7 @@ class Unsafe:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "other model": (change_config("unet", _class_name="UNet2DConditionModel"), "UNet2DConditionModel.*UNet2DModel can"),
+    "other model": (change_config("unet", _class_name="UNet3DConditionModel"), "UNet3DConditionModel.*UNet2DModel or "),
     "other schedule": (
         change_config("scheduler", beta_schedule="laplace"),
         r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"laplace\"",

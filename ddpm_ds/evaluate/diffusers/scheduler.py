@@ -43,8 +43,10 @@ class Arguments(BaseModel):
             # By JSON's rules a list may be a tuple, but "64" is no number.
             return cls.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
-            problem = error.errors()[0]
-            key = str(problem["loc"][0])
+            first, *more = error.errors()
+            key = str(first["loc"][0])
+            of_key = (each for each in more if each["loc"][0] == key)
+            problem = max((first, *of_key), key=lambda each: len(each["loc"]))  # of a list, its entry's
             raise refused(key, config[key], problem["msg"].replace("Input should be", "it should be")) from None
 
 
