@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ddpm_ds.config.text import TextSpec
+from ddpm_ds.data.cache import CAPTIONS, POOLED, TEXT, TEXT_SCALE, DatasetCache, Indices
+from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.text import Encoded, TextEncoders
 
 if TYPE_CHECKING:
@@ -54,6 +56,24 @@ class EncodedPrompts:
         tokens = torch.cat([part.tokens for part in parts]).half().cpu()
         pooled = [part.pooled.half().cpu() for part in parts if part.pooled is not None]
         return cls.split(texts, Encoded(tokens, torch.cat(pooled) if pooled else None))
+
+    @classmethod
+    def of_captions(cls, store: DatasetCache, positions: Indices) -> Self:
+        """Return the first captions of the images at ``positions`` of a cache, as they are encoded there.
+
+        Raises:
+            DataError: they can't be read.
+        """
+        import torch
+
+        texts, rows = texts_of(store), store.others[CAPTIONS].read(positions)[:, 0]
+        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
+        found = {name: torch.from_numpy(store.fields[name].read(positions)) for name in names}
+        scale, empty = found.get(TEXT_SCALE), store.empty_text
+        assert empty is not None, "the cache has text"
+        tokens = found[TEXT] if scale is None else found[TEXT] * scale[:, :, None]
+        captions = Encoded(tokens.half(), found.get(POOLED))
+        return cls(tuple(texts[row] for row in rows), captions, empty._replace(tokens=empty.tokens.half()))
 
     @classmethod
     def split(cls, texts: Sequence[str], whole: Encoded) -> Self:

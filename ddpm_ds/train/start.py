@@ -44,6 +44,9 @@ from ddpm_ds.unet.kernel_choice import check_kernels
 from ddpm_ds.unet.model import check_compiler, parameter_shapes
 from ddpm_ds.unet.operations import widening
 
+MOST_CAPTIONS = 64
+"""Captions that the pictures of a run take in turn."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -169,7 +172,7 @@ def _prepared(
         initial = InitialWeights(
             plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
         )
-    prompts = _prompts(plan.spec, claim.run_dir, device, log) if rank == 0 else None
+    prompts = _prompts(plan.spec, store, claim.run_dir, device, log) if rank == 0 else None
     rendezvous.agree("ready", {})
     if rank == 0:
         if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
@@ -181,14 +184,20 @@ def _prepared(
     return Prepared(plan, device, store, claim, checkpoint, changed, initial, prompts)
 
 
-def _prompts(spec: RunSpec, run_dir: Path, device: torch.device, log: Callable[[str], None]) -> EncodedPrompts | None:
+def _prompts(
+    spec: RunSpec, store: DatasetCache, run_dir: Path, device: torch.device, log: Callable[[str], None]
+) -> EncodedPrompts | None:
     """Return the prompts of the pictures, those that are kept with the run if it is resumed."""
     if spec.data.text is None or spec.samples.every_images is None:
         return None
+    if not spec.samples.prompts:
+        among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
+        shown = held_out if len(held_out) else among
+        return EncodedPrompts.of_captions(store, shown[: min(spec.samples.count, MOST_CAPTIONS)])
     kept = EncodedPrompts.read(run_dir / PROMPTS)
     if kept is not None and kept.texts == spec.samples.prompts:
         return kept
-    return EncodedPrompts.of(spec.data.text, spec.samples.prompts or ("",), device, log)
+    return EncodedPrompts.of(spec.data.text, spec.samples.prompts, device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec) -> None:
