@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from make_text import write_encoders
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli.main import main
@@ -18,7 +19,6 @@ from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.evaluate.diffusers.original import original_names
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
 from ddpm_ds.unet.layers import unet_layers
-from launch.make_text import write_encoders
 from tests.launching import tiny_spec
 from tests.unet.variants import randomise
 
