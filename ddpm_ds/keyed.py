@@ -46,6 +46,7 @@ class Stream(IntEnum):
     CAPTION = 14
     TEXT_DROP = 15
     DROPOUT = 16
+    NOISE_OFFSET = 2**20 - 1  # above those of all layers
     HELD_OUT = 2**20
     SAMPLE = 2**21
 

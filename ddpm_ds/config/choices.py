@@ -45,8 +45,10 @@ class SourceChoice(Choice):
 class ScheduleChoice(Choice):
     """Noise schedule: with timesteps (DDPM), or with continuous noise levels (EDM, flow matching)."""
 
-    reads_beta_range: bool = False
-    """Whether it goes from `diffusion.beta_start` to `diffusion.beta_end`."""
+    betas: tuple[float, float] | None = None
+    """Usual `diffusion.beta_start` and `diffusion.beta_end` of a schedule that goes from one to the other."""
+    beta_root: int = 1
+    """Which root of its betas rises on a line."""
     objective: str | None = None
     """Objective of a schedule with continuous levels; None means that it has timesteps, and takes any."""
     begins_with_noise_alone: bool = False
@@ -128,7 +130,8 @@ SOURCES = {
 }
 """Sources by `data.source`."""
 SCHEDULES = {
-    "linear": ScheduleChoice("betas on a line, DDPM", reads_beta_range=True),
+    "linear": ScheduleChoice("betas on a line, DDPM", betas=(1e-4, 0.02)),
+    "scaled_linear": ScheduleChoice("their roots on a line, Stable Diffusion", betas=(0.00085, 0.012), beta_root=2),
     "cosine": ScheduleChoice("Improved DDPM"),
     "sigmoid": ScheduleChoice("Jabri et al."),
     "edm": ScheduleChoice("log-normal sigmas, Karras et al.", objective="v"),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
@@ -420,9 +420,9 @@ class DiffusionSpec(Section):
     timesteps: Timesteps = 1000
     """Number of timesteps T; edm and flow have none."""
     beta_start: Annotated[float, Field(ge=1e-15, le=1.0)] = 1e-4
-    """First beta of the linear schedule."""
+    """First beta of linear and scaled_linear; for the latter the default is 0.00085."""
     beta_end: Factor = 0.02
-    """Last beta of the linear schedule."""
+    """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
     zero_terminal_snr: bool = False
     """Rescale the betas so that the last timestep is pure noise (Lin et al.); not with eps, which is trivial there."""
     objective: Annotated[str, _one_of(OBJECTIVES), _listed("What the U-Net predicts", OBJECTIVES)] = "eps"
@@ -453,6 +453,17 @@ class DiffusionSpec(Section):
     input_perturbation: Fraction = 0.0
     """Extra noise in the U-Net's input, which is not part of the target, as a share of the noise in x_t (Ning et al.:
     0.1)."""
+    noise_offset: Fraction = 0.0
+    """Standard deviation of a number that is added to all the noise of an image's channel, in the target as well, so
+    that brightness is learned (0.05 to 0.1, as `--noise_offset` of diffusers' scripts)."""
+
+    @model_validator(mode="after")
+    def _usual_betas(self) -> Self:
+        """Take the ends of betas that are usual for the schedule where none are given."""
+        for key, usual in zip(("beta_start", "beta_end"), SCHEDULES[self.schedule].betas or (), strict=False):
+            if key not in self.model_fields_set:
+                object.__setattr__(self, key, usual)  # the section is frozen for everyone else
+        return self
 
     def process_values(self) -> dict[str, Any]:
         """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
@@ -463,7 +474,7 @@ class DiffusionSpec(Section):
             keys += [
                 "timesteps",
                 "zero_terminal_snr",
-                *(["beta_start", "beta_end"] if schedule.reads_beta_range else []),
+                *(["beta_start", "beta_end"] if schedule.betas else []),
             ]
         else:
             keys.append("sigma_data")
@@ -630,6 +641,9 @@ class SamplerSpec(Section):
         return 2 * visits if self.guides else visits
 
 
+Prompt = Annotated[str, Field(max_length=10_000)]
+
+
 class SamplesSpec(Section):
     """Pictures sampled during training, from the averaged weights and the same noise each time."""
 
@@ -637,6 +651,9 @@ class SamplesSpec(Section):
     """Images between two pictures; null draws none."""
     count: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Images in a picture."""
+    prompts: Annotated[tuple[Prompt, ...], Field(max_length=1000)] = ()
+    """Prompts that the images take in turn, in a run with text; [] takes the captions of held-out images or, without
+    any, of the first."""
 
 
 HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
@@ -1076,14 +1093,16 @@ def _check_diffusion(spec: RunSpec) -> None:
                 f"diffusion.zero_terminal_snr = true needs betas, which schedule {diffusion.schedule} does not have; "
                 "use false"
             )
-    elif schedule.reads_beta_range:
+    elif schedule.betas:
         start, end, steps = diffusion.beta_start, diffusion.beta_end, diffusion.timesteps
         if not start < end < 1:
             raise ValueError(
-                f"diffusion.beta_start = {start} and beta_end = {end} must rise and stay below 1, as DDPM's 0.0001 and "
-                f"0.02 do"
+                f"diffusion.beta_start = {start} and beta_end = {end} must rise and stay below 1, as the usual "
+                f"{schedule.betas[0]} and {schedule.betas[1]} do"
             )
-        betas = (start + (end - start) * step / max(steps - 1, 1) for step in range(steps))
+        root = schedule.beta_root
+        first, last = start ** (1 / root), end ** (1 / root)
+        betas = ((first + (last - first) * step / max(steps - 1, 1)) ** root for step in range(steps))
         if sum(math.log1p(-beta) for beta in betas) < 2.0 * math.log(LEAST_SIGNAL):
             raise ValueError(
                 f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
@@ -1114,7 +1133,7 @@ def _check_regression(spec: RunSpec) -> None:
             "null; give one, or use eps, x0 or v"
         )
     usual = DiffusionSpec()
-    for key in ("schedule", "zero_terminal_snr", "weighting", "input_perturbation"):
+    for key in ("schedule", "zero_terminal_snr", "weighting", "input_perturbation", "noise_offset"):
         value, default = getattr(diffusion, key), getattr(usual, key)
         if value != default:
             raise ValueError(
@@ -1161,6 +1180,14 @@ def _check_labels(spec: RunSpec) -> None:
 
 def _check_picture(spec: RunSpec) -> None:
     check_picture(spec.samples, spec.data.size)
+    samples = spec.samples
+    if samples.prompts and spec.data.text is None:
+        raise ValueError(f"samples.prompts has {len(samples.prompts)}, and the U-Net reads no text (data.text); use []")
+    if len(samples.prompts) > samples.count:
+        raise ValueError(
+            f"samples.count = {samples.count} is below the {len(samples.prompts)} of samples.prompts, which are an "
+            f"image each; use {len(samples.prompts)} or more"
+        )
 
 
 def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpm_ds.config.choices import SAMPLERS
+from ddpm_ds.config.choices import SAMPLERS, SCHEDULES
 from ddpm_ds.errors import SpecError
 
 if TYPE_CHECKING:
@@ -72,14 +72,19 @@ class ContinuousSchedule:
     """Name as a class of schedulers of diffusers; None is not exported."""
 
 
-def _linear(spec: DiffusionSpec) -> Tensor:
-    """Return linearly rising betas. Source: DDPM (Ho et al. 2020), section 4."""
+def _rising(spec: DiffusionSpec) -> Tensor:
+    """Return betas that rise on a line, or whose roots do.
+
+    Sources: DDPM (Ho et al. 2020), section 4; for the roots the code of Rombach et al. 2022.
+    """
     import torch
 
     for key in ("beta_start", "beta_end"):
         if getattr(spec, key) >= 1.0:
             raise SpecError(f"diffusion.{key} = {getattr(spec, key)} is not below 1; DDPM uses 1e-4 to 0.02")
-    return torch.linspace(spec.beta_start, spec.beta_end, spec.timesteps, dtype=torch.float64)
+    root = SCHEDULES[spec.schedule].beta_root
+    first, last = (beta ** (1 / root) for beta in (spec.beta_start, spec.beta_end))
+    return torch.linspace(first, last, spec.timesteps, dtype=torch.float64) ** root
 
 
 def _cosine(spec: DiffusionSpec) -> Tensor:
@@ -158,7 +163,8 @@ FLOW_TIMES = 1000.0
 """Time at which flow matching reaches pure noise, on the scale for which the sinusoidal embedding is made."""
 
 NOISE: dict[str, NoiseSchedule | ContinuousSchedule] = {
-    "linear": NoiseSchedule(_linear, "linear"),
+    "linear": NoiseSchedule(_rising, "linear"),
+    "scaled_linear": NoiseSchedule(_rising, "scaled_linear"),
     "cosine": NoiseSchedule(_cosine, "squaredcos_cap_v2"),
     # diffusers' "sigmoid" is a different schedule: a sigmoid of the betas, not of alpha_bar.
     "sigmoid": NoiseSchedule(_sigmoid, "trained_betas"),

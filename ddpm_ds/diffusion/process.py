@@ -47,6 +47,8 @@ class Diffusion:
         """Return all draws of a micro-batch whose x_t has a `shape` (N, C, H, W), with those of more streams."""
         words: dict[int, int] = dict.fromkeys((Stream.FLIP, Stream.CROP, Stream.LABEL_DROP), 1)
         normals: dict[int, int] = {Stream.NOISE: math.prod(shape[1:])} if self.diffuses else {}
+        if self.spec.noise_offset:
+            normals[Stream.NOISE_OFFSET] = shape[1]
         (normals if self.levels.normal else words)[Stream.TIMESTEP] = 1
         return Draws(self.seed, index, {**words, **more_words}, {**normals, **more_normals})
 
@@ -76,6 +78,9 @@ class Diffusion:
             t = self.levels.draw(draws)
             return t, t.new_zeros(shape).contiguous(memory_format=torch.channels_last)
         eps = draws.normal(Stream.NOISE).reshape(shape)
+        if self.spec.noise_offset:  # Guttenberg 2023, "Diffusion with offset noise"
+            offset = draws.normal(Stream.NOISE_OFFSET)[:, :, None, None]  # (N, C, 1, 1)
+            eps = torch.add(eps, offset, alpha=self.spec.noise_offset)
         return self.levels.draw(draws), eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:

@@ -16,6 +16,7 @@ import yaml
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.loader import Residence
+from ddpm_ds.data.prompts import PROMPTS
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
 from ddpm_ds.observe.flops import FlopsProfile
@@ -40,7 +41,7 @@ from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
-from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.previews import Previews, prompts_of
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
@@ -130,6 +131,8 @@ def _recorded(
     }
     if store.constants is not None:
         kept[CONSTANTS] = (store.path / CONSTANTS).read_bytes()
+    if prepared.prompts is not None:
+        kept[PROMPTS] = prepared.prompts.content()
     if plan.programs is not None:
         kept[PROGRAMS] = written(plan.programs)
     images = Path(store.meta.folder).name if store.meta.folder else store.meta.source
@@ -211,7 +214,8 @@ def _train(
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     holds_out = len(prepared.held_out.positions) > 0
     losses = HeldOutLoss(spec, engine, *prepared.held_out) if holds_out else None
-    previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images))
+    prompts = prompts_of(spec, prepared.prompts, engine.device)
+    previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images), prompts)
     validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
 
     def batches() -> Iterator[Any] | None:

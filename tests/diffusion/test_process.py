@@ -240,6 +240,26 @@ def test_perturbed_noise_is_keyed_by_the_image_and_a_share_wider() -> None:
     assert torch.equal(process().loss(eps, eps, eps, index % 1000), diffusion.loss(eps, eps, eps, index % 1000))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "flow"])
+def test_an_offset_is_one_keyed_normal_number_of_each_image_and_channel_in_the_noise_and_its_target(
+    schedule: str,
+) -> None:
+    """As `--noise_offset` of diffusers' scripts."""
+    plain, moved = (process(schedule=schedule, noise_offset=offset) for offset in (0.0, 0.1))
+    index, shape = torch.arange(2000), (2000, 3, 2, 2)
+    (t, eps), (t_beside, seen) = (one.draw(one.draws(index, shape), shape) for one in (plain, moved))
+    assert torch.equal(t, t_beside), "the other draws stay"
+    offset = (seen - eps) / 0.1
+    # Rounded where it is added to noise below 8, and once more in the difference, by 2^-22 at most each.
+    torch.testing.assert_close(offset, offset[:, :, :1, :1].expand(shape), rtol=0.0, atol=4 * 2**-22 / 0.1)
+    numbers = offset[:, :, 0, 0]
+    assert abs(numbers.mean()) < 5 * numbers.numel() ** -0.5
+    assert abs(numbers.var() - 1) < 5 * (2 / numbers.numel()) ** 0.5
+    assert abs((numbers * eps[:, :, 0, 0]).mean()) < 5 * numbers.numel() ** -0.5, "they are independent of eps"
+    some = moved.draw(moved.draws(index[5:9], (4, *shape[1:])), (4, *shape[1:]))[1]
+    assert torch.equal(some, seen[5:9])
+
+
 def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:
     diffusion = process()
     pixels, index = images(12)

@@ -24,7 +24,7 @@ from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
 from tests.diffusion.sampling import sample
 
-SCHEDULES: tuple[Any, ...] = ("linear", "cosine", "sigmoid")
+SCHEDULES: tuple[Any, ...] = ("linear", "scaled_linear", "cosine", "sigmoid")
 SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "ddpm": [{"variance": "small"}, {"variance": "large"}],
@@ -96,6 +96,12 @@ def test_steps_of_every_process_and_clipping(kind: Any, schedule: Any, spacing: 
         for clip in ("none", "static", "dynamic"):
             values = CHOICES[kind][-1] | {"clip": clip, "dynamic_quantile": 0.9, "steps": 6}
             compare(diffusion, SamplerSpec(kind=kind, spacing=spacing, **values))
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim"])  # diffusers' DPM-Solver++ begins at another noise there
+def test_steps_from_noise_alone(kind: Any) -> None:
+    diffusion = DiffusionSpec(schedule="scaled_linear", objective="v", zero_terminal_snr=True)
+    compare(diffusion, SamplerSpec(kind=kind, spacing="trailing", steps=8, clip="none"))
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)

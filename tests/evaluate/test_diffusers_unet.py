@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.evaluate.diffusers.plain_config import PlainArguments
 from ddpm_ds.evaluate.diffusers.unet import (
-    _UnetArguments,
     diffusers_config,
     from_diffusers,
     to_diffusers,
@@ -126,11 +126,11 @@ def test_cifar10_unet_of_ddpm_is_that_of_our_spec_with_its_published_parameters(
 def test_missing_keys_take_the_defaults_of_diffusers(diffusers: ModuleType) -> None:
     parameters = inspect.signature(diffusers.UNet2DModel.__init__).parameters.values()
     theirs = {parameter.name: parameter.default for parameter in parameters if parameter.name != "self"}
-    assert {name: field.default for name, field in _UnetArguments.model_fields.items()} == theirs
+    assert {name: field.default for name, field in PlainArguments.model_fields.items()} == theirs
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "class": ({"_class_name": "UNet2DConditionModel"}, r'_class_name = "UNet2DConditionModel": only UNet2DModel'),
+    "class": ({"_class_name": "UNet1DModel"}, r'_class_name = "UNet1DModel": only UNet2DModel or UNet2DCond'),
     "down block": ({"down_block_types": ["ResnetDownsampleBlock2D"] * 4}, "down_block_types.*'DownBlock2D' or 'Attn"),
     "attention not mirrored": ({"up_block_types": ["AttnUpBlock2D"] + ["UpBlock2D"] * 3}, "up_block_types.*mirrored"),
     "too few blocks": ({"down_block_types": ["DownBlock2D"]}, "down_block_types.*4 entries"),
@@ -318,11 +318,11 @@ def test_twenty_random_models_with_a_condition_predict_the_same(diffusers: Modul
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(sorted(_UnetArguments.model_fields)), JUNK)
+@given(st.sampled_from(sorted(PlainArguments.model_fields)), JUNK)
 @example("layers_per_block", 24)
 def test_junk_under_any_key_is_one_line_that_names_a_key(key: str, junk: Any) -> None:
     try:
         unet_spec_from_diffusers({**DDPM_CIFAR10, key: junk})
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
-        assert str(error).split(" = ")[0] in _UnetArguments.model_fields
+        assert str(error).split(" = ")[0] in PlainArguments.model_fields

@@ -46,12 +46,12 @@ from ddpm_ds.evaluate.diffusers.folder import (
     CONFIG,
     FIELDS,
     SCHEDULER_CONFIG,
-    WEIGHTS,
     DiffusersFolder,
     FieldsFile,
 )
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
-from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
+from ddpm_ds.evaluate.diffusers.unet import class_of, diffusers_config, to_diffusers
+from ddpm_ds.evaluate.diffusers.weights import WEIGHTS
 from ddpm_ds.evaluate.outputs import new_folder
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.runs import Run
@@ -74,6 +74,8 @@ ANY_UNET = (
     *("head_channels=null", "norm_groups=1"),
 )
 """Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
+ANY_TEXT = ("context_channels=1", "blocks=[1]", "heads=[1]", "pooled_channels=null")
+"""The same for its text."""
 KINDS_OF_WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
 
 CARD = """\
@@ -216,12 +218,12 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
     name, pipeline = scheduler_class(trained.diffusion), "DDPMPipeline"
-    parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", name]}
+    parts = {"unet": ["diffusers", class_of(trained.unet_spec)], "scheduler": ["diffusers", name]}
     if trained.autoencoder is not None:
         pipeline, parts[AUTOENCODER_FOLDER] = "LDMPipeline", ["diffusers", "AutoencoderKL"]
         trained.autoencoder.copy_to(folder / AUTOENCODER_FOLDER)
     configs = {
-        "unet/" + CONFIG: ("UNet2DModel", unet),
+        "unet/" + CONFIG: (class_of(trained.unet_spec), unet),
         "scheduler/" + SCHEDULER_CONFIG: (name, scheduler),
         "model_index.json": (pipeline, parts),
     }
@@ -233,7 +235,9 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         (folder / FIELDS).write_text(fields.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
         if trained.constants is not None:
             np.save(folder / CONSTANTS, trained.constants)
-    tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers)
+    text = trained.unet_spec.text
+    linear = text is not None and text.linear_projection
+    tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear)
     dtype = DTYPES[precision][1]
     # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
     copies = {
@@ -316,32 +320,42 @@ def import_weights(
         OutputError: ``out`` exists already, or can't be written.
     """
     with new_folder(out) as temporary:
-        before = load_spec(base, [*overrides, *(f"unet.{item}" for item in ANY_UNET)])
-        if not DiffusersFolder.at(path):
+        if not path.is_file() and not DiffusersFolder.at(path):
             raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
         folder = DiffusersFolder(path, last_label_is_class=last_label_is_class)
+        before = load_spec(base, [*overrides, *_until_replaced(folder)])
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE)
         tensors = folder.tensors()
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise CheckpointError(f"{folder.weights} has values in {name} that are not finite; get it again")
+                raise CheckpointError(f"{folder.weights.path} has values in {name} that are not finite; get it again")
         (temporary / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         (temporary / SPEC_FILE).write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights}, in fp32"]
+    lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights.path}, in fp32"]
     if folder.class_rows is not None:
         last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
         lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
+    if folder.single is not None and not folder.single.says_prediction:
+        lines.append(f"the file does not say whether it predicts eps or v; diffusion.objective of {base} is kept")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {kept}"]
 
 
+def _until_replaced(folder: DiffusersFolder) -> list[str]:
+    """Return overrides that make a spec for the model's kind: with its text encoders, or without text."""
+    any_unet = [f"unet.{item}" for item in ANY_UNET]
+    if folder.unet.text is None:
+        return [*any_unet, "unet.text=null"]
+    encoding = {key: f"data.text.{key}={json.dumps(value)}" for key, value in folder.encoding().items()}
+    return [*any_unet, *(f"unet.text.{item}" for item in ANY_TEXT), *encoding.values()]
+
+
 def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
     """Return the spec ``before``, read from ``base``, with the U-Net and the diffusion process of the model."""
-    pairs = {
-        "data.channels": (before.data.channels, folder.interface.channels),
-        "data.image_size": (written(before.data.size), written(folder.interface.size)),
-    }
+    pairs: dict[str, tuple[Any, Any]] = {"data.channels": (before.data.channels, folder.interface.channels)}
+    if folder.unet.text is None:  # whose images may be of any size
+        pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
     asked, found = before.data.interface, folder.interface
     if asked.numbers:
         raise SpecError(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from ddpm_ds.config.spec import DataSpec, DiffusionSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.evaluate.diffusers.original import SingleFile
 from ddpm_ds.evaluate.diffusers.scheduler import process_from_scheduler
 from ddpm_ds.evaluate.diffusers.unet import (
     CLASS_EMBEDDING,
@@ -26,12 +24,13 @@ from ddpm_ds.evaluate.diffusers.unet import (
     to_diffusers,
     unet_spec_from_diffusers,
 )
-from ddpm_ds.files import open_regular, open_tensors, read_json
+from ddpm_ds.evaluate.diffusers.weights import Weights
+from ddpm_ds.files import read_json
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import parameter_shapes
 
-WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
+PIPELINE = "model_index.json"
 FIELDS = "fields.json"
 """File of an export with what its images and conditions are, which diffusers does not read."""
 AUTOENCODER_FOLDER = "vqvae"
@@ -68,7 +67,8 @@ class FieldsFile(BaseModel):
 
 
 class DiffusersFolder:
-    """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root).
+    """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root),
+    or a single file with the original names.
 
     The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
     zeros, is added.
@@ -79,22 +79,22 @@ class DiffusersFolder:
 
     def __init__(self, path: Path, *, last_label_is_class: bool = False) -> None:
         self.path, self.last_label_is_class = path, last_label_is_class
+        self.single = SingleFile(path) if path.is_file() else None
+        """The single file with the original names, if the path names one."""
         model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
         scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
         self._scheduler = scheduler / SCHEDULER_CONFIG
-        config = _read_json(model / CONFIG)
+        config = _read_json(model / CONFIG) if self.single is None else self.single.config
         try:
             found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
         except ValueError as error:
-            raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
+            where = path if self.single else model / CONFIG
+            raise CheckpointError(f"{where} is not a U-Net that ddpm_ds can express: {error}") from None
         self.unet, self.interface = found
         self.layers = unet_layers(self.unet, self.interface)
         self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
         """Number of rows of the class embedding."""
-        files = [model / name for name in WEIGHTS if (model / name).is_file()]
-        if not files:
-            raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
-        self.weights: Path = files[0]
+        self.weights = Weights.of(model) if self.single is None else Weights(path, (path,))
 
     @staticmethod
     def at(path: Path) -> bool:
@@ -128,10 +128,25 @@ class DiffusersFolder:
             key = ".".join(map(str, problem["loc"]))
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
+    def encoding(self) -> dict[str, str]:
+        """Return the keys of ``data.text`` that the pipeline decides: its encoders, the layer that is read, and what
+        stands for a dropped caption; none if the folder holds no text encoder.
+        """
+        if not (self.path / "text_encoder" / CONFIG).is_file():
+            return {}
+        index = self.path / PIPELINE
+        zeros = index.is_file() and _read_json(index).get("force_zeros_for_empty_prompt", False)
+        second = (self.path / "text_encoder_2" / CONFIG).is_file()
+        return {
+            "encoders": str(self.path.resolve()),
+            "layer": "penultimate" if second else "last",
+            "drop_to": "zeros" if zeros else "empty",
+        }
+
     @property
     def has_schedule(self) -> bool:
-        """Whether the folder holds the noise schedule."""
-        return self._scheduler.is_file()
+        """Whether the noise schedule is known: a folder holds it, and models in single files share one."""
+        return self.single is not None or self._scheduler.is_file()
 
     def process(self, base: DiffusionSpec | None = None) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and the noise levels of
@@ -143,6 +158,8 @@ class DiffusersFolder:
                 f"trained with"
             )
         try:
+            if self.single is not None:
+                return process_from_scheduler(self.single.scheduler((base or DiffusionSpec()).objective), base)
             return process_from_scheduler(_read_json(self._scheduler), base)
         except ValueError as error:
             what = "not a diffusion process that ddpm_ds can express"
@@ -150,55 +167,25 @@ class DiffusersFolder:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
-        stored = _read_weights(self.weights)
+        misfit = f"{self.weights.path} does not fit its {CONFIG if self.single is None else 'kind'}: "
+        try:
+            stored = self.weights.tensors() if self.single is None else self.single.tensors(self.layers)
+        except ValueError as error:
+            raise CheckpointError(f"{misfit}{error}") from None
         if self.last_label_is_class and CLASS_EMBEDDING in stored and stored[CLASS_EMBEDDING].ndim == 2:
             stored[CLASS_EMBEDDING] = pad(stored[CLASS_EMBEDDING], (0, 0, 0, 1))  # a row of zeros after the last
-        misfit = f"{self.weights} does not fit its {CONFIG}: "
         try:
             names = stored_names(stored, self.layers)
         except ValueError as error:
             raise CheckpointError(f"{misfit}{error}") from None
         blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
-        for name, expected in to_diffusers(blank, self.layers).items():
+        linear = self.unet.text is not None and self.unet.text.linear_projection
+        for name, expected in to_diffusers(blank, self.layers, linear_projection=linear).items():
             tensor = stored[names[name]]
             if tensor.shape != expected.shape or not tensor.is_floating_point():
                 what = f"{names[name]} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
                 raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
         return {name: tensor.float() for name, tensor in from_diffusers(stored, self.layers).items()}
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, without executing anything in it."""
-    try:
-        if path.suffix == ".safetensors":
-            file = open_tensors(path)
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        _check_archive(path)
-        with warnings.catch_warnings(action="ignore"):  # they are about sparse tensors, which are refused below
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # a forged file can make its reader raise anything
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
-    if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
-        raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
-    return state
-
-
-def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file of torch.save would grow when read; torch.save itself never compresses."""
-    with open_regular(path) as file:
-        if zipfile.is_zipfile(file):
-            parts = zipfile.ZipFile(file).infolist()
-            if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
-                raise ValueError("compressed")
-
-
-def _plain(tensor: object) -> bool:
-    """Return whether this is a tensor with all of its values in memory. A sparse or meta tensor, or one with a stride
-    of 0, could grow to any size when it is copied.
-    """
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

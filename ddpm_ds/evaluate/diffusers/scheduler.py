@@ -43,8 +43,10 @@ class Arguments(BaseModel):
             # By JSON's rules a list may be a tuple, but "64" is no number.
             return cls.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
-            problem = error.errors()[0]
-            key = str(problem["loc"][0])
+            first, *more = error.errors()
+            key = str(first["loc"][0])
+            of_key = (each for each in more if each["loc"][0] == key)
+            problem = max((first, *of_key), key=lambda each: len(each["loc"]))  # of a list, its entry's
             raise refused(key, config[key], problem["msg"].replace("Input should be", "it should be")) from None
 
 
@@ -118,7 +120,14 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
 class _SchedulerArguments(Arguments):
     """Arguments for adding noise, with their defaults; the others are for sampling."""
 
-    class_names: ClassVar = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler")
+    class_names: ClassVar = (
+        "DDPMScheduler",
+        "DDIMScheduler",
+        "PNDMScheduler",
+        "DPMSolverMultistepScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+    )
 
     num_train_timesteps: Timesteps = 1000
     beta_start: Beta = 0.0001
@@ -177,7 +186,7 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
     start, end = (found.beta_start, found.beta_end) if trained is None else (trained[0], trained[-1])
     for name, ours in schedules.items():
-        ends = {"beta_start": start, "beta_end": end} if SCHEDULES[name].reads_beta_range else {}
+        ends = {"beta_start": start, "beta_end": end} if SCHEDULES[name].betas else {}
         values = {"schedule": name, **ends}
         if trained is None:
             same = found.beta_schedule == ours.diffusers != EXPLICIT

@@ -1,0 +1,325 @@
+"""Our U-Net with text and diffusers' UNet2DConditionModel: configurations and tensors there and back, the same
+predictions and gradients, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.config.spec import Interface, UnetSpec
+from ddpm_ds.evaluate.diffusers.text_config import TextArguments
+from ddpm_ds.evaluate.diffusers.unet import diffusers_config, from_diffusers, to_diffusers, unet_spec_from_diffusers
+from ddpm_ds.unet.layers import TransformerBlockLayer, unet_layers
+from ddpm_ds.unet.model import UNet
+from tests.unet.variants import randomise, rounding
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
+
+CROSS, PLAIN = "CrossAttnDownBlock2D", "DownBlock2D"
+SDXL: dict[str, Any] = {  # stabilityai/stable-diffusion-xl-base-1.0, what differs from diffusers' defaults
+    "_class_name": "UNet2DConditionModel",
+    "_diffusers_version": "0.19.0.dev0",
+    "addition_embed_type": "text_time",
+    "addition_embed_type_num_heads": 64,
+    "addition_time_embed_dim": 256,
+    "attention_head_dim": [5, 10, 20],
+    "block_out_channels": [320, 640, 1280],
+    "cross_attention_dim": 2048,
+    "down_block_types": [PLAIN, CROSS, CROSS],
+    "only_cross_attention": False,
+    "mid_block_scale_factor": 1.0,
+    "num_attention_heads": None,
+    "projection_class_embeddings_input_dim": 2816,
+    "resnet_out_scale_factor": 1.0,
+    "reverse_transformer_layers_per_block": None,
+    "sample_size": 128,
+    "transformer_layers_per_block": [1, 2, 10],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "upcast_attention": None,
+    "use_linear_projection": True,
+}
+SD_21: dict[str, Any] = {  # stabilityai/stable-diffusion-2-1
+    "_class_name": "UNet2DConditionModel",
+    "attention_head_dim": [5, 10, 20, 20],
+    "block_out_channels": [320, 640, 1280, 1280],
+    "cross_attention_dim": 1024,
+    "dual_cross_attention": False,
+    "sample_size": 96,
+    "upcast_attention": True,
+    "use_linear_projection": True,
+}
+SD_15: dict[str, Any] = {  # stable-diffusion-v1-5
+    "_class_name": "UNet2DConditionModel",
+    "attention_head_dim": 8,
+    "cross_attention_dim": 768,
+    "sample_size": 64,
+}
+
+
+def test_published_models_have_their_published_parameters() -> None:
+    for config, parameters in ((SDXL, 2_567_463_684), (SD_21, 865_910_724), (SD_15, 859_520_964)):
+        unet, interface = unet_spec_from_diffusers(config)
+        assert sum(layer.parameters for layer in unet_layers(unet, interface)) == parameters
+        again = {**diffusers_config(unet, interface), "_class_name": "UNet2DConditionModel"}
+        assert unet_spec_from_diffusers(json.loads(json.dumps(again))) == (unet, interface)
+    unet, _ = unet_spec_from_diffusers(SDXL)
+    assert unet.text is not None
+    assert unet.text.blocks == (0, 2, 10) and unet.text.middle_blocks == 10 and unet.text.heads == (5, 10, 20)
+    assert unet.text.pooled_channels == 1280 and unet.text.linear_projection
+
+
+def random_config(number: int) -> dict[str, Any]:
+    """A configuration of the kind, each of whose options is there in some of thirty."""
+    draws = random.Random(number)
+    groups, levels = draws.choice([2, 4]), draws.randint(1, 3)
+    down = [draws.choice([CROSS, CROSS, PLAIN]) for _ in range(levels)]
+    depths = [draws.randint(1, 2) for _ in down]
+    heads = [draws.choice([1, 2, 4]) for _ in down]
+    size = draws.choice([4, 8, [4, 8]])
+    width = draws.choice([2, 6])
+    outputs, told = draws.choice([3, 4]), number % 10 == 5
+    return {
+        "_class_name": "UNet2DConditionModel",
+        "sample_size": size,
+        "in_channels": outputs + 2 * told,
+        "out_channels": outputs,
+        "block_out_channels": [8 * draws.randint(1, 3) for _ in down],
+        "norm_num_groups": groups,
+        "layers_per_block": draws.randint(1, 2),
+        "down_block_types": down,
+        "up_block_types": [name.replace("Down", "Up") for name in reversed(down)],
+        "transformer_layers_per_block": depths[0] if number % 3 == 0 else depths,
+        "attention_head_dim": heads[0] if number % 4 == 0 else heads,
+        "cross_attention_dim": draws.choice([5, 12]),
+        "use_linear_projection": number % 2 == 0,
+        "upcast_attention": draws.choice([True, False]),
+        "resnet_time_scale_shift": draws.choice(["default", "scale_shift"]),
+        "flip_sin_to_cos": draws.choice([True, False]),
+        "freq_shift": draws.choice([0, 0, 1]) if width > 2 else 0,
+        "downsample_padding": draws.choice([0, 1]),
+        "time_embedding_dim": draws.choice([None, 10]),
+        "num_class_embeds": 4 if number % 5 == 1 else None,
+        "class_embed_type": "timestep" if told else None,
+        **(
+            {
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": width,
+                "projection_class_embeddings_input_dim": 7 + 6 * width,
+            }
+            if number % 2
+            else {}
+        ),
+    }
+
+
+def narrowed(config: dict[str, Any]) -> dict[str, Any]:
+    """A published model with an eighth of its channels, 8 groups and 8x8 latents."""
+    return {
+        **config,
+        "block_out_channels": [width // 8 for width in config["block_out_channels"]],
+        "norm_num_groups": 8,
+        "sample_size": 8,
+    }
+
+
+LARGEST = 32
+"""Above all timesteps, levels and sizes that the U-Nets are told."""
+
+
+def inputs_of(
+    unet: UnetSpec, interface: Interface, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
+    """Two images: the inputs of ours, their context, and what diffusers takes beside the first two inputs."""
+    assert unet.text is not None
+    x_t = torch.randn(2, interface.channels + interface.condition_channels, *interface.size, dtype=dtype)
+    context = torch.randn(2, 3, unet.text.context_channels, dtype=dtype)
+    ours = [x_t, torch.tensor([3, 31])]
+    theirs: dict[str, Any] = {"encoder_hidden_states": context}
+    if unet.classes is not None:
+        ours.append(torch.tensor([1, unet.classes]))
+        theirs["class_labels"] = ours[-1]
+    if interface.told_level:
+        ours.append(torch.tensor([12.5, 0.5], dtype=dtype))
+        theirs["class_labels"] = ours[-1]
+    if unet.text.pooled_channels is not None:
+        pooled = torch.randn(2, unet.text.pooled_channels, dtype=dtype)
+        sizes = torch.randint(0, LARGEST, (2, 6)).to(dtype)
+        ours.append(torch.cat((pooled, sizes), dim=1))
+        theirs["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
+    return ours, context, theirs
+
+
+def assert_the_same(config: dict[str, Any], seed: int) -> None:
+    """The same predictions and every gradient by name, and the way back."""
+    torch.manual_seed(seed)
+    theirs = diffusers.UNet2DConditionModel.from_config(config).eval()
+    randomise(theirs, seed)
+    unet, interface = unet_spec_from_diffusers(config)
+    layers = unet_layers(unet, interface)
+    ours, state = UNet(layers, 0).eval(), theirs.state_dict()
+    ours.layers.load_state_dict(from_diffusers(state, layers), strict=True)
+    assert unet.text is not None
+    back = to_diffusers(ours.layers.state_dict(), layers, linear_projection=unet.text.linear_projection)
+    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
+    again = json.loads(json.dumps({**diffusers_config(unet, interface), "_class_name": "UNet2DConditionModel"}))
+    assert unet_spec_from_diffusers(again) == (unet, interface)
+
+    mine, context, others = inputs_of(unet, interface)
+    with torch.no_grad():
+        prediction, expected = ours(*mine, context=context), theirs(*mine[:2], **others).sample
+    torch.testing.assert_close(prediction, expected, rtol=0, atol=rounding(layers) * expected.abs().max().item())
+
+    mine, context, others = inputs_of(unet, interface, torch.float64)
+    prediction, expected = ours.double()(*mine, context=context), theirs.double()(*mine[:2], **others).sample
+    # Only sinusoids are in fp32: of a division, product, exponential and product, each within half a unit, of numbers
+    # below LARGEST.
+    tolerance = 4 * LARGEST * 2**-24
+    torch.testing.assert_close(prediction, expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    prediction.square().mean().backward()
+    expected.square().mean().backward()
+    gradients = from_diffusers({key: parameter.grad for key, parameter in theirs.named_parameters()}, layers)
+    for key, parameter in ours.layers.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad - gradients[key]).norm() <= tolerance * (gradients[key].norm() + 1e-3), key
+
+
+QUICK = (1, 4, 5, 6, 9, 20)
+"""Of the thirty, some with and without each option: text_time, classes, a condition's level, linear projections."""
+
+
+@pytest.mark.parametrize(
+    "number", [number if number in QUICK else pytest.param(number, marks=pytest.mark.long) for number in range(30)]
+)
+def test_thirty_random_models_predict_the_same_with_the_same_gradients(number: int) -> None:
+    assert_the_same(random_config(number), number)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["SDXL", "SD_21"])
+def test_published_models_of_an_eighth_of_the_width_predict_the_same(name: str) -> None:
+    assert_the_same(narrowed({"SDXL": SDXL, "SD_21": SD_21}[name]), 0)
+
+
+def test_missing_keys_take_the_defaults_of_diffusers() -> None:
+    parameters = inspect.signature(diffusers.UNet2DConditionModel.__init__).parameters.values()
+    theirs = {parameter.name: parameter.default for parameter in parameters if parameter.name != "self"}
+    assert {name: field.default for name, field in TextArguments.model_fields.items()} == theirs
+
+
+def test_blocks_at_a_level_without_attention_are_not_read_and_the_middle_has_those_of_the_last() -> None:
+    unet, interface = unet_spec_from_diffusers({**SD_15, "transformer_layers_per_block": [1, 2, 3, 4]})
+    assert unet.text is not None and unet.text.blocks == (1, 2, 3, 0) and unet.text.middle_blocks == 4
+    layers = unet_layers(unet, interface)
+    blocks = [layer.name for layer in layers if isinstance(layer, TransformerBlockLayer)]
+    assert blocks.count("down.2.attention.1.2") == 1 and "down.3.attention.0.0" not in blocks
+    assert [name for name in blocks if "middle" in name] == [f"middle.attention.{number}" for number in range(4)]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "class": ({"_class_name": "UNet3DConditionModel"}, r'_class_name = "UNet3DConditionModel"'),
+    "no size": ({"sample_size": None}, "sample_size = null"),
+    "not halved": ({"sample_size": 65}, "sample_size = 65.*2 times"),
+    "learned variance": ({"out_channels": 8}, "out_channels = 8.*variances"),
+    "centred": ({"center_input_sample": True}, "center_input_sample = true"),
+    "shift": ({"freq_shift": 0.5}, r"freq_shift = 0\.5.*0 or 1"),
+    "simple cross-attention": (
+        {"down_block_types": ["SimpleCrossAttnDownBlock2D"] * 3},
+        "down_block_types.*'Cross",
+    ),
+    "residual sampling": ({"up_block_types": ["ResnetUpsampleBlock2D"] * 3}, "up_block_types.*'UpBlock2D'"),
+    "attention not mirrored": (
+        {"up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 2},
+        "up_block_types.*mirr",
+    ),
+    "too few levels": ({"down_block_types": [CROSS]}, "down_block_types.*3 entries"),
+    "middle without text": ({"mid_block_type": "UNetMidBlock2D"}, "mid_block_type.*'UNetMidBlock2DCrossAttn'"),
+    "no middle": ({"mid_block_type": None}, "mid_block_type = null"),
+    "cross-attention alone": ({"only_cross_attention": True}, "only_cross_attention = true"),
+    "cross-attention alone by level": (
+        {"only_cross_attention": [False, True, False]},
+        r"only_cross_attention = \[false, true, false\]",
+    ),
+    "cross-attention alone in the middle": ({"mid_block_only_cross_attention": True}, "mid_block_only_cross_attention"),
+    "blocks that differ": ({"layers_per_block": [2, 2, 3]}, r"layers_per_block = \[2, 2, 3\].*same on all levels"),
+    "too many layers": ({"layers_per_block": 24}, "layers_per_block = 24.*layers"),
+    "middle scale": ({"mid_block_scale_factor": 1.4142}, "mid_block_scale_factor"),
+    "activation": ({"act_fn": "mish"}, 'act_fn = "mish"'),
+    "no normalisation": ({"norm_num_groups": None}, "norm_num_groups = null"),
+    "groups": ({"norm_num_groups": 48}, "norm_num_groups = 48: it does not divide the 320"),
+    "contexts that differ": ({"cross_attention_dim": [768, 768, 1024]}, "cross_attention_dim.*same on all levels"),
+    "blocks of two levels": ({"transformer_layers_per_block": [1, 2]}, "transformer_layers_per_block.*3 entries"),
+    "no block": ({"transformer_layers_per_block": [1, 0, 2]}, "transformer_layers_per_block.*greater than"),
+    "blocks by side": ({"transformer_layers_per_block": [[1, 2], [1], [1]]}, "transformer_layers_per_block"),
+    "blocks of the decoder": ({"reverse_transformer_layers_per_block": [[1]] * 3}, "reverse_transformer_layers_per"),
+    "Kolors": ({"encoder_hid_dim": 4096, "encoder_hid_dim_type": "text_proj"}, "encoder_hid_dim = 4096.*project"),
+    "image projection": ({"encoder_hid_dim_type": "image_proj"}, 'encoder_hid_dim_type = "image_proj"'),
+    "heads": ({"attention_head_dim": 48}, "attention_head_dim = 48: 48 heads.*640"),
+    "heads by the other key": ({"num_attention_heads": 8}, "num_attention_heads = 8"),
+    "two contexts": ({"dual_cross_attention": True}, "dual_cross_attention = true"),
+    "class projection": ({"class_embed_type": "projection"}, 'class_embed_type = "projection"'),
+    "level of nothing": ({"class_embed_type": "timestep"}, 'class_embed_type = "timestep".*this model has none'),
+    "one label": ({"num_class_embeds": 1}, "num_class_embeds = 1"),
+    "pooled by attention": ({"addition_embed_type": "text"}, 'addition_embed_type = "text".*text_time'),
+    "no width of sizes": ({"addition_time_embed_dim": None}, "addition_time_embed_dim = null"),
+    "odd width of sizes": ({"addition_time_embed_dim": 255}, "addition_time_embed_dim = 255"),
+    "sizes alone": ({"projection_class_embeddings_input_dim": 1536}, "projection_class_embeddings_input_dim = 1536.*6"),
+    "no pooled": ({"projection_class_embeddings_input_dim": None}, "projection_class_embeddings_input_dim = null"),
+    "refiner": (
+        {"projection_class_embeddings_input_dim": 2560, "cross_attention_dim": 1280},
+        "projection_class_embeddings_input_dim = 2560.*refiner",
+    ),
+    "division by zero": ({"freq_shift": 1, "addition_time_embed_dim": 2}, "addition_time_embed_dim = 2.*by zero"),
+    "scale of residuals": ({"resnet_out_scale_factor": 0.7}, "resnet_out_scale_factor"),
+    "embedding not activated": ({"resnet_skip_time_act": True}, "resnet_skip_time_act = true"),
+    "conditioning": ({"resnet_time_scale_shift": "ada_group"}, "resnet_time_scale_shift.*'default' or 'scale_shift'"),
+    "fourier": ({"time_embedding_type": "fourier"}, "time_embedding_type"),
+    "embedding activated": ({"time_embedding_act_fn": "silu"}, 'time_embedding_act_fn = "silu"'),
+    "embedding activated twice": ({"timestep_post_act": "silu"}, 'timestep_post_act = "silu"'),
+    "guidance told": ({"time_cond_proj_dim": 256}, "time_cond_proj_dim = 256"),
+    "wide first": ({"conv_in_kernel": 5}, "conv_in_kernel = 5.*3"),
+    "wide last": ({"conv_out_kernel": 5}, "conv_out_kernel = 5.*3"),
+    "GLIGEN": ({"attention_type": "gated"}, "attention_type = \"gated\".*'default'"),
+    "classes beside": ({"class_embeddings_concat": True}, "class_embeddings_concat = true"),
+    "context normalised": ({"cross_attention_norm": "layer_norm"}, 'cross_attention_norm = "layer_norm"'),
+    "unknown": ({"fused": 1}, "fused = 1: no such argument of UNet2DConditionModel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_our_unet_cannot_express_is_refused_by_name(name: str) -> None:
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        unet_spec_from_diffusers({**SDXL, **change})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_every_argument_is_translated_neutral_or_refused_and_some_test_refuses_it() -> None:
+    changed = {key for change, _ in REFUSED.values() for key in change}
+    translated = {  # whose every value of the type is expressed
+        *("flip_sin_to_cos", "in_channels", "block_out_channels", "downsample_padding", "dropout", "norm_eps"),
+        *("use_linear_projection", "upcast_attention", "time_embedding_dim", "addition_embed_type_num_heads"),
+    }
+    assert changed | translated >= TextArguments.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"middle_attention": False}, r"unet\.middle_attention = false.*UNet2DConditionModel"),
+        ({"text": {"middle_blocks": 3}}, r"unet\.text\.middle_blocks = 3 and 1 as the last"),
+        ({"sinusoid_shift": 1, "text": {"size_channels": 2}}, r"unet\.text\.size_channels = 2.*by zero"),
+    ],
+)
+def test_what_diffusers_cannot_hold_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    unet, interface = unet_spec_from_diffusers({**SDXL, "transformer_layers_per_block": 1})
+    values = unet.model_dump()
+    values["text"] |= change.pop("text", {})
+    with pytest.raises(ValueError, match=message) as caught:
+        diffusers_config(UnetSpec.model_validate({**values, **change}), interface)
+    assert "\n" not in str(caught.value)
