@@ -149,6 +149,7 @@ class RecordedEngine:
         self.module, self._device_waits, self._by_host = self, device_waits, by_host
         self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
+        self.readers: list[Any] = []
         self.unpacked = lambda phase, received, kept: (*received, *kept)
 
     def is_first_stage(self) -> bool:
