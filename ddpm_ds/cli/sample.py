@@ -37,7 +37,7 @@ from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
 from ddpm_ds.evaluate import USUAL_MEMBERS
-from ddpm_ds.files import MOST_DIGITS
+from ddpm_ds.files import MOST_DIGITS, read_bytes
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ examples
   ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
   deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10.npz
 
+  ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes.png
+
   ddpm-ds sample runs/downscaling --conditions held-out --members 8 --out ensembles.png
   ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
   ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
@@ -71,6 +73,7 @@ SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
 OTHER_SUFFIXES = {"npy": ".npy", "zarr": ".zarr"}
 """Formats that --out alone asks for."""
 MOST_AHEAD = 10_000
+MOST_PROMPTS_BYTES = 2**26
 FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
 """Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
@@ -107,7 +110,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--count",
         type=positive,
         metavar="N",
-        help="images (default 64), or inputs of --conditions (default all up to 64)",
+        help="images (default 64, or one of each prompt), or inputs of --conditions (default all up to 64)",
     )
     parser.add_argument(
         "--first", type=image_number, default=0, metavar="I", help="number of the first image or input (default 0)"
@@ -149,6 +152,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="feed each image back as the next condition, N - 1 times (--steps is the sampler's)",
     )
+    text = parser.add_argument_group("text", "for runs that were trained with captions (data.text)")
+    either = text.add_mutually_exclusive_group()
+    either.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what images show; may be given several times, images take them in turn (default count: one of each)",
+    )
+    either.add_argument("--prompts", type=file_path, metavar="FILE", help="text file with a prompt in each line")
+    text.add_argument("--negative", metavar="TEXT", help="what --guidance leads away from (default: no text)")
     group.add_argument("--channel", metavar="NAME", help="channel of fields that a picture shows (default the first)")
     parser.add_argument(
         "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
@@ -361,6 +374,22 @@ def _inputs(options: argparse.Namespace, trained: Trained) -> Inputs | None:
     return Inputs.open(options.conditions, trained)
 
 
+def _texts(options: argparse.Namespace) -> list[str] | None:
+    """Return the prompts of --prompt or --prompts; None without."""
+    if options.prompts is None:
+        prompts: list[str] | None = options.prompt
+        return prompts
+    try:
+        lines = read_bytes(options.prompts, MOST_PROMPTS_BYTES).decode().splitlines()
+    except OSError as error:
+        raise SpecError(f"--prompts {options.prompts} can't be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"--prompts {options.prompts} is no text in UTF-8; write a prompt in each line") from None
+    if not (prompts := [line for line in map(str.strip, lines) if line]):
+        raise SpecError(f"--prompts {options.prompts} has no prompt; write one in each line")
+    return prompts
+
+
 def _channel(options: argparse.Namespace, trained: Trained) -> int:
     """Return the number of the channel that --channel names."""
     if options.channel is None:
@@ -417,14 +446,18 @@ def _sample(options: argparse.Namespace) -> int:
         write_pngs,
         write_zarr,
     )
-    from ddpm_ds.evaluate.sampling import draw_missing, request_for
+    from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of
     from ddpm_ds.unet.operations import widening
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trained, (sampler,), guide = load(options)
     inputs = _inputs(options, trained)
+    log: Callable[[str], None] = print if rank == 0 else lambda line: None
+    texts, negative = _texts(options), options.negative
+    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=log)
     given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
-    numbers = {name: value for name in given if (value := getattr(options, name)) is not None}
+    numbers: dict[str, Any] = {name: value for name in given if (value := getattr(options, name)) is not None}
+    numbers |= said_of(prompts, negative)
     request = request_for(
         trained, sampler, _labels(options, trained), guide, inputs, options.labels is not None, **numbers
     )
@@ -440,12 +473,11 @@ def _sample(options: argparse.Namespace) -> int:
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
     drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
-    log: Callable[[str], None] = print if rank == 0 else lambda line: None
     stored = next(trained.unet.parameters())
     if line := widening(stored.device.type, stored.dtype):
         log(line)
     try:
-        draw_missing(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs)
+        draw_missing(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs, prompts=prompts)
         if rank == 0:
             images, labels = drawn.images(), request.labels_of(request.index)
             if kind == "npy":

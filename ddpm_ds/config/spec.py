@@ -635,6 +635,9 @@ class SamplerSpec(Section):
         return 2 * visits if self.guides else visits
 
 
+Prompt = Annotated[str, Field(max_length=10_000)]
+
+
 class SamplesSpec(Section):
     """Pictures sampled during training, from the averaged weights and the same noise each time."""
 
@@ -642,6 +645,9 @@ class SamplesSpec(Section):
     """Images between two pictures; null draws none."""
     count: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Images in a picture."""
+    prompts: Annotated[tuple[Prompt, ...], Field(max_length=1000)] = ()
+    """Prompts that the images take in turn, in a run with text; [] takes the captions of held-out images or, without
+    any, of the first."""
 
 
 HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
@@ -1018,6 +1024,14 @@ def _check_text(spec: RunSpec) -> None:
         )
     if data.reads_arrays:
         raise ValueError(f"data.text is of pictures, and data.source = {data.source} has named arrays here; use null")
+    if not SOURCES[data.source].captions:
+        captioned = ", ".join(name for name, source in SOURCES.items() if source.captions)
+        raise ValueError(f"data.source = {data.source} has no captions for data.text; use one of {captioned}")
+    if text.pooled_channels and data.crop_from is not None:
+        raise ValueError(
+            f"data.crop_from = {_said(data.crop_from)} crops elsewhere each time, and unet.text.pooled_channels tells "
+            "the U-Net where each image was cropped; leave it out"
+        )
 
 
 def _check_trackers(spec: RunSpec) -> None:
@@ -1141,6 +1155,14 @@ def _check_labels(spec: RunSpec) -> None:
 
 def _check_picture(spec: RunSpec) -> None:
     check_picture(spec.samples, spec.data.size)
+    samples = spec.samples
+    if samples.prompts and spec.data.text is None:
+        raise ValueError(f"samples.prompts has {len(samples.prompts)}, and the U-Net reads no text (data.text); use []")
+    if len(samples.prompts) > samples.count:
+        raise ValueError(
+            f"samples.count = {samples.count} is below the {len(samples.prompts)} of samples.prompts, which are an "
+            f"image each; use {len(samples.prompts)} or more"
+        )
 
 
 def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:

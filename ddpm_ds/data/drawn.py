@@ -33,6 +33,8 @@ class Drawn:
     channels: tuple[str, ...] = ()
     """Names of the channels of fields."""
     given_channels: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    """What the images were asked for by, in turn; () if that is not known."""
 
     def picture(self, title: str, labels: Sequence[str] = (), channel: int = 0) -> Image.Image:
         """Return a grid of the images or, of images with inputs, a row for each input: what was given, some members,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels, written
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import TEXTS, DatasetCache
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, open_tensors, parse_json, read_bytes, sha256_of
 
@@ -72,6 +72,8 @@ class _Config(BaseModel):
     layers_per_block: Blocks = 1
     scaling_factor: Annotated[float, Field(gt=0.0)] = 0.18215
     shift_factor: float | None = None
+    force_upcast: bool = False
+    """Whether fp16 is too small, as SDXL's says. Where it is missing diffusers has true, but SD 1.5's fits."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Autoencoder:
     """Height and width in pixels of the patch behind one position of a latent."""
     scale: float
     shift: float
+    needs_fp32: bool
+    """Whether its activations are beyond fp16."""
 
     @classmethod
     def open(cls, name: Path) -> Autoencoder:
@@ -122,6 +126,7 @@ class Autoencoder:
             factor=2 ** (len(config.block_out_channels) - 1),
             scale=config.scaling_factor,
             shift=config.shift_factor or 0.0,
+            needs_fp32=config.force_upcast,
         )
 
     def copy_to(self, folder: Path) -> None:
@@ -186,7 +191,7 @@ def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]
 def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
     """Return the checksums of the pixels behind images with these checksums, which may be pixels or latents."""
     of_pixels = {name.removeprefix(PIXELS): value for name, value in checksums.items() if name.startswith(PIXELS)}
-    return of_pixels or dict(checksums)
+    return of_pixels or {name: value for name, value in checksums.items() if not name.startswith(TEXTS)}
 
 
 def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
@@ -207,7 +212,7 @@ def _as_bytes(images: Tensor) -> Tensor:
 
 
 class Coder:
-    """Autoencoder that runs on a device, in fp16 on CUDA and in fp32 on a CPU.
+    """Autoencoder that runs on a device, in fp16 on CUDA unless it needs fp32, and in fp32 on a CPU.
 
     If a result is not finite in fp16, it is computed again in fp32, and so are all later ones. If the device runs out
     of memory, the CPU takes over.
@@ -217,7 +222,8 @@ class Coder:
         import torch
 
         self.autoencoder, self._device = autoencoder, device
-        self._dtype = torch.float16 if device.type == "cuda" else torch.float32
+        halves = device.type == "cuda" and not autoencoder.needs_fp32
+        self._dtype = torch.float16 if halves else torch.float32
 
     @functools.cached_property
     def model(self) -> Any:

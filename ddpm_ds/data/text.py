@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
 from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.files import parse_json, read_bytes, sha256_of
+from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -82,19 +83,19 @@ class _Part:
 class TextEncoders:
     """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU."""
 
-    def __init__(self, spec: TextSpec, parts: Sequence[_Part], device: torch.device) -> None:
-        self.spec, self._parts, self._device = spec, parts, device
+    def __init__(self, spec: TextSpec, parts: Sequence[_Part], device: torch.device | None) -> None:
+        self.spec, self.device, self._parts = spec, device, parts
 
     @classmethod
-    def open(cls, spec: TextSpec, device: torch.device) -> TextEncoders:
-        """Open the encoders of ``spec``, of which only configurations are read.
+    def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
+        """Open the encoders of ``spec``, of which only configurations are read; without a ``device`` they don't encode.
 
         Raises:
             DataError: transformers is not installed, or encoders or tokenizers are missing, damaged or of another kind.
         """
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
-        folder = Path(spec.encoders)
+        folder = expanded(spec.encoders)
         folder = folder if folder.exists() else _from_hub(spec.encoders)
         parts = [_part(spec, folder, suffix) for suffix in SUFFIXES if not suffix or _is_there(folder, suffix)]
         return cls(spec, parts, device)
@@ -123,26 +124,6 @@ class TextEncoders:
         """Width of the pooled text; None if no encoder projects."""
         return next((part.config.projection_dim for part in self._parts if _projects(part)), None)
 
-    def check(self, cross: CrossAttentionSpec) -> None:
-        """Refuse encoders whose text the U-Net can't read.
-
-        Raises:
-            SpecError: it has other numbers of tokens or channels than ``unet.text``.
-        """
-        asked = {
-            "tokens": (cross.tokens, self.tokens),
-            "context_channels": (cross.context_channels, self.channels),
-            "pooled_channels": (cross.pooled_channels, self.pooled_channels),
-        }
-        for key, (wanted, found) in asked.items():
-            if wanted != found and not (key == "pooled_channels" and wanted is None):
-                has = "none" if found is None else found
-                fix = "null" if found is None else found
-                raise SpecError(
-                    f"unet.text.{key} = {wanted}, but the encoders of data.text.encoders = {self.spec.encoders} have "
-                    f"{has}; --set unet.text.{key}={fix}, or name other encoders"
-                )
-
     @functools.cached_property
     def models(self) -> list[tuple[Any, Any]]:
         """Tokenizers and encoders on the device.
@@ -155,7 +136,8 @@ class TextEncoders:
 
         transformers.logging.set_verbosity_error()  # the errors below replace its warnings
         transformers.logging.disable_progress_bar()
-        dtype = torch.float16 if self._device.type == "cuda" else torch.float32
+        assert self.device is not None, "opened without a device"
+        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
         found = []
         for part in self._parts:
             try:
@@ -176,7 +158,7 @@ class TextEncoders:
                     raise ValueError(f"its weights lack {missing[0]}")
             except Exception as error:  # transformers may raise anything on damaged files
                 raise _unusable(self.spec, f"{where} is damaged ({one_line(error)[:MOST_REASON]})") from None
-            found.append((tokenizer, encoder.eval().requires_grad_(False).to(self._device)))
+            found.append((tokenizer, encoder.eval().requires_grad_(False).to(self.device)))
         return found
 
     def encode(self, texts: list[str]) -> Encoded:
@@ -187,7 +169,7 @@ class TextEncoders:
         with torch.no_grad():
             for tokenizer, encoder in self.models:
                 padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
-                ids = tokenizer(texts, **padded, return_tensors="pt").input_ids.to(self._device)
+                ids = tokenizer(texts, **padded, return_tensors="pt").input_ids.to(self.device)
                 found = encoder(ids, output_hidden_states=True)
                 states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
                 pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
@@ -197,6 +179,30 @@ class TextEncoders:
         """Return the number of tokens of each text that are cut off."""
         counts = [[len(ids) for ids in tokenizer(texts).input_ids] for tokenizer, _ in self.models]
         return [max(0, max(each) - self.tokens) for each in zip(*counts, strict=True)]
+
+
+def check_text(spec: RunSpec) -> None:
+    """Refuse encoders whose text the U-Net of ``spec`` can't read.
+
+    Raises:
+        DataError: as :meth:`TextEncoders.open`.
+        SpecError: it has other numbers of tokens or channels than ``unet.text``.
+    """
+    if spec.data.text is None or (cross := spec.unet.text) is None:
+        return
+    encoders = TextEncoders.open(spec.data.text, None)
+    asked: dict[str, tuple[int | None, int | None]] = {
+        "tokens": (cross.tokens, encoders.tokens),
+        "context_channels": (cross.context_channels, encoders.channels),
+        "pooled_channels": (cross.pooled_channels, encoders.pooled_channels),
+    }
+    for key, (wanted, found) in asked.items():
+        if wanted is not None and wanted != found:
+            has, fix = ("none", "null") if found is None else (found, found)
+            raise SpecError(
+                f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {spec.data.text.encoders} have "
+                f"{has}; --set unet.text.{key}={fix}, or name other encoders"
+            )
 
 
 def _projects(part: _Part) -> bool:

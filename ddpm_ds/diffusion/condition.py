@@ -125,10 +125,12 @@ class Condition(NamedTuple):
     """(N, C', H, W) float32, which follow those of x_t"""
     told: tuple[Tensor, ...]
     """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
+    context: Tensor | None = None
+    """(N, tokens, channels), the encoded text; None for a U-Net that reads none"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
-        """Return a condition with changed tensors."""
-        return Condition(change(self.channels), tuple(map(change, self.told)))
+        """Return a condition with changed channels and told tensors."""
+        return self._replace(channels=change(self.channels), told=tuple(map(change, self.told)))
 
 
 class Conditions:

@@ -121,7 +121,8 @@ class Drawing:
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
     None without classes or for "no label", whose number is `no_label`. `condition` is what the U-Net takes beside
-    these, and `dropped` what it takes for a dropped condition, by which images without labels are guided.
+    these, and `dropped` what it takes for a dropped condition, by which images with a text or without labels
+    are guided.
     """
 
     def __init__(
@@ -144,11 +145,11 @@ class Drawing:
         self._given = self._guided_given = _given(labels, condition)  # of N and of M images
         without: Condition | None = None
         if guide is None and any(sampler.guided):
-            if labels is not None:
+            if dropped is not None and (labels is None or dropped.context is not None):
+                without = _given(labels, dropped)
+            elif labels is not None:
                 assert no_label is not None
                 without = _given(torch.full_like(labels, no_label), condition)
-            elif dropped is not None:
-                without = dropped
         self._doubled = without is not None and sampler.spec.guides
         if without is not None:
             self._guided_given = _joined(self._given, without) if self._doubled else without
@@ -174,6 +175,10 @@ class Drawing:
             x_t = torch.cat((x_t, given.channels), dim=1)
         return (x_t, t, *given.told)
 
+    def context(self, number: int) -> Tensor | None:
+        """Return the encoded text that the U-Net reads at visit ``number``, (M, tokens, channels); None without."""
+        return (self._guided_given if self._sampler.guided[number] else self._given).context
+
     def take(self, prediction: Tensor) -> None:
         """Advance by the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
         sampler, number = self._sampler, self._taken
@@ -182,7 +187,9 @@ class Drawing:
             if self._guide is None:
                 prediction, other = prediction.chunk(2)
             else:
-                other = self._guide(*self.inputs()).float()
+                context = self.context(number)
+                text = {} if context is None else {"context": context}
+                other = self._guide(*self.inputs(), **text).float()
             prediction = other + self._guidance * (prediction - other)  # (N, C, H, W)
         needed = sampler.needs_noise(number)
         noise = self._noise(sampler.visits[number].stream) if needed else None
@@ -203,11 +210,14 @@ class Drawing:
 
 def _given(labels: Tensor | None, condition: Condition | None) -> Condition:
     """Return all that the U-Net takes beside x_t and t: labels come first."""
-    channels, told = (torch.empty(0, 0), ()) if condition is None else condition
-    return Condition(channels, told if labels is None else (labels, *told))
+    condition = Condition(torch.empty(0, 0), ()) if condition is None else condition
+    return condition if labels is None else condition._replace(told=(labels, *condition.told))
 
 
 def _joined(one: Condition, other: Condition) -> Condition:
     """Return what the U-Net takes for the images of ``one``, then for those of ``other``."""
     told = (torch.cat(pair) for pair in zip(one.told, other.told, strict=True))
-    return Condition(torch.cat((one.channels, other.channels)), tuple(told))
+    context = None
+    if one.context is not None and other.context is not None:
+        context = torch.cat((one.context, other.context))
+    return Condition(torch.cat((one.channels, other.channels)), tuple(told), context)

@@ -63,6 +63,10 @@ class Request(BaseModel):
     """Number of images of each input: image i is one of input i // members."""
     steps_ahead: int = 1
     """Number of states that follow each other, of each image."""
+    prompts: tuple[str, ...] | None = None
+    """Prompts that the images take in turn; None for a U-Net that reads no text."""
+    negative: str | None = None
+    """What guidance leads away from; None is no text."""
 
     @classmethod
     def of(
@@ -115,6 +119,7 @@ class Request(BaseModel):
     def key(self) -> str:
         """Checksum of everything that determines the images, up to rounding."""
         conditional = set() if self.inputs is not None else {"inputs", "members", "steps_ahead"}
+        conditional |= set() if self.prompts is not None else {"prompts", "negative"}
         exclude = {"origin", "weights", "images_seen", "guide", "batch_images", *conditional}
         followed = self.model_dump_json(exclude=exclude)
         return hashlib.sha256(followed.encode()).hexdigest()[:8]
@@ -210,14 +215,16 @@ def titled_grid(
     request: Request | None = None,
     channel: int = 0,
 ) -> Image.Image:
-    """Return a grid of images (N, C, H, W), with names of labels (N,) and a title that says what drew them; images of a
-    ``request`` for ``inputs`` are in rows, beside these. Of fields it shows a ``channel``.
+    """Return a grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``, and a title that
+    says what drew them; images of a request for ``inputs`` are in rows, beside these. Of fields it shows a ``channel``.
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     names = [] if trained.spec is None else class_names(trained.spec)
     classes = [] if labels is None else labels.tolist()
     said = [names[label] if names else str(label) for label in classes]
+    if request is not None and request.prompts is not None:
+        said = [request.prompts[number % len(request.prompts)] for number in request.index]
     channels = trained.channels if trained.are_fields else ()
     if inputs is None or request is None:
         return Drawn(torch.from_numpy(np.array(images)), channels=channels).picture(title, said, channel)

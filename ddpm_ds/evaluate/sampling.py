@@ -20,9 +20,11 @@ from tqdm import tqdm
 from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
 from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import Batch, GivenPath, SamplerSpec, check_sampler
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory
+from ddpm_ds.diffusion.text import Prompts
+from ddpm_ds.errors import LayoutError, PeerLostError, SpecError, is_out_of_memory, print_to_stderr
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
@@ -49,6 +51,7 @@ def draw(
     seed: int,
     guide: Trained | None = None,
     inputs: Inputs | None = None,
+    prompts: Prompts | None = None,
     members: int = 1,
     numbers: Sequence[int] | None = None,
     after_step: Callable[[int, int], None] | None = None,
@@ -58,8 +61,9 @@ def draw(
 
     ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
     Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net needs that was trained with
-    a condition of each image; ``numbers`` (N,) names other inputs. ``after_step`` is called with the numbers of U-Net
-    evaluations per image: those done, and all.
+    a condition of each image; ``numbers`` (N,) names other inputs. ``prompts`` are those of a U-Net that reads text,
+    which the images take in turn. ``after_step`` is called with the numbers of U-Net evaluations per image: those done,
+    and all.
     """
     device = next(trained.unet.parameters()).device
     condition, dropped, base = None, None, None
@@ -71,6 +75,8 @@ def draw(
             condition = trained.conditions.at_rest({}, index.to(device), trained.scale)
         if condition is not None:
             dropped = trained.conditions.dropped(condition)
+        if prompts is not None:
+            condition, dropped = prompts.beside(condition, index.to(device))
         drawing = Drawing(
             Sampler(sampler, trained.diffusion),
             seed=seed,
@@ -83,7 +89,7 @@ def draw(
             guide=None if guide is None else guide.unet,
         )
         for number in range(drawing.calls):
-            drawing.take(trained.unet(*drawing.inputs()))
+            drawing.take(trained.unet(*drawing.inputs(), context=drawing.context(number)))
             if after_step is not None:
                 after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
         images = trained.finished(drawing.images()).cpu()
@@ -118,6 +124,8 @@ def sample(
     seed: Annotated[int, Field(ge=0, le=MOST_SEED)] = 0,
     first: Annotated[int, Field(ge=0, le=MOST_IMAGE)] = 0,
     batch_images: Batch = 64,
+    prompts: str | Sequence[str] | None = None,
+    negative: str | None = None,
     progress: bool = False,
 ) -> Tensor:
     """Draw the images ``first`` to ``first + count - 1`` of a seed, 64 by default; return (count, C, H, W) on the CPU,
@@ -128,7 +136,9 @@ def sample(
     ``ddpm-ds sample`` with the same values gives the same images, up to rounding. By default ``sampler`` is the run's.
     Image i gets the label number i modulo the number of ``labels``: by default each class in turn, and with None no
     label; by default inputs have the labels that they are known to have. ``guide`` is a worse U-Net on the same device,
-    which guidance leads away from, as with ``--guide``. ``batch_images`` are drawn at once; ``progress`` shows a bar.
+    which guidance leads away from, as with ``--guide``. A U-Net with text draws for ``prompts``, which the images take
+    in turn, by default one of each; guidance leads away from the ``negative`` one. ``batch_images`` are drawn at once;
+    ``progress`` shows a bar.
 
     Raises:
         SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, ``guide`` has
@@ -157,10 +167,12 @@ def sample(
         check_label(label, classes)
     if inputs is None and members is not None:
         raise SpecError(f"members = {members} are of conditions, which is None")
-    numbers = {"seed": seed, "first": first, "batch_images": batch_images}
+    texts = (prompts,) if isinstance(prompts, str) else prompts
+    encoded = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print_to_stderr)
+    numbers: dict[str, Any] = {"seed": seed, "first": first, "batch_images": batch_images, **said_of(encoded, negative)}
     request = request_for(trained, sampler, labels, guide, inputs, asked, count=count, members=members, **numbers)
     batches = tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
-    images = torch.cat([_draw_batch(trained, request, batch, guide, inputs) for batch in batches])
+    images = torch.cat([_draw_batch(trained, request, batch, guide, inputs, encoded) for batch in batches])
     return images if inputs is None else images.unflatten(0, (-1, request.members))
 
 
@@ -176,18 +188,25 @@ def request_for(
     count: int | None = None,
     members: int | None = None,
     steps_ahead: int = 1,
-    **numbers: int,
+    **numbers: Any,
 ) -> Request:
-    """Return the request for ``count`` images from the ``first`` on (None: 64) or, with ``inputs``, for the ``members``
-    of so many of these (None: 8 of all, of 64 at most).
+    """Return the request for ``count`` images from the ``first`` on (None: 64, or one of each prompt) or, with
+    ``inputs``, for the ``members`` of so many of these (None: 8 of all, of 64 at most).
 
     Inputs take ``labels`` in turn if they were asked for, else those that they are known to have.
 
     Raises:
-        SpecError: there are no such inputs, or a regression is asked for several members.
+        SpecError: there are no such inputs, a regression is asked for several members, or there are more prompts than
+            images.
     """
+    prompts: Sequence[str] = numbers.get("prompts") or ()
     if inputs is None:
-        return Request.of(trained, sampler, labels, guide, first=first, count=count or USUAL_COUNT, **numbers)
+        if count is not None and count < len(prompts):
+            raise SpecError(
+                f"--count {count:,}: {len(prompts):,} prompts are an image each; use {len(prompts)} or more"
+            )
+        count = count or len(prompts) or USUAL_COUNT
+        return Request.of(trained, sampler, labels, guide, first=first, count=count, **numbers)
     regresses = not OBJECTIVES[trained.diffusion.objective].diffuses
     if regresses and members not in (None, 1):
         raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
@@ -220,11 +239,12 @@ def _draw_batch(
     index: Sequence[int],
     guide: Trained | None,
     inputs: Inputs | None = None,
+    prompts: Prompts | None = None,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
     how: dict[str, Any] = {"labels": request.labels_of(index), "seed": request.seed, "guide": guide}
-    how |= {"inputs": inputs, "members": request.members, "after_step": after_step}
+    how |= {"inputs": inputs, "members": request.members, "prompts": prompts, "after_step": after_step}
     if request.steps_ahead > 1:
         how["steps"] = request.steps_ahead
     drawing = draw if request.steps_ahead == 1 else draw_ahead
@@ -236,6 +256,55 @@ def _draw_batch(
         raise LayoutError(
             f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
         ) from None
+
+
+def prompts_for(
+    trained: Trained,
+    texts: Sequence[str] | None,
+    negative: str | None,
+    sampler: SamplerSpec,
+    *,
+    guided: bool,
+    log: Callable[[str], None],
+) -> Prompts | None:
+    """Return the encoded prompts ``texts``; None for a U-Net that reads no text.
+
+    Without any they are those of the run's own pictures, or else the empty text, which the ``log`` is told. ``guided``
+    means that another U-Net guides.
+
+    Raises:
+        SpecError: the U-Net reads no text, or nothing is guided by the negative prompt.
+        DataError: the encoders can't be used.
+    """
+    if trained.unet_spec.text is None:
+        for name, value in (("--prompt", texts), ("--negative", negative)):
+            if value is not None:
+                raise SpecError(
+                    f"{name}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out"
+                )
+        return None
+    if texts is not None and not texts:
+        raise SpecError("prompts = [] has none; use None for those of the run's own pictures")
+    if negative is not None and (guided or not sampler.guides):
+        what = "another U-Net guides" if guided else f"--guidance is {sampler.guidance:g}"
+        raise SpecError(f'--negative "{negative}" is what guidance leads away from, and {what}; leave one of them out')
+    text, device = trained.data.text, next(trained.unet.parameters()).device
+    assert text is not None, "the spec has both"
+    known = None
+    if texts is None and trained.run_dir is not None:
+        known = EncodedPrompts.read(trained.run_dir / PROMPTS)
+        if known is not None:
+            log(f"without --prompt it draws for those of the run's own pictures, {len(known.texts):,} in {PROMPTS}")
+    if known is None:
+        if texts is None:
+            log("without --prompt it draws for the empty text")
+        known = EncodedPrompts.of(text, texts or ("",), device, log)
+    return trained.prompts(known, negative)
+
+
+def said_of(prompts: Prompts | None, negative: str | None) -> dict[str, Any]:
+    """Return the prompts as fields of a request."""
+    return {} if prompts is None else {"prompts": prompts.texts, "negative": negative}
 
 
 def check_label(label: int | str, classes: int | None, option: str = "--labels") -> None:
@@ -259,6 +328,8 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
             "channels and numbers of data.condition": (one.interface.condition_channels, one.interface.numbers),
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
+            "text (tokens, width, pooled width)": one.unet_spec.text
+            and (one.unet_spec.text.tokens, one.unet_spec.text.context_channels, one.unet_spec.text.pooled_channels),
             **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},
         }
         for one in (trained, guide)
@@ -280,9 +351,11 @@ def draw_missing(
     *,
     guide: Trained | None = None,
     inputs: Inputs | None = None,
+    prompts: Prompts | None = None,
 ) -> None:
     """Draw the images of a request that are not there, and return when all processes have finished. Process i draws
-    every batch whose number is i modulo ``world_size``. ``guide`` and ``inputs`` must be those of the request.
+    every batch whose number is i modulo ``world_size``. ``guide``, ``inputs`` and ``prompts`` must be those of the
+    request.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
@@ -292,13 +365,13 @@ def draw_missing(
     if rank == 0 and (done := drawn.count):
         print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     if world_size == 1:
-        draw_share(trained, request, drawn, 0, 1, guide=guide, inputs=inputs)
+        draw_share(trained, request, drawn, 0, 1, guide=guide, inputs=inputs, prompts=prompts)
         return
     use_interface_towards(os.environ["MASTER_ADDR"])
     store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     try:
-        draw_share(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs)
+        draw_share(trained, request, drawn, rank, world_size, guide=guide, inputs=inputs, prompts=prompts)
         try:
             dist.monitored_barrier(timeout=WAIT_LIMIT)
         except RuntimeError:
@@ -318,6 +391,7 @@ def draw_share(
     *,
     guide: Trained | None = None,
     inputs: Inputs | None = None,
+    prompts: Prompts | None = None,
 ) -> None:
     """Draw what is missing of this rank's share, every ``world_size``-th batch; do not wait for other ranks."""
     missing = set(drawn.missing())
@@ -338,5 +412,5 @@ def draw_share(
 
         for batch in request.batches[rank::world_size]:
             if batch in missing:
-                drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, show))
+                drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, prompts, show))
                 bar.update(drawn.count - bar.n)  # includes the images of other processes

@@ -36,11 +36,13 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
+from ddpm_ds.data.prompts import EncodedPrompts
 from ddpm_ds.data.residuals import REGRESSION
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.device import DTYPES, usable_device
 from ddpm_ds.diffusion.condition import Conditions, Scale
+from ddpm_ds.diffusion.text import Prompts, no_text
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
 from ddpm_ds.files import expanded
@@ -126,7 +128,8 @@ class Trained:
         return {
             "classes": self.unet_spec.classes,
             "latents": self.autoencoder is not None,
-            "drops": data is not None and data.condition is not None and data.condition.drop > 0.0,
+            "drops": self.unet_spec.text is not None
+            or (data is not None and data.condition is not None and data.condition.drop > 0.0),
             "unbounded": self.are_fields and self.data.is_unbounded,
         }
 
@@ -182,6 +185,21 @@ class Trained:
                 "has learned were made by; bring those back"
             )
         return found
+
+    def prompts(self, known: EncodedPrompts, negative: str | None = None) -> Prompts:
+        """Return what a U-Net with text draws for encoded prompts; guidance leads away from the ``negative`` prompt, or
+        from no text.
+
+        Raises:
+            DataError: the encoders can't be used.
+        """
+        text, unet, device = self.data.text, self.unet_spec.text, next(self.unet.parameters()).device
+        assert text is not None and unet is not None
+        against = no_text(text, known.empty)
+        if negative is not None:
+            against = EncodedPrompts.of(text, [negative], device, print_to_stderr).encoded
+        size = self.picture_shape[1:]
+        return Prompts(unet, known.encoded, against, size=size, device=device, texts=known.texts)
 
     def finished(self, images: Tensor) -> Tensor:
         """Return drawn images (N, C, H, W) as they are kept: fields in physical units, float32, others as uint8."""

@@ -94,9 +94,9 @@ class Recorder:
                 return
             path.parent.mkdir(exist_ok=True)
             title = grid_title(run, images_seen, spec.sampler, spec.diffusion, "ema")
-            names = class_names(spec)
-            classes = [names[i % len(names)] for i in range(len(drawn.images)) if names]
-            write_png(drawn.picture(title, classes), path)
+            names = drawn.prompts or class_names(spec)
+            labels = [names[i % len(names)] for i in range(len(drawn.images)) if names]
+            write_png(drawn.picture(title, labels), path)
         except OSError as error:
             self.log(f"{path} can't be written ({error.strerror}); training continues")
             return

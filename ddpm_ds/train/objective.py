@@ -23,7 +23,7 @@ from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.text import Text
+from ddpm_ds.diffusion.text import Text, described
 from ddpm_ds.keyed import Draws, Stream
 from ddpm_ds.unet.layers import augmentation_numbers
 
@@ -154,11 +154,6 @@ class Denoising:
     def errors(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the error of each element, (N, H, W, C) fp32, without weights and mask."""
         return self._diffusion.errors(prediction, prepared.x0, prepared.eps, prepared.t)
-
-
-def described(pooled: Tensor | None, sizes: Tensor | None) -> Tensor | None:
-    """Return pooled text (N, channels) and sizes (N, 6) as one vector, float32; None without them."""
-    return None if pooled is None or sizes is None else torch.cat((pooled.float(), sizes.float()), dim=1)
 
 
 def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:

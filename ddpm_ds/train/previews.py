@@ -1,7 +1,9 @@
 """Images drawn while training, through the pipeline: replicas share the images, stages share the U-Net."""
 
+import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,10 +13,13 @@ from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.drawn import MOST_MEMBERS, MOST_ROWS, Drawn
-from ddpm_ds.data.latents import autoencoder_of, to_pixels
+from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
 from ddpm_ds.data.loader import Indices
+from ddpm_ds.data.prompts import EncodedPrompts
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Scale
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.text import Prompts, no_text
 from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
@@ -27,7 +32,8 @@ class Previews:
     seed.
 
     A run with a condition of each image draws members for the images at the first of the ``positions`` of its data-set
-    cache ``store``, which first stages read. Members of residuals are residuals.
+    cache ``store``, which first stages read. Members of residuals are residuals. A run with text draws for ``prompts``,
+    which every rank has whose layers read them.
     """
 
     def __init__(
@@ -37,8 +43,10 @@ class Previews:
         watchdog: Watchdog,
         store: DatasetCache | None = None,
         positions: Indices | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
         self._spec, self._engine, self._watchdog, self._store = spec, engine, watchdog, store
+        self._prompts = prompts
         data, device = spec.data, engine.device
         statistics = store.meta.statistics if store is not None and data.are_fields else {}
         self._scale = Scale.of(data.normalise, statistics.get("images"), device, pictures=not data.are_fields)
@@ -63,15 +71,17 @@ class Previews:
         rounds = math.ceil(self.count / (replicas * images))
         replica = engine.grid.get_data_parallel_id()
         drawings = []
-        for number in range(rounds) if engine.is_first_stage() else ():
+        for number in range(rounds) if engine.is_first_stage() or self._prompts is not None else ():
             index = torch.arange(images) + (number * replicas + replica) * images
             drawings.append(self._drawing(sampler, index))
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
-        for guided, visits in itertools.groupby(sampler.guided):
+        for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
+            visits = [*group]
             ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
-                rounds * len(list(visits)),
+                rounds * len(visits),
                 lambda number: drawings[number % rounds].inputs(),
                 lambda number, prediction: drawings[number % rounds].take(prediction),
+                context=functools.partial(_context, drawings, visits),
                 depth=rounds,
                 progress=self._watchdog.progress,
             )
@@ -96,10 +106,13 @@ class Previews:
             dropped = self._conditions.dropped(condition)
             if labels is not None and self._conditions.reads:
                 labels = torch.from_numpy(self._stored.labels[self._at(inputs)])
+        index = index.to(device)
+        if self._prompts is not None:
+            condition, dropped = self._prompts.beside(condition, index)
         return Drawing(
             sampler,
             seed=SAMPLE_SEED,
-            index=index.to(device),
+            index=index,
             shape=data.shape,
             labels=None if labels is None else labels.to(device),
             no_label=classes,
@@ -133,7 +146,7 @@ class Previews:
         """Return drawn images with what they were drawn for."""
         names = self._names("images") if self._spec.data.are_fields else ()
         if self._conditions is None or not self._conditions.reads:
-            return Drawn(drawn, channels=names)
+            return Drawn(drawn, channels=names, prompts=() if self._prompts is None else self._prompts.texts)
         inputs = torch.arange(min(self.count // self.members, MOST_ROWS))
         shown = self._conditions.shown(self._condition(inputs), self._scale)
         truths = Moves(self._spec.data.size).of(self._field("images", inputs)).float().cpu()
@@ -142,3 +155,32 @@ class Previews:
     def _names(self, name: str) -> tuple[str, ...]:
         fields = self._stored.meta.fields
         return fields[name].channels if name in fields else ()
+
+
+def _context(drawings: Sequence[Drawing], visits: Sequence[int], number: int) -> Tensor | None:
+    """Return what call ``number`` reads, where the ``drawings`` take turns at each of the ``visits``."""
+    turn, place = divmod(number, len(drawings))
+    return drawings[place].context(visits[turn])
+
+
+def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
+    """Return the prompts of the pictures of a run, of which rank 0 has what is ``encoded``; None if there are none.
+
+    Collective over all ranks: each may hold layers that read text.
+    """
+    unet, text, texts = spec.unet.text, spec.data.text, [() if encoded is None else encoded.texts]
+    if unet is None or text is None or spec.samples.every_images is None:
+        return None
+    dist.broadcast_object_list(texts, src=0, device=device)
+    shapes: list[tuple[int, ...]] = [(unet.tokens, unet.context_channels)]
+    shapes += [] if unet.pooled_channels is None else [(unet.pooled_channels,)]
+    parts = []
+    for number, shape in enumerate(shapes):
+        whole = torch.empty(len(texts[0]) + 1, *shape, dtype=torch.float16, device=device)
+        if encoded is not None:
+            whole.copy_(encoded.whole[number])
+        dist.broadcast(whole, src=0)
+        parts.append(whole)
+    known = EncodedPrompts.split(texts[0], Encoded(*parts))
+    against = no_text(text, known.empty)
+    return Prompts(unet, known.encoded, against, size=pixels_of(spec.data).size, device=device, texts=known.texts)

@@ -15,6 +15,7 @@ import yaml
 
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.loader import Residence, split
+from ddpm_ds.data.prompts import PROMPTS
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
 from ddpm_ds.observe.flops import FlopsProfile
@@ -39,7 +40,7 @@ from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
-from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.previews import Previews, prompts_of
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
@@ -90,7 +91,13 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device, prepared.store.meta.statistics, prepared.store.constants),
+            Denoising(
+                plan.spec,
+                device,
+                prepared.store.meta.statistics,
+                prepared.store.constants,
+                prepared.store.empty_text,
+            ),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -129,6 +136,8 @@ def _recorded(
     }
     if store.constants is not None:
         kept[CONSTANTS] = (store.path / CONSTANTS).read_bytes()
+    if prepared.prompts is not None:
+        kept[PROMPTS] = prepared.prompts.content()
     if plan.programs is not None:
         kept[PROGRAMS] = written(plan.programs)
     images = Path(store.meta.folder).name if store.meta.folder else store.meta.source
@@ -210,7 +219,8 @@ def _train(
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
     losses = HeldOutLoss(spec, engine, store, held_out) if len(held_out) else None
-    previews = Previews(spec, engine, watchdog, store, held_out if len(held_out) else among)
+    prompts = prompts_of(spec, prepared.prompts, engine.device)
+    previews = Previews(spec, engine, watchdog, store, held_out if len(held_out) else among, prompts)
     validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
 
     def batches() -> Iterator[Any] | None:

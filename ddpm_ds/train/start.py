@@ -16,6 +16,8 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -41,6 +43,9 @@ from ddpm_ds.train.resume import (
 from ddpm_ds.unet.kernel_choice import check_kernels
 from ddpm_ds.unet.model import check_compiler, parameter_shapes
 from ddpm_ds.unet.operations import widening
+
+MOST_CAPTIONS = 64
+"""Captions that the pictures of a run take in turn."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Prepared:
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
     initial: InitialWeights | None
+    prompts: EncodedPrompts | None
+    """Prompts of the run's pictures, on rank 0 alone; None in a run without text."""
 
 
 @contextlib.contextmanager
@@ -138,6 +145,7 @@ def _prepared(
     check_kernels(plan.ds.kernels, device)
     if plan.ds.compile:
         check_compiler(device)
+    check_text(plan.spec)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
     store = prepare(
@@ -164,6 +172,7 @@ def _prepared(
         initial = InitialWeights(
             plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
         )
+    prompts = _prompts(plan.spec, store, claim.run_dir, device, log) if rank == 0 else None
     rendezvous.agree("ready", {})
     if rank == 0:
         if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
@@ -172,7 +181,23 @@ def _prepared(
         for notice in (mixed_gpus, residence, widening(device.type, DTYPES[plan.ds.precision][1])):
             if notice is not None:
                 print(notice, flush=True)
-    return Prepared(plan, device, store, claim, checkpoint, changed, initial)
+    return Prepared(plan, device, store, claim, checkpoint, changed, initial, prompts)
+
+
+def _prompts(
+    spec: RunSpec, store: DatasetCache, run_dir: Path, device: torch.device, log: Callable[[str], None]
+) -> EncodedPrompts | None:
+    """Return the prompts of the pictures, those that are kept with the run if it is resumed."""
+    if spec.data.text is None or spec.samples.every_images is None:
+        return None
+    if not spec.samples.prompts:
+        among, held_out = split(len(store), spec.data.held_out_images, spec.data.held_out)
+        shown = held_out if len(held_out) else among
+        return EncodedPrompts.of_captions(store, shown[: min(spec.samples.count, MOST_CAPTIONS)])
+    kept = EncodedPrompts.read(run_dir / PROMPTS)
+    if kept is not None and kept.texts == spec.samples.prompts:
+        return kept
+    return EncodedPrompts.of(spec.data.text, spec.samples.prompts, device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec) -> None:

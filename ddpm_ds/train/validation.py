@@ -6,6 +6,7 @@ Both use the averaged weights and run through the pipeline: replicas share the i
 import math
 import re
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
+from ddpm_ds.diffusion.text import widened
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
@@ -33,7 +35,7 @@ NOISE_SEED = 0
 
 class HeldOutLoss:
     """Loss of an engine on the ``positions`` of a data-set cache, on the centres of images that are cropped in
-    training; only first stages read images and what belongs to them.
+    training; only first stages read images and what belongs to them, and text the ranks whose layers read it.
     """
 
     def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
@@ -45,6 +47,7 @@ class HeldOutLoss:
         }
         """Timestep or noise level, and stream of the noise, of each percentile; all are one in a regression."""
         self._fields = sorted(fields_read(spec, first=True, last=True, text=False))
+        self._text_fields = sorted(fields_read(spec, first=False, last=False, text=True))
         self._channels = channel_names(spec.data)
         self._images = min(engine.micro_batch_size, len(positions))
         self._noised: dict[int, tuple[Noised, Tensor]] = {}
@@ -77,8 +80,11 @@ class HeldOutLoss:
                 of_channels = mean_error(errors, prepared.mask, by_channel=True)  # (N, C)
                 sums[len(quantiles) :] += (of_channels * counts[:, None]).sum(dim=0) / len(quantiles)
 
+        def context(number: int) -> Tensor | None:
+            return self._context(mine[number] % parts)
+
         pipeline = ForwardPipeline(engine, self._images)
-        pipeline.run(len(mine), give, take, depth=len(mine), progress=watchdog.progress)
+        pipeline.run(len(mine), give, take, context=context, depth=len(mine), progress=watchdog.progress)
         if not engine.is_first_stage():
             return {}
         dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
@@ -93,16 +99,28 @@ class HeldOutLoss:
 
     def _inputs(self, number: int, level: tuple[float, int], part: int) -> Carry:
         """Return the inputs of the U-Net for one part; the last one is filled up with images that don't count."""
-        size, (time, stream) = self._images, level
-        index = torch.arange(part * size, (part + 1) * size)
+        (time, stream), index = level, self._index(part)
         counts = (index < len(self._positions)).double().to(self._engine.device)
         index = index.clamp(max=len(self._positions) - 1)
         stored = self._positions[index.numpy()]
-        fields = {name: torch.from_numpy(self._store.fields[name].read(stored)) for name in self._fields}
+        fields = self._read(self._fields, stored)
         batch = MicroBatch(labels=torch.from_numpy(self._store.labels[stored]), index=index, **fields)
         prepared = self._objective.held_out(batch, time, stream)
         self._noised[number] = prepared, counts
         return self._objective.inputs(prepared)
+
+    def _context(self, part: int) -> Tensor | None:
+        """Return the encoded first captions of one part."""
+        index = self._index(part).clamp(max=len(self._positions) - 1)
+        found = self._read(self._text_fields, self._positions[index.numpy()])
+        return widened(found["text"], found.get("text_scale")).to(self._engine.device)
+
+    def _index(self, part: int) -> Tensor:
+        """Return the places of one part's images among those held out, some of them beyond the last."""
+        return torch.arange(part * self._images, (part + 1) * self._images)
+
+    def _read(self, names: Sequence[str], stored: Indices) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(self._store.fields[name].read(stored)) for name in names}
 
 
 def channel_names(data: DataSpec) -> list[str]:

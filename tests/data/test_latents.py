@@ -148,6 +148,16 @@ def test_what_is_not_finite_in_half_precision_is_done_again_in_single(
     assert torch.equal(found, Coder(autoencoder, CPU).decode(drawn)), "with weights that were not rounded"
 
 
+@pytest.mark.parametrize("upcast", [True, False, None])
+def test_an_autoencoder_that_says_so_is_in_fp32_on_cuda_at_once(upcast: bool | None, tmp_path: Path) -> None:
+    save_autoencoder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("force_upcast")
+    (tmp_path / "config.json").write_text(json.dumps(config if upcast is None else {**config, "force_upcast": upcast}))
+    coder = Coder(Autoencoder.open(tmp_path), torch.device("cuda"))
+    assert coder._dtype is (torch.float32 if upcast else torch.float16)
+
+
 def test_without_memory_on_the_device_the_cpu_decodes(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
     autoencoder = autoencoder_of(spec_of())
     assert autoencoder is not None
@@ -332,7 +342,10 @@ def test_the_verb_encodes_and_refuses_without_an_autoencoder(
 ) -> None:
     arguments = ["prepare", "--encode", "--spec", str(DIGITS), "--set", f"data.store_root={tmp_path}"]
     assert command.main(arguments) == 2
-    assert "--encode makes latents of data.autoencoder, which is null" in capsys.readouterr().err
+    assert (
+        "--encode makes latents of data.autoencoder and encodes captions of data.text, and both are null"
+        in capsys.readouterr().err
+    )
     latent = (
         "data.channels=4",
         f"data.autoencoder={model[0]}",

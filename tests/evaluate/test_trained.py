@@ -142,8 +142,8 @@ class Unsafe:
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other model": (change_config("unet", _class_name="UNet3DConditionModel"), "UNet3DConditionModel.*UNet2DModel or "),
     "other schedule": (
-        change_config("scheduler", beta_schedule="scaled_linear"),
-        r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"scaled_linear\"",
+        change_config("scheduler", beta_schedule="laplace"),
+        r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"laplace\"",
     ),
     "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*float32 of shape"),
     "far too wide": (change_config("unet", block_out_channels=[2**40, 2**40]), "block_out_channels = .*65536"),

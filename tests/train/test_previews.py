@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from make_text import write_encoders
 from PIL import Image
 
 from ddpm_ds.cli.main import main
@@ -18,12 +19,14 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
 from ddpm_ds.train.previews import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
-from tests.launching import REPOSITORY, place_empty_store, run_ranks, write_json
+from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec, write_json
 from tests.train.validation_worker import WATCHDOG
 
 MEMBERS = 4
+CAPTIONS = ("a red circle", "a blue square", "a circle")
 CHANGES: dict[str, Any] = {
     "train": {"images": 64, "batch_images": 16},
     "optimizer": {"learning_rate": 0.03},  # so that 64 images show
@@ -110,3 +113,55 @@ def test_what_is_shown_beside_is_what_was_given_and_the_truth(tmp_path: Path) ->
         torch.from_numpy(found["coarse"][positions[:3], None]), (8, 12), mode="bilinear", align_corners=False
     )
     torch.testing.assert_close(beside.given, enlarged, rtol=1e-5, atol=1e-2)
+
+
+def text_spec(folder: Path, samples: dict[str, Any]) -> RunSpec:
+    """A run on twelve small pictures with captions, of which the last are held out."""
+    (folder / "pictures").mkdir()
+    draws = np.random.default_rng(0)
+    for number in range(12):
+        picture = Image.fromarray(draws.integers(0, 256, (8, 8, 3), np.uint8))
+        picture.save(folder / "pictures" / f"{number:02}.png")
+        (folder / "pictures" / f"{number:02}.txt").write_text(CAPTIONS[number % 3])
+    write_encoders(folder / "encoders", ["a", "red", "blue", "circle", "square"], width=12, second=8, pooled=10)
+    text = {"context_channels": 20, "blocks": [1, 1], "heads": [2, 4], "pooled_channels": 10, "size_channels": 8}
+    return tiny_spec(
+        data={
+            "source": "folder",
+            "path": str(folder / "pictures"),
+            "channels": 3,
+            "store_root": str(folder / "stores"),
+            "horizontal_flips": False,
+            "held_out_images": 4,
+            "text": {"encoders": str(folder / "encoders"), "stored": "int8", "drop_to": "zeros"},
+        },
+        unet={"classes": None, "attention_resolutions": [], "text": text},
+        optimizer={"learning_rate": 0.03},
+        train={"images": 32, "batch_images": 16, "label_drop": 0.0},
+        samples={"every_images": 32, **samples},
+        evaluation={"every_images": 32},
+        sampler={"steps": 3, "guidance": 2.0, "kind": "ddim", "eta": 1.0},
+    )
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("prompts", [["a red square", "a circle"], pytest.param([], marks=pytest.mark.long)])
+def test_a_picture_of_a_run_with_text_is_that_of_its_prompts_or_captions(
+    prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two stages read what rank 0 has encoded; the run keeps it, and sampling draws it again without its encoders."""
+    spec = text_spec(tmp_path, {"count": 6, "prompts": prompts})
+    prepare(spec.data, encode_on=torch.device("cpu"))
+    run_dir = train(tmp_path, spec, 2)
+    known = EncodedPrompts.read(run_dir / PROMPTS)
+    expected = tuple(prompts or (CAPTIONS[position % 3] for position in split(12, 4)[1]))
+    assert known is not None and known.texts == expected
+    (tmp_path / "encoders").rename(tmp_path / "moved")
+    out = tmp_path / "alone.png"
+    assert main(["sample", str(run_dir), "--count", "6", "--out", str(out), "--device", "cpu"]) == 0
+    assert f"{len(expected)} in {PROMPTS}" in capsys.readouterr().out
+    drawn, alone = (np.asarray(Image.open(path)) for path in (run_dir / "samples" / "images-000000032.png", out))
+    assert drawn.shape == alone.shape
+    assert (np.abs(drawn.astype(int) - alone) > 1).mean() < 0.01
+    (losses,) = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert np.isfinite(losses["eval/loss"])

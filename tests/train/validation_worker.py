@@ -24,8 +24,10 @@ from ddpm_ds.config.spec import EmaSpec, Interface, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.loader import split
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.text import Prompts
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
@@ -40,6 +42,22 @@ from tests.pipeline.batches import global_batch
 from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, report_cases
 
 HELD_OUT = 13
+TOKENS, WIDTH, POOLED = 5, 12, 10
+TEXT: tuple[dict[str, Any], dict[str, Any]] = (
+    {"source": "folder", "path": "pictures", "text": {"encoders": "encoders", "stored": "int8"}},
+    {
+        "attention_resolutions": [],
+        "text": {
+            "context_channels": WIDTH,
+            "tokens": TOKENS,
+            "blocks": [1, 2],
+            "heads": [2, 4],
+            "pooled_channels": POOLED,
+            "size_channels": 8,
+        },
+    },
+)
+"""Data and U-Net of a run with text."""
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
 
 
@@ -58,11 +76,17 @@ class Look:
     across: AcrossHosts = "stages"
     process: dict[str, Any] = field(default_factory=dict)
     between: tuple[float, float] = (0.0, 1e6)
+    text: bool = False
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance, "guidance_between": self.between}
+        data, unet = TEXT if self.text else ({}, {})
         return tiny_spec(
-            diffusion=self.process, sampler=sampler, samples={"count": self.count}, data={"held_out_images": HELD_OUT}
+            diffusion=self.process,
+            sampler=sampler,
+            samples={"count": self.count},
+            data={"held_out_images": HELD_OUT, **data},
+            unet=unet,
         )
 
 
@@ -70,11 +94,16 @@ def store_of(spec: RunSpec) -> DatasetCache:
     """Sixty images that any process makes alike."""
     draws = np.random.default_rng(5)
     images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
-    fields = {"images": SimpleNamespace(read=lambda positions: images[positions])}
+    arrays = {"images": images}
+    labels = draws.integers(0, 10, 60)
+    if spec.data.text is not None:
+        arrays["text"] = draws.integers(-127, 128, (60, TOKENS, WIDTH), np.int8)
+        arrays["text_scale"] = draws.random((60, TOKENS), np.float32) / 50
+        arrays["pooled"] = draws.standard_normal((60, POOLED), np.float32).astype(np.float16)
+        arrays["sizes"] = draws.integers(4, 20, (60, 6)).astype(np.float32)
+    fields = {name: SimpleNamespace(read=lambda at, array=array: array[at]) for name, array in arrays.items()}
     meta = SimpleNamespace(statistics={})
-    prepared = SimpleNamespace(
-        images=images, fields=fields, labels=draws.integers(0, 10, 60), meta=meta, constants=None
-    )
+    prepared = SimpleNamespace(images=images, fields=fields, labels=labels, meta=meta, constants=None)
     return cast(DatasetCache, prepared)
 
 
@@ -87,27 +116,51 @@ def reference(spec: RunSpec) -> UNet:
     return unet.eval().requires_grad_(False)
 
 
-def inputs(number: int, images: int) -> tuple[Tensor, ...]:
+def inputs(number: int, images: int, text: bool) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(images, 1, 8, 8, generator=generator)
-    return x, torch.full((images,), 100 * number), torch.arange(images) % 11
+    told = (torch.randn(images, POOLED + 6, generator=generator),) if text else ()
+    return x, torch.full((images,), 100 * number), torch.arange(images) % 11, *told
 
 
-def farthest(engine: UnetPipelineEngine, unet: UNet, depth: int) -> float:
+def context(number: int, images: int) -> Tensor:
+    return torch.randn(images, TOKENS, WIDTH, generator=torch.Generator().manual_seed(50 + number))
+
+
+def farthest(engine: UnetPipelineEngine, unet: UNet, depth: int, text: bool) -> float:
     """Largest difference between the pipeline's predictions and the plain U-Net's, over seven calls."""
     images, found = 3, [0.0]
 
     def take(number: int, prediction: Tensor) -> None:
-        found.append((prediction - unet(*inputs(number, images))).abs().max().item())
+        read = context(number, images) if text else None
+        found.append((prediction - unet(*inputs(number, images, text), context=read)).abs().max().item())
 
-    ForwardPipeline(engine, images).run(7, lambda number: inputs(number, images), take, depth=depth)
+    ForwardPipeline(engine, images).run(
+        7,
+        lambda number: inputs(number, images, text),
+        take,
+        context=lambda number: context(number, images),
+        depth=depth,
+    )
     assert len(found) == (8 if engine.is_first_stage() else 1)
     return max(found)
 
 
+def prompts_of(spec: RunSpec) -> Prompts | None:
+    """Three prompts, which the images take in turn."""
+    if spec.unet.text is None:
+        return None
+    generator = torch.Generator().manual_seed(9)
+    encoded = Encoded(torch.randn(4, TOKENS, WIDTH, generator=generator), torch.randn(4, POOLED, generator=generator))
+    first, last = (Encoded(*(part[at] for part in encoded if part is not None)) for at in (slice(3), slice(3, 4)))
+    device = torch.device("cpu")
+    return Prompts(spec.unet.text, first, last, size=(8, 8), device=device, texts=("one", "two", "three"))
+
+
 def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
     """What ``ddpm-ds sample`` would draw: all images as one batch, in one process."""
-    index = torch.arange(spec.samples.count)
+    index, prompts = torch.arange(spec.samples.count), prompts_of(spec)
+    condition, dropped = (None, None) if prompts is None else prompts.beside(None, index)
     drawing = Drawing(
         Sampler(spec.sampler, spec.diffusion),
         seed=SAMPLE_SEED,
@@ -115,9 +168,11 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
         shape=(1, 8, 8),
         labels=index % 10,
         no_label=10,
+        condition=condition,
+        dropped=dropped,
     )
-    for _ in range(drawing.calls):
-        drawing.take(unet(*drawing.inputs()))
+    for number in range(drawing.calls):
+        drawing.take(unet(*drawing.inputs(), context=drawing.context(number)))
     return to_pixels(None, torch.device("cpu"))(drawing.images())
 
 
@@ -128,13 +183,20 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
     index = torch.arange(HELD_OUT)
     x0 = diffusion.prepare(torch.from_numpy(store.images[positions]), None, flips=False)
     labels = torch.from_numpy(store.labels[positions])
+    told: tuple[Tensor, ...] = ()
+    read = None
+    if spec.data.text is not None:
+        text, scale, pooled, sizes = (
+            torch.from_numpy(store.fields[name].read(positions)) for name in ("text", "text_scale", "pooled", "sizes")
+        )
+        told, read = (torch.cat((pooled.float(), sizes), dim=1),), text * scale[:, :, None]
     values = {}
     for percent in range(10, 100, 10):
         time, stream = diffusion.levels.quantile(percent)
         assert spec.diffusion.schedule == "edm" or (time, stream) == (10 * percent - 1, Stream.HELD_OUT + time)
         t = torch.full((HELD_OUT,), time)
         eps = normal(NOISE_SEED, stream, index, 64).view_as(x0)
-        prediction = unet(diffusion.noised(x0, t, eps), t, labels)
+        prediction = unet(diffusion.noised(x0, t, eps), t, labels, *told, context=read)
         values[f"validation/loss_t{percent}"] = diffusion.distances(prediction, x0, eps, t).mean().item()
     return {"eval/loss": sum(values.values()) / 9, **values}
 
@@ -165,14 +227,14 @@ def run_case(look: Look) -> dict[str, Any]:
     )
     engine = case.engine(spec)
     unet, store = reference(spec), store_of(spec)
-    record: dict[str, Any] = {"prediction": max(farthest(engine, unet, depth) for depth in (1, 2, 7))}
+    record: dict[str, Any] = {"prediction": max(farthest(engine, unet, depth, look.text) for depth in (1, 2, 7))}
 
     ema = Ema(engine, EmaSpec())
     for shadow in ema.shadows:
         shadow.mul_(0.5)
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
-        Previews(spec, engine, WATCHDOG).draw()
+        Previews(spec, engine, WATCHDOG, prompts=prompts_of(spec)).draw()
         halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
@@ -183,7 +245,7 @@ def run_case(look: Look) -> dict[str, Any]:
         for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
     )
 
-    drawn = Previews(spec, engine, WATCHDOG).draw()
+    drawn = Previews(spec, engine, WATCHDOG, prompts=prompts_of(spec)).draw()
     if dist.get_rank() == 0:
         assert drawn is not None
         images = drawn.images
@@ -198,6 +260,9 @@ def run_case(look: Look) -> dict[str, Any]:
         assert drawn is None
     values = HeldOutLoss(spec, engine, store, split(60, HELD_OUT)[1]).measure(WATCHDOG)
     record["held_out"] = values
+    if look.text:  # what is drawn and measured draws no random number, text or not
+        engine.destroy()
+        return {**record, "training": engine.module.training, "undisturbed": True}
 
     loss = engine.train_batch(micro_batches(engine, spec))
     record["training"] = engine.module.training

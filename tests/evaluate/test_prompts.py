@@ -1,0 +1,229 @@
+"""Images are drawn for prompts: which text the U-Net reads, what guidance leads away from, what is said and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from make_text import write_encoders
+from PIL import Image
+from torch import Tensor
+
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.text import TextEncoders
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.errors import SpecError
+from ddpm_ds.evaluate.sampling import draw, sample
+from ddpm_ds.evaluate.trained import Trained, load_trained
+from tests.evaluate.planted import FAST_SAMPLER, Sample, plant, sample_verb, trained_of
+from tests.launching import tiny_spec
+
+CPU = torch.device("cpu")
+WORDS = ("a", "red", "blue", "circle", "square")
+INDEX = torch.arange(5)
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    write_encoders(folder, WORDS, width=12, tokens=9, second=8, pooled=10)
+    return folder
+
+
+def sections(encoders: Path, drop_to: str = "empty") -> dict[str, Any]:
+    """Sections of a run with text whose U-Net also reads the pooled text and sizes, as SDXL's."""
+    text = {"context_channels": 20, "tokens": 9, "blocks": [1, 1], "heads": [2, 4], "pooled_channels": 10}
+    return {
+        "data": {"source": "folder", "path": "p", "text": {"encoders": str(encoders), "drop_to": drop_to}},
+        "unet": {"classes": None, "attention_resolutions": [], "text": {**text, "size_channels": 8}},
+        "train": {"label_drop": 0.0},
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(encoders: Path) -> Trained:
+    return trained_of(tiny_spec(**sections(encoders)))
+
+
+def images(trained: Trained, prompts: str | list[str], negative: str | None = None, **sampler: Any) -> Tensor:
+    return sample(trained, 4, sampler=FAST_SAMPLER.model_copy(update=sampler), prompts=prompts, negative=negative)
+
+
+def most_apart(one: Tensor, other: Tensor) -> int:
+    return int((one.int() - other.int()).abs().max())
+
+
+def test_an_image_is_that_of_its_prompt_whatever_is_drawn_beside_it(trained: Trained) -> None:
+    together = images(trained, ["a red circle", "a blue square"], guidance=3.0)
+    red, blue = (images(trained, prompt, guidance=3.0) for prompt in ("a red circle", "a blue square"))
+    assert most_apart(together[::2], red[::2]) <= 1 and most_apart(together[1::2], blue[1::2]) <= 1
+    assert most_apart(red, blue) > 20
+
+
+@pytest.mark.parametrize("drop_to", ["empty", "zeros"])
+def test_guidance_is_between_the_prediction_with_the_prompt_and_that_with_no_text(encoders: Path, drop_to: str) -> None:
+    """Both in batches of their own; sizes are those of an image that was not cropped."""
+    trained = trained_of(tiny_spec(**sections(encoders, drop_to)))
+    assert trained.spec is not None and trained.spec.data.text is not None
+    texts = TextEncoders.open(trained.spec.data.text, CPU).encode(["a red circle", ""])
+    assert texts.pooled is not None
+    tokens, pooled = texts.tokens.half(), texts.pooled.half().float()
+    if drop_to == "zeros":
+        tokens[1], pooled[1] = 0.0, 0.0
+    sampler = FAST_SAMPLER.model_copy(update={"guidance": 3.0})
+    drawing = Drawing(Sampler(FAST_SAMPLER, trained.diffusion), seed=0, index=INDEX, shape=(1, 8, 8))
+    for _ in range(drawing.calls):
+        x_t, t = drawing.inputs()
+        predicted = []
+        for row in (0, 1):
+            vector = torch.cat((pooled[row], torch.tensor([8.0, 8.0, 0.0, 0.0, 8.0, 8.0]))).expand(5, -1)
+            predicted.append(trained.unet(x_t, t, vector, context=tokens[row].expand(5, -1, -1)))
+        drawing.take(predicted[1] + 3.0 * (predicted[0] - predicted[1]))
+    expected = trained.finished(drawing.images())
+    assert most_apart(sample(trained, 5, sampler=sampler, prompts="a red circle"), expected) <= 1
+    unguided = sample(trained, 5, sampler=FAST_SAMPLER, prompts="a red circle")
+    assert most_apart(unguided, expected) > 20
+
+
+def test_guidance_of_1_is_none_and_of_0_reads_no_text(trained: Trained) -> None:
+    known = EncodedPrompts.of(trained.data.text, ["a red circle", ""], CPU, print)  # type: ignore[arg-type]
+    prompts = trained.prompts(known)
+    drawn = draw(trained, FAST_SAMPLER, INDEX * 2, labels=None, seed=0, prompts=prompts)
+    assert most_apart(sample(trained, 9, sampler=FAST_SAMPLER, prompts="a red circle")[::2], drawn) <= 1
+    assert most_apart(images(trained, "a red circle", guidance=0.0), images(trained, "")) <= 1
+
+
+def test_a_negative_prompt_is_the_other_end_of_guidance(trained: Trained) -> None:
+    """a + w (b - a) is b + (1 - w) (a - b)."""
+    one = images(trained, "a red circle", "a blue square", guidance=0.25)
+    other = images(trained, "a blue square", "a red circle", guidance=0.75)
+    assert most_apart(one, other) <= 1
+    assert most_apart(one, images(trained, "a red circle", guidance=0.25)) > 5
+
+
+def test_the_prompts_of_a_run_are_kept_as_they_were_encoded(trained: Trained, tmp_path: Path) -> None:
+    text = trained.data.text
+    assert text is not None
+    known = EncodedPrompts.of(text, ["a red circle", "a blue square"], CPU, print)
+    path = tmp_path / PROMPTS
+    path.write_bytes(known.content())
+    read = EncodedPrompts.read(path)
+    assert read is not None and read.texts == known.texts
+    for mine, its in zip((*known.encoded, *known.empty), (*read.encoded, *read.empty), strict=True):
+        assert mine is not None and its is not None and torch.equal(mine, its)
+    path.write_bytes(known.content()[:-100])
+    assert EncodedPrompts.read(path) is None and EncodedPrompts.read(tmp_path / "none.npz") is None
+
+
+@pytest.fixture(scope="module")
+def run_dir(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "shapes"
+    plant(path, **sections(encoders))
+    return path
+
+
+@pytest.fixture
+def verb(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
+    return sample_verb(run_dir, capsys)
+
+
+def drawn(path: Path) -> np.ndarray:
+    found: np.ndarray = np.load(path)["arr_0"]
+    return found
+
+
+def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red circle\n\n  a blue square\n")
+    by_option = ("--prompt", "a red circle", "--prompt", "a blue square")
+    said = verb(*by_option, "--guidance", 3, "--negative", "a", "--out", tmp_path / "one.npz")
+    assert "2 images by ddim" in said and "without --prompt" not in said
+    verb("--prompts", file, "--guidance", 3, "--negative", "a", "--out", tmp_path / "two.npz")
+    one = drawn(tmp_path / "one.npz")
+    assert len(one) == 2 and np.array_equal(one, drawn(tmp_path / "two.npz"))
+    python = sample(
+        load_trained(run_dir),
+        sampler=FAST_SAMPLER.model_copy(update={"guidance": 3.0}),
+        prompts=["a red circle", "a blue square"],
+        negative="a",
+    )
+    assert np.array_equal(python.permute(0, 2, 3, 1).numpy(), one)
+    verb(*by_option, "--out", tmp_path / "grid.png")
+    assert Image.open(tmp_path / "grid.png").size[0] > 500
+
+
+def test_without_a_prompt_what_is_drawn_instead_is_said(
+    verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path
+) -> None:
+    said = verb("--count", 2, "--out", tmp_path / "empty.npz")
+    assert "without --prompt it draws for the empty text" in said
+    verb("--prompt", "", "--count", 2, "--out", tmp_path / "same.npz")
+    assert np.array_equal(drawn(tmp_path / "empty.npz"), drawn(tmp_path / "same.npz"))
+    spec = tiny_spec(**sections(encoders))
+    assert spec.data.text is not None
+    known = EncodedPrompts.of(spec.data.text, ["a red circle"], CPU, print)
+    (run_dir / PROMPTS).write_bytes(known.content())
+    try:
+        said = verb("--count", 2, "--out", tmp_path / "kept.npz")
+    finally:
+        (run_dir / PROMPTS).unlink()
+    assert f"without --prompt it draws for those of the run's own pictures, 1 in {PROMPTS}" in said
+    verb("--prompt", "a red circle", "--count", 2, "--out", tmp_path / "given.npz")
+    assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
+
+
+def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path) -> None:
+    long = "a red circle a blue square a red circle"  # 9 words and two ends, of 9 tokens
+    said = verb("--prompt", long, "--out", tmp_path / "long.npz")
+    assert f'the prompt "{long}" is longer than 9 tokens: its last 2 are not read' in said
+    verb("--prompt", " ".join(long.split()[:7]), "--out", tmp_path / "short.npz")
+    assert np.array_equal(drawn(tmp_path / "long.npz"), drawn(tmp_path / "short.npz"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--negative", "a"), '--negative "a" is what guidance leads away from, and --guidance is 1'),
+        (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use 2 or more"),
+        (("--prompts", "missing.txt"), "--prompts missing.txt can't be read"),
+    ],
+)
+def test_prompts_that_can_not_be_drawn_are_refused_in_one_line(
+    verb: Sample, words: tuple[Any, ...], message: str
+) -> None:
+    assert message in verb(*words, code=2)
+
+
+def test_prompts_of_a_u_net_without_text_are_refused(
+    without_classes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    verb = sample_verb(without_classes, capsys)
+    for words in (("--prompt", "a"), ("--negative", "a")):
+        assert f"{words[0]}: the U-Net of" in verb(*words, code=2)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert "has no prompt" in verb("--prompts", tmp_path / "empty.txt", code=2)
+    assert "not allowed with argument --prompt" in verb("--prompt", "a", "--prompts", "b.txt", code=2)
+    with pytest.raises(SpecError, match="reads no text"):
+        sample(load_trained(without_classes), 1, prompts="a")
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ({"count": 1, "prompts": ["a", "b"]}, "samples.count = 1 is below the 2 of samples.prompts"),
+        ({"prompts": [7]}, "samples.prompts"),
+    ],
+)
+def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(
+    encoders: Path, samples: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_spec(**sections(encoders), samples=samples)
+
+
+def test_prompts_of_pictures_without_text_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"samples\.prompts has 1, and the U-Net reads no text"):
+        tiny_spec(samples={"prompts": ["a"]})
