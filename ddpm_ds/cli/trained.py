@@ -72,6 +72,9 @@ EXPORT_EXAMPLES = """\
 examples
   ddpm-ds export runs/digits hub/digits
   ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
+  ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
+      one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
+
   ddpm-ds export runs/faces hub/faces --label none
       a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
 
@@ -79,14 +82,18 @@ docs/export.md says how to use the folder.
 """
 
 IMPORT_DESCRIPTION = """\
-Take a UNet2DModel of diffusers as the start of a run: OUT/weights.safetensors, and OUT/spec.yaml, which is BASE with
-the model's U-Net and noise schedule, and train.initial_weights. What our U-Net can't express is refused by name.
+Take a U-Net of diffusers, or a single file of SD 1, SD 2 or SDXL, as the start of a run: OUT/weights.safetensors, and
+OUT/spec.yaml, which is BASE with the model's U-Net and noise schedule, its text encoders if its folder has some, and
+train.initial_weights. What our U-Net can't express is refused by name.
 """
 
 IMPORT_EXAMPLES = """\
 examples
   ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
   deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
+
+  ddpm-ds import downloads/sd_xl_base_1.0.safetensors --spec captions.yaml --out imported
+      a single file; data.text of the spec names the pipeline's text encoders
 
   ddpm-ds import hub/digits --spec launch/specs/digits.yaml --set optimizer.learning_rate=1e-4 --out imported
       an export of ours
@@ -236,7 +243,12 @@ def add_export(verbs: Verbs) -> None:
         default=MOST_SAMPLES,
         metavar="N",
         help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; none of a "
-        "run with a condition)",
+        "run with a condition or text)",
+    )
+    parser.add_argument(
+        "--single-file",
+        action="store_true",
+        help="write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline",
     )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
     parser.set_defaults(run=_export)
@@ -246,7 +258,9 @@ def add_import(verbs: Verbs) -> None:
     """Add the verb ``import``."""
     what = "take a model of diffusers as the start of a run"
     parser = verbs.add_parser("import", help=what, description=IMPORT_DESCRIPTION, epilog=IMPORT_EXAMPLES)
-    parser.add_argument("path", type=file_path, metavar="DIR", help="folder of a pipeline, or of a UNet2DModel")
+    parser.add_argument(
+        "path", type=file_path, metavar="PATH", help="folder of a pipeline or of a U-Net, or a .safetensors"
+    )
     parser.add_argument(
         "--spec", type=file_path, required=True, metavar="BASE", help="spec of the run: data, length, batch"
     )
@@ -286,6 +300,7 @@ def _export(options: argparse.Namespace) -> None:
         without_labels,
         write_pipeline,
     )
+    from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
@@ -302,16 +317,22 @@ def _export(options: argparse.Namespace) -> None:
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
-        write_pipeline(trained, folder, options.dtype)
-        compared = check_in_diffusers(trained, folder)
-        picture = "samples.png" if options.samples and not trained.is_conditioned else None
+        single = f"{options.out.name}.safetensors" if options.single_file else None
+        if single:
+            compared = write_single_file(trained, folder / single, options.dtype)
+        else:
+            write_pipeline(trained, folder, options.dtype)
+            compared = check_in_diffusers(trained, folder)
+        alone = not trained.is_conditioned and trained.unet_spec.text is None
+        picture = "samples.png" if options.samples and alone else None
         if picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
-        card = model_card(trained, precision=options.dtype, label=options.label, picture=picture)
+        written = {"precision": options.dtype, "label": options.label, "picture": picture, "single_file": single}
+        card = model_card(trained, **written)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     print(f"{options.out}: {trained.weights} weights of {trained.origin} in {options.dtype}, {size / 1e6:,.1f} MB")

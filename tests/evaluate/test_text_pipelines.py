@@ -16,9 +16,13 @@ from safetensors.torch import load_file, save_file
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.evaluate.diffusers.original import original_names
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers
+from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet
+from tests.evaluate.planted import plant
 from tests.launching import tiny_spec
 from tests.unet.variants import randomise
 
@@ -36,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sdxl": {
         "block_out_channels": [32, 64, 64],
         "attention_head_dim": [1, 1, 1],
-        "cross_attention_dim": 64,
+        "cross_attention_dim": 80,
         "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
         "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
         "transformer_layers_per_block": [1, 1, 2],
@@ -53,10 +57,10 @@ def write_pipeline_of(folder: Path, kind: str) -> Path:
     """A pipeline with random weights, as ``save_pretrained`` writes one."""
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-    second = 32 if kind == "sdxl" else None
+    second = 48 if kind == "sdxl" else None
     write_encoders(folder, ["a", "red", "circle"], width=32, second=second, pooled=24)
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, norm_num_groups=8, **KINDS[kind])
+    unet = diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **KINDS[kind])
     randomise(unet, 0)
     parts: dict[str, Any] = {
         "vae": diffusers.AutoencoderKL(
@@ -175,3 +179,91 @@ def test_a_single_file_has_its_kind_found_and_its_weights_by_name(kind: str, tmp
     )
     state = unet.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+
+
+NOISE: dict[str, dict[str, Any]] = {
+    "eps": {"schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+    "v": {
+        "schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "objective": "v",
+        "zero_terminal_snr": True,
+    },
+    "flow": {"schedule": "flow", "objective": "velocity"},
+}
+OPENED = {"sd": diffusers.StableDiffusionPipeline, "sdxl": diffusers.StableDiffusionXLPipeline}
+
+
+def checkpoint_of(pipeline: Path, folder: Path, noise: str) -> Path:
+    """A checkpoint of a run that began with a pipeline, and has other weights since."""
+    base = base_spec(folder, autoencoder=str(pipeline / "vae"))
+    spec, _ = import_of(pipeline, base, folder / "imported")
+    values = spec.model_dump(mode="json")
+    values["diffusion"] |= NOISE[noise]
+    values["train"]["initial_weights"] = None
+    spec = RunSpec.model_validate_json(json.dumps(values))
+    unet = UNet(unet_layers(spec.unet, spec.data.interface), 0)
+    randomise(unet, 7)
+    sections: dict[str, Any] = {key: value for key, value in values.items() if isinstance(value, dict)}
+    digest = Autoencoder.open(pipeline / "vae").digest
+    planted = plant(folder / "run", 320, {"autoencoder": digest}, unets={"ema": unet}, spec_as=values, **sections)
+    shutil.move(planted, folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_an_exported_pipeline_draws_a_prompt_and_is_imported_again(pipeline: Path, tmp_path: Path, noise: str) -> None:
+    checkpoint, hub = checkpoint_of(pipeline, tmp_path, noise), tmp_path / "hub"
+    assert main(["export", str(checkpoint), str(hub)]) == 0
+    opened = OPENED[pipeline.name].from_pretrained(hub)
+    images = opened("a red circle", height=16, width=16, num_inference_steps=3, output_type="np").images
+    assert images.shape == (1, 16, 16, 3) and not (images != images).any()
+    scheduler = opened.scheduler.config
+    expected = {
+        "eps": ("DDIMScheduler", "epsilon", "leading"),
+        "v": ("DDIMScheduler", "v_prediction", "trailing"),
+        "flow": ("DPMSolverMultistepScheduler", "flow_prediction", scheduler.timestep_spacing),
+    }
+    found = (type(opened.scheduler).__name__, scheduler.prediction_type, scheduler.timestep_spacing)
+    assert found == expected[noise] and scheduler.get("rescale_betas_zero_snr", False) == (noise == "v")
+    if pipeline.name == "sdxl":
+        assert opened.config.force_zeros_for_empty_prompt is True
+    assert "text-to-image" in (hub / "README.md").read_text()
+
+    again, weights = import_of(hub, base_spec(tmp_path, autoencoder=str(hub / "vae")), tmp_path / "again")
+    trained = load_trained(checkpoint)
+    assert again.diffusion.process_values() == trained.diffusion.process_values()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trained.unet.layers.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: Path, dtype: str) -> None:
+    checkpoint = checkpoint_of(pipeline, tmp_path, "eps")
+    assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file", "--dtype", dtype]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "hub"), "--dtype", dtype]) == 0
+    file = tmp_path / "mine" / "mine.safetensors"
+    assert sorted(path.name for path in file.parent.iterdir()) == ["README.md", "mine.safetensors"]
+    kind = OPENED[pipeline.name]
+    here = {"local_files_only": True, "low_cpu_mem_usage": False}
+    read = kind.from_single_file(str(file), config=str(tmp_path / "hub"), torch_dtype=torch.float32, **here)
+    whole = kind.from_pretrained(tmp_path / "hub", **here)
+    for part in ("unet", "vae", "text_encoder", *(["text_encoder_2"] if pipeline.name == "sdxl" else [])):
+        mine, theirs = getattr(read, part).state_dict(), getattr(whole, part).state_dict()
+        assert mine.keys() == theirs.keys(), part
+        for name, tensor in theirs.items():
+            stored = tensor.half().float() if dtype == "fp16" and tensor.is_floating_point() else tensor
+            assert torch.equal(mine[name], stored), (part, name)
+
+
+def test_a_single_file_that_does_not_tell_its_unet_is_refused(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = pipeline / "unet" / "config.json"
+    mine = shutil.copytree(pipeline, tmp_path / "pipeline")
+    changed = json.loads(config.read_text()) | {"norm_num_groups": 8}
+    (mine / "unet" / "config.json").write_text(json.dumps(changed))
+    checkpoint = checkpoint_of(mine, tmp_path, "eps")
+    assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file"]) == 2
+    assert "unet.norm_groups is 8, and who reads the file takes 32" in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()

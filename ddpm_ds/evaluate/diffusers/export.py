@@ -37,7 +37,7 @@ from ddpm_ds.config.spec import RunSpec, written
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.device import DTYPES
-from ddpm_ds.diffusion.choices import TARGETS
+from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
 from ddpm_ds.diffusion.condition import TOLD_LEVEL
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
@@ -45,16 +45,19 @@ from ddpm_ds.evaluate.diffusers.folder import (
     AUTOENCODER_FOLDER,
     CONFIG,
     FIELDS,
+    PIPELINE,
     SCHEDULER_CONFIG,
     DiffusersFolder,
     FieldsFile,
 )
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
+from ddpm_ds.evaluate.diffusers.text_pipeline import copy_parts, pipeline_of
 from ddpm_ds.evaluate.diffusers.unet import class_of, diffusers_config, to_diffusers
 from ddpm_ds.evaluate.diffusers.weights import WEIGHTS
 from ddpm_ds.evaluate.outputs import new_folder
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.runs import Run
+from ddpm_ds.unet.layers import SIZES
 from ddpm_ds.unet.model import UNet
 
 Precision = Literal["fp32", "fp16"]
@@ -102,7 +105,12 @@ A diffusion U-Net for images of {{ images }}, trained with ddpm_ds.
 The U-Net takes labels 0 to {{ classes - 1 }}, and {{ classes }} for no label. `{{ pipeline }}` gives it none, so the \
 loop is
 written out.
-{% elif autoencoder %}
+{% elif single_file %}
+`{{ single_file }}` has the original names, which ComfyUI and A1111 read; diffusers reads it with the configurations \
+of its pipeline's folder, `from_single_file("{{ single_file }}", config="FOLDER")`.
+{% elif text and not pipeline %}
+The folder holds the U-Net and its scheduler, without the text encoders of its pipeline: open it as `unet` of that.
+{% elif autoencoder and not text %}
 The U-Net draws latents, which the autoencoder in this folder decodes to images.
 {% elif conditions %}
 The U-Net takes {{ conditions }} channels of a condition after those of x{{ ", and the level of the condition's noise, \
@@ -111,10 +119,24 @@ times 1000, as its class label" if told_level }}. \
 {% elif continuous %}
 `DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
 {% endif %}
+{% if not single_file %}
 In this folder, in Python:
 
 ```python
-{% if classes or autoencoder or continuous or conditions %}
+{% if text %}
+import torch
+{% if pipeline %}
+from diffusers import {{ pipeline }}
+
+pipeline = {{ pipeline }}.from_pretrained(".")
+generator = torch.Generator().manual_seed(0)
+images = pipeline("a prompt", num_inference_steps=30, guidance_scale=5.0, generator=generator).images
+{% else %}
+from diffusers import UNet2DConditionModel
+
+unet = UNet2DConditionModel.from_pretrained("unet")
+{% endif %}
+{% elif classes or autoencoder or continuous or conditions %}
 import torch
 from diffusers import {{ pipeline }}
 
@@ -154,11 +176,13 @@ pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.
 images = pipeline(batch_size=16, num_inference_steps={{ [20, steps] | min }}).images
 {% endif %}
 ```
+{% endif %}
 {% if classes %}
 
 `ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
 {% endif %}
 
+{% if not text %}
 Without diffusers, with ddpm_ds, which wrote this folder:
 
     ddpm-ds sample . --count 64 --out samples.png
@@ -166,6 +190,7 @@ Without diffusers, with ddpm_ds, which wrote this folder:
 `ddpm-ds sample --sampler ddim` derives the noise again from the clipped image. In diffusers that is
 `DDIMScheduler.step(..., use_clipped_model_output=True)`; its default does not, and gives other images.
 
+{% endif %}
 ddpm_ds, the software that made this model, is licensed under Apache-2.0.
 """
 
@@ -203,7 +228,8 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
 
 
 def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
-    """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``.
+    """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``; for a U-Net
+    that reads text those of ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as they are at hand.
 
     Raises:
         CheckpointError: diffusers has no such U-Net, noise schedule or objective.
@@ -212,20 +238,26 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         raise CheckpointError(
             f"{trained.origin} can't be exported: it draws residuals of {path}, which a pipeline can't add"
         )
+    text = trained.unet_spec.text
     try:
         unet = diffusers_config(trained.unet_spec, trained.interface)
-        scheduler = scheduler_config(trained.diffusion, trained.sampler)
+        scheduler = scheduler_config(trained.diffusion, trained.sampler, text=text is not None)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
-    name, pipeline = scheduler_class(trained.diffusion), "DDPMPipeline"
-    parts = {"unet": ["diffusers", class_of(trained.unet_spec)], "scheduler": ["diffusers", name]}
-    if trained.autoencoder is not None:
+    name = scheduler_class(trained.diffusion, text=text is not None)
+    pipeline: str | None = "DDPMPipeline"
+    kind = class_of(trained.unet_spec)
+    parts: dict[str, Any] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
+    if text is not None:
+        pipeline, more = copy_parts(trained, folder)
+        parts |= more
+    elif trained.autoencoder is not None:
         pipeline, parts[AUTOENCODER_FOLDER] = "LDMPipeline", ["diffusers", "AutoencoderKL"]
         trained.autoencoder.copy_to(folder / AUTOENCODER_FOLDER)
     configs = {
-        "unet/" + CONFIG: (class_of(trained.unet_spec), unet),
+        "unet/" + CONFIG: (kind, unet),
         "scheduler/" + SCHEDULER_CONFIG: (name, scheduler),
-        "model_index.json": (pipeline, parts),
+        **({} if pipeline is None else {PIPELINE: (pipeline, parts)}),
     }
     for file, (class_name, values) in configs.items():
         (folder / file).parent.mkdir(exist_ok=True)
@@ -235,7 +267,6 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         (folder / FIELDS).write_text(fields.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
         if trained.constants is not None:
             np.save(folder / CONSTANTS, trained.constants)
-    text = trained.unet_spec.text
     linear = text is not None and text.linear_projection
     tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear)
     dtype = DTYPES[precision][1]
@@ -262,25 +293,38 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
 
     diffusers.utils.logging.set_verbosity_error()  # LDMPipeline warns, since it expects another kind of autoencoder
     diffusers.utils.logging.disable_progress_bar()
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-    generator = torch.Generator().manual_seed(0)
-    shape = (trained.interface.channels + trained.interface.condition_channels, *trained.interface.size)
-    given = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    unet, scheduler = _read_back(trained, folder)
+    generator, text = torch.Generator().manual_seed(0), trained.unet_spec.text
+    channels = trained.interface.channels + trained.interface.condition_channels
+    # Of text the smallest images will do, since nothing depends on their size, and its U-Nets are large.
+    size = trained.interface.size if text is None else (2 ** len(trained.unet_spec.multipliers),) * 2
+    given = torch.randn(4, channels, *size, generator=generator, dtype=torch.float64)
     x_t = given[:, : trained.interface.channels]
-    if SCHEDULES[trained.diffusion.schedule].continuous:
+    if SCHEDULES[trained.diffusion.schedule].continuous and trained.diffusion.schedule != "flow":
         t = torch.randn(4, generator=generator)
     else:
         t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
-    classes = trained.unet_spec.classes
-    inputs = (given, t) if classes is None else (given, t, torch.randint(0, classes + 1, (4,), generator=generator))
+    inputs, context = [given, t], None
+    others: dict[str, Any] = {}
+    if (classes := trained.unet_spec.classes) is not None:
+        others["class_labels"] = torch.randint(0, classes + 1, (4,), generator=generator)
     if trained.interface.told_level:
-        inputs = (given, t, TOLD_LEVEL * torch.rand(4, generator=generator))
-    unet = pipeline.unet.double()
-    unet.time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for class labels
-    theirs = unet(*inputs).sample
-    ours = copy.deepcopy(trained.unet).double()(*inputs)
+        others["class_labels"] = TOLD_LEVEL * torch.rand(4, generator=generator)
+    inputs += others.values()
+    if text is not None:
+        context = torch.randn(4, text.tokens, text.context_channels, generator=generator, dtype=torch.float64)
+        others["encoder_hidden_states"] = context
+        if text.pooled_channels is not None:
+            pooled = torch.randn(4, text.pooled_channels, generator=generator, dtype=torch.float64)
+            sizes = torch.randint(0, COMPARED_TIMESTEPS, (4, SIZES), generator=generator).double()
+            inputs.append(torch.cat((pooled, sizes), dim=1))
+            others["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
+    unet.double().time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for labels
+    theirs = unet(given, t, **others).sample
+    del unet  # before ours is widened as well
+    ours = copy.deepcopy(trained.unet).double()(*inputs, context=context)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
-    schedule, compared = _schedule_difference(trained, pipeline.scheduler, x_t, t, ours)
+    schedule, compared = _schedule_difference(trained, scheduler, x_t, t, ours)
     # Not written with "greater than", which is false for NaN.
     if not (prediction <= PREDICTION_TOLERANCE and schedule <= SCHEDULE_TOLERANCE):
         raise OutputError(
@@ -293,6 +337,19 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     )
 
 
+def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
+    """Return the U-Net and the scheduler that diffusers reads from a pipeline, or from its parts if it is none."""
+    import diffusers
+
+    here: dict[str, Any] = {"local_files_only": True}
+    if (folder / PIPELINE).is_file():
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, low_cpu_mem_usage=False, **here)
+        return pipeline.unet, pipeline.scheduler
+    scheduler = getattr(diffusers, scheduler_class(trained.diffusion, text=True))
+    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False, **here)
+    return unet, scheduler.from_pretrained(folder / "scheduler", **here)
+
+
 def _schedule_difference(
     trained: Trained, scheduler: Any, x_t: Tensor, t: Tensor, prediction: Tensor
 ) -> tuple[float, str]:
@@ -300,6 +357,13 @@ def _schedule_difference(
     spec = trained.diffusion
     if not SCHEDULES[spec.schedule].continuous:
         return (scheduler.alphas_cumprod.double() - alpha_bars(spec)).abs().max().item(), "alphas_cumprod"
+    if spec.schedule == "flow":
+        scheduler.set_timesteps(4)
+        scheduler._init_step_index(scheduler.timesteps[1])
+        level = levels_of(spec).level(FLOW_TIMES * scheduler.sigmas[1:2].double()).each()
+        ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
+        theirs = scheduler.convert_model_output(prediction, sample=x_t)
+        return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
     level = levels_of(spec).level(t.double()).each()
     ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
     theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
@@ -386,14 +450,21 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
         raise SpecError(f"{base} with the unet and diffusion of {folder.path}: {message}") from None
 
 
-def model_card(trained: Trained, *, precision: str, label: str | None, picture: str | None) -> str:
+def model_card(
+    trained: Trained, *, precision: str, label: str | None, picture: str | None, single_file: str | None = None
+) -> str:
     """Return the model card in Markdown, with the front matter that model hubs read.
 
-    ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
+    ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples, and
+    ``single_file`` the file that was written instead of a pipeline's folder.
     """
     colours, height, width = trained.picture_shape
     diffusion, spec, autoencoder, losses = trained.diffusion, trained.spec, trained.autoencoder, last_losses(trained)
-    classes, task = trained.unet_spec.classes, "unconditional-image-generation"
+    classes, text = trained.unet_spec.classes, trained.unet_spec.text is not None
+    task = "text-to-image" if text else "unconditional-image-generation"
+    pipeline = "DDPMPipeline" if autoencoder is None else "LDMPipeline"
+    if text:
+        pipeline = pipeline_of(trained) or ""
     continuous = SCHEDULES[diffusion.schedule].continuous
     tags = ["diffusers", "ddpm", "ddpm_ds", "class-conditional" if classes else task]
     front = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
@@ -431,7 +502,9 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         count=classes or 16,
         autoencoder=autoencoder,
         continuous=continuous,
-        pipeline="DDPMPipeline" if autoencoder is None else "LDMPipeline",
+        pipeline=pipeline,
+        text=text,
+        single_file=single_file,
         steps=EDM_STEPS if continuous else diffusion.timesteps,
         conditions=trained.interface.condition_channels,
         told_level=trained.interface.told_level,

@@ -35,6 +35,8 @@ FIELDS = "fields.json"
 """File of an export with what its images and conditions are, which diffusers does not read."""
 AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
+TEXT_AUTOENCODER = "vae"
+"""The same in pipelines of text."""
 
 
 class FieldsFile(BaseModel):
@@ -107,9 +109,9 @@ class DiffusersFolder:
         Raises:
             DataError: the autoencoder can't be used.
         """
-        path = self.path / AUTOENCODER_FOLDER
-        if path.is_dir():
-            return Autoencoder.open(path)
+        for path in (self.path / AUTOENCODER_FOLDER, self.path / TEXT_AUTOENCODER):
+            if path.is_dir():
+                return Autoencoder.open(path)
         if self.interface.channels not in (1, 3) and not (self.path / FIELDS).is_file():
             raise CheckpointError(
                 f"{self.path} draws images of {self.interface.channels} channels, which are latents, and holds no "

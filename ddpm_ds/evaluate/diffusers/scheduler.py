@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import DiffusionSpec, Rho, SamplerSpec, Sigma, Timesteps
-from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule, timestep_schedules
+from ddpm_ds.diffusion.choices import FLOW_TIMES, NOISE, TARGETS, ContinuousSchedule, timestep_schedules
 from ddpm_ds.diffusion.levels import betas
 
 LONGEST_VALUE = 80
@@ -64,19 +64,30 @@ UNLIMITED = 1e6
 """Maximum of dynamic clipping in diffusers, which requires one; ours has none."""
 
 
-def scheduler_class(diffusion: DiffusionSpec) -> str:
+FLOW = "DPMSolverMultistepScheduler"
+"""Scheduler of flow matching for text, since `FlowMatchEulerDiscreteScheduler` lacks `scale_model_input`, which the
+pipelines call."""
+
+
+def scheduler_class(diffusion: DiffusionSpec, *, text: bool = False) -> str:
     """Return the name of the class that takes the arguments of :func:`scheduler_config`."""
     ours = NOISE[diffusion.schedule]
+    if text and not isinstance(ours, ContinuousSchedule):
+        return "DDIMScheduler"
+    if text and diffusion.schedule == "flow":
+        return FLOW
     return ours.diffusers or "" if isinstance(ours, ContinuousSchedule) else "DDPMScheduler"
 
 
-def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
+def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bool = False) -> dict[str, Any]:
     """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
-    run's clipping and variance.
+    run's clipping and variance. For a pipeline of ``text`` it is one that such pipelines sample with in few steps.
 
     Raises:
         ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
+    if text and diffusion.schedule == "flow":
+        return {"num_train_timesteps": int(FLOW_TIMES), "prediction_type": "flow_prediction", "use_flow_sigmas": True}
     ours = NOISE[diffusion.schedule]
     schedule, objective = ours.diffusers, TARGETS[diffusion.objective].diffusers
     for key, value, name in (
@@ -96,6 +107,26 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
             "final_sigmas_type": "zero",
         }
     dynamic = sampler.clip == "dynamic"
+    sampling: dict[str, Any]
+    if text:
+        sampling = {
+            "clip_sample": False,
+            "set_alpha_to_one": False,
+            # The last timestep, of pure noise, is only visited by trailing steps (Lin et al.).
+            "timestep_spacing": "trailing" if diffusion.zero_terminal_snr else "leading",
+            "steps_offset": 1,
+        }
+    else:
+        sampling = {
+            "variance_type": f"fixed_{sampler.variance}",
+            "clip_sample": sampler.clip == "static",
+            "clip_sample_range": 1.0,
+            "thresholding": dynamic,
+            "dynamic_thresholding_ratio": sampler.dynamic_quantile,
+            "sample_max_value": UNLIMITED if dynamic else 1.0,
+            "timestep_spacing": sampler.spacing,
+            "steps_offset": 0,
+        }
     return {
         "num_train_timesteps": diffusion.timesteps,
         "beta_start": diffusion.beta_start,
@@ -105,15 +136,8 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
         # Not rescaled, since the scheduler does that.
         "trained_betas": ours.betas(diffusion).tolist() if schedule == EXPLICIT else None,
         "prediction_type": objective,
-        "variance_type": f"fixed_{sampler.variance}",
-        "clip_sample": sampler.clip == "static",
-        "clip_sample_range": 1.0,
-        "thresholding": dynamic,
-        "dynamic_thresholding_ratio": sampler.dynamic_quantile,
-        "sample_max_value": UNLIMITED if dynamic else 1.0,
-        "timestep_spacing": sampler.spacing,
-        "steps_offset": 0,
         "rescale_betas_zero_snr": diffusion.zero_terminal_snr,
+        **sampling,
     }
 
 
@@ -150,6 +174,15 @@ class _EdmArguments(Arguments):
     prediction_type: Literal["v_prediction"]  # diffusers' default "epsilon" is the negative of our objective
 
 
+class _FlowArguments(Arguments):
+    """Arguments of a scheduler of flow matching; the others are for sampling."""
+
+    class_names: ClassVar = (FLOW, "UniPCMultistepScheduler")
+
+    num_train_timesteps: Literal[1000] = 1000
+    use_flow_sigmas: Literal[True]
+
+
 def process_from_scheduler(
     config: Mapping[str, Any], base: DiffusionSpec | None = None
 ) -> tuple[DiffusionSpec, dict[str, float]]:
@@ -166,6 +199,9 @@ def process_from_scheduler(
         edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
         changes = {"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
         return base.model_copy(update=changes), edm.model_dump(include={"sigma_min", "sigma_max", "rho"})
+    if config.get("_class_name") in _FlowArguments.class_names and config.get("prediction_type") == "flow_prediction":
+        _FlowArguments.read({"use_flow_sigmas": False, **config})
+        return base.model_copy(update={"schedule": "flow", "objective": "velocity"}), {}
     found = _SchedulerArguments.read(config)
     objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":

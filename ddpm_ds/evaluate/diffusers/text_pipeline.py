@@ -1,0 +1,214 @@
+"""Export of a U-Net that reads text: what a pipeline needs beside it, in a folder or in a single file.
+
+The text encoders and their tokenizers are copied from the folder in ``data.text.encoders``, the autoencoder from
+``data.autoencoder``.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ddpm_ds.data.latents import CONFIG
+from ddpm_ds.data.latents import WEIGHTS as AUTOENCODER_WEIGHTS
+from ddpm_ds.device import DTYPES
+from ddpm_ds.errors import CheckpointError
+from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER
+from ddpm_ds.evaluate.diffusers.original import ZERO_SNR, SingleFile, V, original_names
+from ddpm_ds.evaluate.diffusers.unet import to_diffusers, unet_spec_from_diffusers
+from ddpm_ds.evaluate.diffusers.weights import read_weights
+from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.files import read_json
+from ddpm_ds.unet.layers import unet_layers
+
+ENCODERS = ("text_encoder", "text_encoder_2")
+ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
+NOTHING = [None, None]
+
+
+def encoders_of(trained: Trained) -> tuple[Path, list[str]]:
+    """Return the folder of the text encoders and the names of those in it; none if the folder is not on this host."""
+    spec = None if trained.spec is None else trained.spec.data.text
+    folder = Path("" if spec is None else spec.encoders)
+    return folder, [name for name in ENCODERS if (folder / name / CONFIG).is_file()] if spec else []
+
+
+def pipeline_of(trained: Trained) -> str | None:
+    """Return the name of the pipeline whose parts are at hand; None if some are not."""
+    _, encoders = encoders_of(trained)
+    if not encoders or trained.autoencoder is None:
+        return None
+    return "StableDiffusionXLPipeline" if len(encoders) == 2 else "StableDiffusionPipeline"
+
+
+def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """Copy text encoders, tokenizers and the autoencoder into ``folder``.
+
+    Returns the name of the pipeline and its other entries of ``model_index.json``; without a name if the encoders are
+    not at hand, since no pipeline can be opened then.
+    """
+    parts: dict[str, Any] = {}
+    if trained.autoencoder is not None:
+        trained.autoencoder.copy_to(folder / TEXT_AUTOENCODER)
+        parts[TEXT_AUTOENCODER] = ["diffusers", "AutoencoderKL"]
+    source, encoders = encoders_of(trained)
+    for encoder in encoders:
+        tokenizer = encoder.replace("text_encoder", "tokenizer")
+        for name in (encoder, tokenizer):
+            shutil.copytree(source / name, folder / name)
+        (kind,) = read_json(source / encoder / CONFIG)["architectures"]
+        parts |= {encoder: ["transformers", kind], tokenizer: ["transformers", "CLIPTokenizer"]}
+    pipeline, text = pipeline_of(trained), trained.spec.data.text if trained.spec else None
+    if pipeline == "StableDiffusionXLPipeline":
+        parts |= {"image_encoder": NOTHING, "feature_extractor": NOTHING}
+        parts["force_zeros_for_empty_prompt"] = text is not None and text.drop_to == "zeros"
+    elif pipeline is not None:
+        parts |= {"safety_checker": NOTHING, "feature_extractor": NOTHING, "requires_safety_checker": False}
+    return pipeline, parts
+
+
+def write_single_file(trained: Trained, path: Path, precision: str) -> str:
+    """Write a file with the U-Net, the autoencoder and the text encoders under their original names.
+
+    Returns one line that says which parts it holds.
+
+    Raises:
+        CheckpointError: there is no text, or who reads the file would build another U-Net.
+    """
+    text = trained.unet_spec.text
+    if text is None:
+        raise CheckpointError(f"{trained.origin} can't be a single file: its U-Net reads no text; leave it out")
+    try:
+        names = original_names(trained.layers)
+    except ValueError as error:
+        raise CheckpointError(f"{trained.origin} can't be a single file: {error}") from None
+    theirs = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=text.linear_projection)
+    tensors, parts = {names[name]: tensor for name, tensor in theirs.items()}, ["unet"]
+    if trained.autoencoder is not None:
+        stored = read_weights(trained.autoencoder.folder / AUTOENCODER_WEIGHTS)
+        tensors |= {f"first_stage_model.{name}": tensor for name, tensor in original_autoencoder(stored)}
+        parts.append(TEXT_AUTOENCODER)
+    source, encoders = encoders_of(trained)
+    for number, encoder in enumerate(encoders):
+        stored = _text_model(_encoder_weights(source / encoder))
+        of_xl = len(encoders) == 2
+        place = f"conditioner.embedders.{number}." if of_xl else "cond_stage_model."
+        if number or (not of_xl and text.linear_projection):  # of SDXL's second, and of SD 2
+            tensors |= {f"{place}model.{name}": tensor for name, tensor in open_clip(stored)}
+        else:
+            tensors |= {f"{place}transformer.{name}": tensor for name, tensor in stored.items()}
+        parts.append(encoder)
+    dtype = DTYPES[precision][1]  # type: ignore[index]
+    copies = {
+        name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    says = {V: trained.diffusion.objective == "v", ZERO_SNR: trained.diffusion.zero_terminal_snr}
+    save_file(copies | {name: torch.zeros(0) for name, yes in says.items() if yes}, path, metadata={"format": "pt"})
+    _check_kind(trained, path)
+    return f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
+
+
+def _check_kind(trained: Trained, path: Path) -> None:
+    """Refuse a U-Net that its file does not tell: there heads, groups and the like are those of the kind."""
+    unet, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
+    assert unet.text is not None and found.text is not None
+    kept = {"tokens": unet.text.tokens, "upcast_attention": unet.text.upcast_attention}
+    text = found.text.model_copy(update=kept)
+    found = found.model_copy(update={"text": text, "dropout": unet.dropout})
+    for key, mine in {**dict(unet), **{f"text.{key}": value for key, value in unet.text}}.items():
+        theirs = getattr(text, key.removeprefix("text.")) if key.startswith("text.") else getattr(found, key)
+        if key != "text" and mine != theirs and unet_layers(found, trained.interface) != trained.layers:
+            raise CheckpointError(
+                f"{trained.origin} can't be a single file: unet.{key} is {mine}, and who reads the file takes "
+                f"{theirs}; export the folder instead"
+            )
+
+
+def _encoder_weights(folder: Path) -> dict[str, Tensor]:
+    for path in (folder / name for name in ENCODER_WEIGHTS):
+        if path.is_file():
+            return read_weights(path)
+    raise CheckpointError(f"{folder} holds no weights; a single file needs {' or '.join(ENCODER_WEIGHTS)} there")
+
+
+def _text_model(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an encoder's tensors by the names that transformers had before its version 5 left out ``text_model``."""
+    whole = ("text_model.", "text_projection.")
+    named = {name if name.startswith(whole) else f"text_model.{name}": tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in named.items() if not name.endswith("position_ids")}
+
+
+_VAE_PLACE = re.compile(r"(encoder|decoder)\.(down|up|mid)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)")
+_VAE_NAMES = {
+    "conv_shortcut": "nin_shortcut",
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "proj_attn": "proj_out",
+}
+
+
+def original_autoencoder(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield an autoencoder's original names, without prefix, and tensors: attention was of 1x1 convolutions."""
+    levels = 1 + max(int(name.split(".")[2]) for name in stored if name.startswith("decoder.up_blocks."))
+    for name, tensor in stored.items():
+        place = _VAE_PLACE.fullmatch(name)
+        if place is None:
+            yield name.replace("conv_norm_out", "norm_out"), tensor
+            continue
+        side, blocks, level, kind, number, rest = place.groups()
+        module, _, last = rest.rpartition(".")
+        rest = f"{_VAE_NAMES.get(module, module)}.{last}"
+        if kind == "attentions":
+            image = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
+            yield f"{side}.mid.attn_{int(number) + 1}.{rest}", image
+        elif blocks == "mid":
+            yield f"{side}.mid.block_{int(number) + 1}.{rest}", tensor
+        else:
+            at = levels - 1 - int(level) if blocks == "up" else int(level)
+            within = f"block.{number}" if kind == "resnets" else kind.removesuffix("rs")  # "downsample", "upsample"
+            yield f"{side}.{blocks}.{at}.{within}.{rest}", tensor
+
+
+_OPEN_CLIP = {
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+_OPEN_CLIP_LAYER = {"layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+
+
+def open_clip(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of OpenCLIP, whose q, k and v are joined and whose projection is transposed."""
+    for name, tensor in stored.items():
+        if name == "text_projection.weight":
+            yield "text_projection", tensor.T
+            continue
+        inside = name.removeprefix("text_model.")
+        if inside in _OPEN_CLIP:
+            yield _OPEN_CLIP[inside], tensor
+            continue
+        number, _, rest = inside.removeprefix("encoder.layers.").partition(".")
+        module, _, kind = rest.rpartition(".")
+        place = f"transformer.resblocks.{number}"
+        if module in _OPEN_CLIP_LAYER:
+            yield f"{place}.{_OPEN_CLIP_LAYER[module]}.{kind}", tensor
+        elif module == "self_attn.out_proj":
+            yield f"{place}.attn.out_proj.{kind}", tensor
+        elif module == "self_attn.q_proj":
+            parts = [stored[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            yield f"{place}.attn.in_proj_{kind}", torch.cat(parts)
