@@ -21,7 +21,7 @@ from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.fields import SSIM_WINDOW, FieldScorer, FieldScores, Spectra, psnr, ssim
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import ALONE, draw_missing, request_for
+from ddpm_ds.evaluate.sampling import ALONE, draw_missing, prompts_for, request_for, said_of
 from ddpm_ds.evaluate.scores import guidance_said, rounded
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import write_file
@@ -99,8 +99,10 @@ def evaluate_ensembles(
     if not inputs.are_known:
         raise EvaluationError("--conditions has no true images to compare with; leave it out for those held out")
     labels = None if trained.unet_spec.classes is None else range(trained.unet_spec.classes)
-    numbers = {"count": len(inputs) if count is None else count, "seed": seed, "batch_images": batch_images}
-    request = request_for(trained, sampler, labels, guide, inputs, False, members=members, **numbers)
+    prompts = prompts_for(trained, None, None, sampler, guided=guide is not None, log=print)
+    numbers: dict[str, Any] = {"seed": seed, "batch_images": batch_images, **said_of(prompts, None)}
+    count = len(inputs) if count is None else count
+    request = request_for(trained, sampler, labels, guide, inputs, False, count=count, members=members, **numbers)
     count, members = request.count // request.members, request.members
     origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
     folder = out or (trained.run_dir or Path()) / "evaluations"
@@ -115,7 +117,7 @@ def evaluate_ensembles(
     )
     drawn = DrawnImages(folder / "drawn", request)
     try:
-        draw_missing(trained, request, drawn, pipelines, guide=guide, inputs=inputs)
+        draw_missing(trained, request, drawn, pipelines, guide=guide, inputs=inputs, prompts=prompts)
         if not pipelines.is_first:
             return None
         images = drawn.images()

@@ -298,10 +298,11 @@ def prompts_for(
     if texts is None and trained.run_dir is not None:
         known = EncodedPrompts.read(trained.run_dir / PROMPTS)
         if known is not None:
-            log(f"without --prompt it draws for those of the run's own pictures, {len(known.texts):,} in {PROMPTS}")
+            count = len(known.texts)
+            log(f"no prompt is given, so it draws for those of the run's own pictures, {count:,} in {PROMPTS}")
     if known is None:
         if texts is None:
-            log("without --prompt it draws for the empty text")
+            log("no prompt is given, so it draws for the empty text")
         known = EncodedPrompts.of(text, texts or ("",), device, log)
     return trained.prompts(known, negative)
 

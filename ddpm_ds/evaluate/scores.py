@@ -34,7 +34,7 @@ from ddpm_ds.evaluate.inception import (
     pixel_gaussian,
 )
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import ALONE, draw_missing
+from ddpm_ds.evaluate.sampling import ALONE, draw_missing, prompts_for, said_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
 from ddpm_ds.pipeline.staged import Pipelines
@@ -195,11 +195,13 @@ def evaluate(
     """Draw, score and record images of the given weights and sampler, in a folder of their own.
 
     It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
-    Of several ``pipelines`` all draw and only the first does the rest; the others return None.
+    Of several ``pipelines`` all draw and only the first does the rest; the others return None. A U-Net with text draws
+    for the prompts of its run's pictures.
     """
     reference, count = scorer.reference, numbers["count"]
     labels = None if trained.unet_spec.classes is None else labels_like(reference, count)
-    request = Request.of(trained, sampler, labels, guide, **numbers)
+    prompts = prompts_for(trained, None, None, sampler, guided=guide is not None, log=print)
+    request = Request.of(trained, sampler, labels, guide, **numbers, **said_of(prompts, None))
     origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
     folder = out or (trained.run_dir or Path()) / "evaluations"
     folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(count)}-{request.key}"
@@ -216,7 +218,7 @@ def evaluate(
     )
     drawn = DrawnImages(folder / "drawn", request)
     try:
-        draw_missing(trained, request, drawn, pipelines, guide=guide)
+        draw_missing(trained, request, drawn, pipelines, guide=guide, prompts=prompts)
         if not pipelines.is_first:
             return None
         images = drawn.images()

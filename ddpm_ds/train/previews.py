@@ -81,7 +81,7 @@ class Previews:
                 rounds * len(visits),
                 lambda number: drawings[number % rounds].inputs(),
                 lambda number, prediction: drawings[number % rounds].take(prediction),
-                context=functools.partial(_context, drawings, visits),
+                context=functools.partial(_context, drawings, visits[0]),
                 depth=rounds,
                 progress=self._watchdog.progress,
             )
@@ -157,10 +157,9 @@ class Previews:
         return fields[name].channels if name in fields else ()
 
 
-def _context(drawings: Sequence[Drawing], visits: Sequence[int], number: int) -> Tensor | None:
-    """Return what call ``number`` reads, where the ``drawings`` take turns at each of the ``visits``."""
-    turn, place = divmod(number, len(drawings))
-    return drawings[place].context(visits[turn])
+def _context(drawings: Sequence[Drawing], visit: int, number: int) -> Tensor | None:
+    """Return what call ``number`` reads, where the ``drawings`` take turns at visits that are guided like ``visit``."""
+    return drawings[number % len(drawings)].context(visit)
 
 
 def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ from make_text import write_encoders
 from PIL import Image
 from torch import Tensor
 
+from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import SpecError
+from ddpm_ds.evaluate import scores
 from ddpm_ds.evaluate.sampling import draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.planted import FAST_SAMPLER, Sample, plant, sample_verb, trained_of
@@ -140,7 +144,7 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
     file.write_text("a red circle\n\n  a blue square\n")
     by_option = ("--prompt", "a red circle", "--prompt", "a blue square")
     said = verb(*by_option, "--guidance", 3, "--negative", "a", "--out", tmp_path / "one.npz")
-    assert "2 images by ddim" in said and "without --prompt" not in said
+    assert "2 images by ddim" in said and "no prompt" not in said
     verb("--prompts", file, "--guidance", 3, "--negative", "a", "--out", tmp_path / "two.npz")
     one = drawn(tmp_path / "one.npz")
     assert len(one) == 2 and np.array_equal(one, drawn(tmp_path / "two.npz"))
@@ -159,7 +163,7 @@ def test_without_a_prompt_what_is_drawn_instead_is_said(
     verb: Sample, run_dir: Path, encoders: Path, tmp_path: Path
 ) -> None:
     said = verb("--count", 2, "--out", tmp_path / "empty.npz")
-    assert "without --prompt it draws for the empty text" in said
+    assert "no prompt is given, so it draws for the empty text" in said
     verb("--prompt", "", "--count", 2, "--out", tmp_path / "same.npz")
     assert np.array_equal(drawn(tmp_path / "empty.npz"), drawn(tmp_path / "same.npz"))
     spec = tiny_spec(**sections(encoders))
@@ -170,9 +174,31 @@ def test_without_a_prompt_what_is_drawn_instead_is_said(
         said = verb("--count", 2, "--out", tmp_path / "kept.npz")
     finally:
         (run_dir / PROMPTS).unlink()
-    assert f"without --prompt it draws for those of the run's own pictures, 1 in {PROMPTS}" in said
+    assert f"no prompt is given, so it draws for those of the run's own pictures, 1 in {PROMPTS}" in said
     verb("--prompt", "a red circle", "--count", 2, "--out", tmp_path / "given.npz")
     assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
+
+
+def test_an_evaluation_draws_for_the_prompts_of_the_runs_pictures(
+    trained: Trained, digits: DatasetCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = trained.data.text
+    assert text is not None
+    (tmp_path / PROMPTS).write_bytes(EncodedPrompts.of(text, ["a red circle", "a blue square"], CPU, print).content())
+    in_run = replace(trained, run_dir=tmp_path)
+    seen: list[Tensor] = []
+
+    def score(images: np.ndarray, device: torch.device) -> list[scores.Score]:
+        seen.append(torch.from_numpy(np.array(images)))
+        raise KeyboardInterrupt
+
+    scorer: Any = SimpleNamespace(reference=digits, scores=score)
+    sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
+    with pytest.raises(KeyboardInterrupt):
+        scores.evaluate(in_run, sampler, None, scorer, tmp_path / "out", count=4, seed=0, batch_images=4)
+    assert f"those of the run's own pictures, 2 in {PROMPTS}" in capsys.readouterr().out
+    expected = sample(trained, 4, sampler=sampler, prompts=["a red circle", "a blue square"])
+    assert most_apart(seen[0], expected) <= 1
 
 
 def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import plant
-from tests.launching import REPOSITORY, tiny_spec
+from tests.launching import tiny_spec
 from tests.unet.variants import randomise
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
@@ -58,7 +57,6 @@ def write_pipeline_of(folder: Path, kind: str) -> Path:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     second = 48 if kind == "sdxl" else None
-    write_encoders = runpy.run_path(str(REPOSITORY / "launch" / "make_text.py"))["write_encoders"]
     write_encoders(folder, ["a", "red", "circle"], width=32, second=second, pooled=24)
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **KINDS[kind])
