@@ -19,6 +19,7 @@ from ddpm_ds.evaluate.diffusers.shared_config import (
 from ddpm_ds.unet.layers import SIZES
 
 CLASS_NAME = "UNet2DConditionModel"
+ZERO = "diffusers divides by zero in its sinusoidal embedding; only 4 and more can be held"
 ValueOf = TypeVar("ValueOf")
 Depths = Annotated[int, Field(ge=1, le=64)]
 
@@ -54,9 +55,6 @@ def text_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
         "upcast_attention": text.upcast_attention,
         **(_text_time(text) if text.pooled_channels else {}),
     }
-
-
-ZERO = "diffusers divides by zero in its sinusoidal embedding; only 4 and more can be held"
 
 
 def _text_time(text: CrossAttentionSpec) -> dict[str, Any]:
@@ -150,7 +148,8 @@ def text_spec(config: Mapping[str, Any], *, last_label_is_class: bool) -> tuple[
 
 def _told_beside_text(found: TextArguments) -> dict[str, int]:
     """Return the widths of the pooled text and of the sizes; none if the U-Net is told neither."""
-    key, both, width = "projection_class_embeddings_input_dim", *_both(found)
+    key, both = "projection_class_embeddings_input_dim", found.projection_class_embeddings_input_dim
+    width = found.addition_time_embed_dim
     if not found.addition_embed_type:
         return {}
     if width is None:
@@ -163,10 +162,6 @@ def _told_beside_text(found: TextArguments) -> dict[str, int]:
     if (both, width, found.cross_attention_dim) == (2560, 256, 1280):
         raise refused(key, both, "SDXL's refiner is told 5 numbers, a score among them, and ours 6 sizes")
     return {"pooled_channels": both - SIZES * width, "size_channels": width}
-
-
-def _both(found: TextArguments) -> tuple[int | None, int | None]:
-    return found.projection_class_embeddings_input_dim, found.addition_time_embed_dim
 
 
 def _by_level(found: UnetArguments, key: str, value: ValueOf | tuple[ValueOf, ...]) -> tuple[ValueOf, ...]:

@@ -118,18 +118,19 @@ def write_single_file(trained: Trained, path: Path, precision: str) -> str:
 
 def _check_kind(trained: Trained, path: Path) -> None:
     """Refuse a U-Net that its file does not tell: there heads, groups and the like are those of the kind."""
-    unet, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
-    assert unet.text is not None and found.text is not None
-    kept = {"tokens": unet.text.tokens, "upcast_attention": unet.text.upcast_attention}
-    text = found.text.model_copy(update=kept)
-    found = found.model_copy(update={"text": text, "dropout": unet.dropout})
-    for key, mine in {**dict(unet), **{f"text.{key}": value for key, value in unet.text}}.items():
-        theirs = getattr(text, key.removeprefix("text.")) if key.startswith("text.") else getattr(found, key)
-        if key != "text" and mine != theirs and unet_layers(found, trained.interface) != trained.layers:
-            raise CheckpointError(
-                f"{trained.origin} can't be a single file: unet.{key} is {mine}, and who reads the file takes "
-                f"{theirs}; export the folder instead"
-            )
+    mine, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
+    assert mine.text is not None and found.text is not None
+    text = found.text.model_copy(update={"tokens": mine.text.tokens})  # which are not the U-Net's
+    found = found.model_copy(update={"dropout": mine.dropout, "text": text})
+    if unet_layers(found, trained.interface) == trained.layers:
+        return
+    pairs = {f"unet.{key}": (value, getattr(found, key)) for key, value in mine if key != "text"}
+    pairs |= {f"unet.text.{key}": (value, getattr(text, key)) for key, value in mine.text if key != "upcast_attention"}
+    key, (here, there) = next((key, pair) for key, pair in pairs.items() if pair[0] != pair[1])
+    raise CheckpointError(
+        f"{trained.origin} can't be a single file: {key} is {here}, and who reads the file takes {there}; export the "
+        "folder instead"
+    )
 
 
 def _encoder_weights(folder: Path) -> dict[str, Tensor]:
