@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from make_text import write_encoders
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli.main import main
