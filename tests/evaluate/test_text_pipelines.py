@@ -18,11 +18,12 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.evaluate.diffusers.original import original_names
-from ddpm_ds.evaluate.diffusers.unet import to_diffusers
+from ddpm_ds.evaluate.diffusers.unet import to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import plant
+from tests.evaluate.test_diffusers_text_unet import SD_15, SDXL
 from tests.launching import tiny_spec
 from tests.unet.variants import randomise
 
@@ -122,7 +123,9 @@ def test_a_pipeline_becomes_a_spec_with_its_text_its_noise_and_its_weights(pipel
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
-def test_shards_and_fp16_variants_give_the_same_weights(pipeline: Path, tmp_path: Path) -> None:
+def test_shards_and_fp16_variants_give_the_same_weights(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"))
     _, whole = import_of(pipeline, base, tmp_path / "whole")
     unet = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
@@ -136,10 +139,20 @@ def test_shards_and_fp16_variants_give_the_same_weights(pipeline: Path, tmp_path
         _, half = import_of(folder, base, tmp_path / f"of {folder.name}", "--set", "data.text.encoders=x")
         assert all(torch.equal(half[name], whole[name].half().float()) for name in whole)
     index = tmp_path / "shards" / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    shutil.copyfile(next(index.parent.glob("*.safetensors")), tmp_path / "shards" / "other.safetensors")
     index.write_text(json.dumps({"weight_map": {"conv_in.weight": "../other.safetensors"}}))
     words = ["--spec", str(base), "--out", str(tmp_path / "no"), "--set", "data.text.encoders=x"]
     assert main(["import", str(tmp_path / "shards"), *words]) == 2
-    shutil.rmtree(tmp_path / "shards")
+    assert "index.json is damaged: it should map names of tensors to files beside it" in capsys.readouterr().err
+
+
+def test_original_names_are_those_of_published_files() -> None:
+    for config, count, names in (
+        (SD_15, 686, ("input_blocks.3.0.op.weight", "output_blocks.2.1.conv.weight", "output_blocks.5.2.conv.bias")),
+        (SDXL, 1680, ("output_blocks.2.2.conv.weight", "label_emb.0.2.bias", "output_blocks.8.0.out_layers.3.weight")),
+    ):
+        found = set(original_names(unet_layers(*unet_spec_from_diffusers(config))).values())
+        assert len(found) == count and {f"model.diffusion_model.{name}" for name in names} <= found
 
 
 SINGLE: dict[str, dict[str, Any]] = {
