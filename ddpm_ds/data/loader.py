@@ -62,7 +62,7 @@ class Order:
         for epoch in np.unique(epochs).tolist():
             now = epochs == epoch
             if self.window is None:
-                images[now] = _permutation(self.count, self.seed, epoch)[places[now]]
+                images[now] = permutation(self.count, self.seed, epoch)[places[now]]
                 continue
             starts = _runs(self, epoch)[1][:-1:RUNS]  # places in the epoch where windows begin
             windows = starts.searchsorted(places, side="right") - 1
@@ -108,7 +108,7 @@ class Order:
 
 
 @lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
-def _permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
+def permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
 
@@ -118,7 +118,7 @@ def _runs(order: Order, epoch: int) -> tuple[Indices, Indices]:
     """Return the runs in the order of an epoch: positions of their first images in the cache (runs,), and places of
     these images in the epoch, followed by its end (runs + 1,).
     """
-    begins = _permutation(order.runs, order.seed, epoch) * order.run_images
+    begins = permutation(order.runs, order.seed, epoch) * order.run_images
     sizes = np.minimum(order.count - begins, order.run_images)
     return begins, np.cumsum(np.concatenate(([0], sizes)))
 
@@ -130,7 +130,7 @@ def _window(order: Order, epoch: int, window: int) -> Indices:
     mine = slice(window * RUNS, (window + 1) * RUNS)
     starts, sizes = begins[mine], np.diff(places)[mine]
     positions = np.repeat(starts - places[:-1][mine], sizes) + np.arange(places[mine][0], places[mine][0] + sizes.sum())
-    return positions[_permutation(len(positions), order.seed, epoch, window + 1)]
+    return positions[permutation(len(positions), order.seed, epoch, window + 1)]
 
 
 READ_BYTES, READ_IMAGES = 2**22, 512
