@@ -131,12 +131,14 @@ def _add_prepare(verbs: argparse._SubParsersAction[Any]) -> None:
         "prepare",
         help="write the images of a spec into the data-set cache",
         description="Read a spec's images once and write the data-set cache that training reads. Training does this\n"
-        "by itself when the cache is missing. Latents of data.autoencoder are made here alone, with --encode,\n"
-        "and what a regression leaves of fields with --residual.",
+        "by itself when the cache is missing. Latents of data.autoencoder and encoded captions of data.text\n"
+        "are made here alone, with --encode, and what a regression leaves of fields with --residual.",
     )
     add_spec_options(parser)
     parser.add_argument(
-        "--encode", action="store_true", help="make the latents of data.autoencoder too, on CUDA if there is any"
+        "--encode",
+        action="store_true",
+        help="make the latents of data.autoencoder and encode the captions of data.text too, on CUDA if there is any",
     )
     parser.add_argument(
         "--residual",
@@ -152,13 +154,18 @@ def _prepare(options: argparse.Namespace) -> None:
     from ddpm_ds.processes.ranks import set_environment
 
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
-    data = load_spec(options.spec, [*options.overrides, *residual]).data
+    spec = load_spec(options.spec, [*options.overrides, *residual])
+    data = spec.data
     from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
+    from ddpm_ds.data.text import check_text
 
     encode_on = regression = None
-    if options.encode and data.autoencoder is None:
-        raise SpecError("--encode makes latents of data.autoencoder, which is null; name one or leave --encode out")
+    if options.encode and data.autoencoder is None and data.text is None:
+        raise SpecError(
+            "--encode makes latents of data.autoencoder and encodes captions of data.text, and both are null; give one "
+            "or leave --encode out"
+        )
     if options.encode or residual:
         set_environment()
         from ddpm_ds.device import choose_device
@@ -167,6 +174,7 @@ def _prepare(options: argparse.Namespace) -> None:
         device = choose_device("auto")
         encode_on = device if options.encode else None
         regression = TrainedRegression(data, device) if residual else None
+    check_text(spec)
     store = prepare(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
     skipped = f", {store.meta.skipped:,} left out (skipped.txt)" if store.meta.skipped else ""
     what = "images" if data.residual_of is None else "residuals"

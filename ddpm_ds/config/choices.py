@@ -33,6 +33,8 @@ class SourceChoice(Choice):
     """Whether it has pictures, which are decoded and scaled."""
     arrays: bool = False
     """Whether it has arrays by name: fields, conditions, masks and vectors, each of its own size."""
+    captions: bool = False
+    """Whether its images can have captions."""
 
     def reads(self, key: str) -> bool:
         """Return whether it reads a key of the spec."""
@@ -85,6 +87,7 @@ SOURCES = {
         "image files, `path` names their folder",
         path="FOLDER",
         labels="folders in data.path are classes, so move the images of each class to a folder of its own",
+        captions=True,
     ),
     "zip": SourceChoice(
         "image files in the zip archive `path`, as EDM's tools write",
@@ -98,7 +101,7 @@ SOURCES = {
         arrays=True,
     ),
     "webdataset": SourceChoice(
-        "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg"
+        "`path` is a .tar file or a folder of them", path="PATH", labels="KEY.cls has that of KEY.jpg", captions=True
     ),
     "huggingface": SourceChoice(
         "a data set of the datasets library, of parquet or of arrow files at `path`, or on the hub by `name`",
@@ -106,6 +109,7 @@ SOURCES = {
         name="OWNER/NAME",
         labels="name their column with --set data.label_column=COLUMN",
         keys=("split", "image_column", "label_column"),
+        captions=True,
     ),
     "torchvision": SourceChoice("one of torchvision's by `name`, downloaded", name="CIFAR100", keys=("split",)),
     "hdf5": SourceChoice(

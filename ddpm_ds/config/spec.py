@@ -1007,6 +1007,14 @@ def _check_text(spec: RunSpec) -> None:
         )
     if data.reads_arrays:
         raise ValueError(f"data.text is of pictures, and data.source = {data.source} has named arrays here; use null")
+    if not SOURCES[data.source].captions:
+        captioned = ", ".join(name for name, source in SOURCES.items() if source.captions)
+        raise ValueError(f"data.source = {data.source} has no captions for data.text; use one of {captioned}")
+    if text.pooled_channels and data.crop_from is not None:
+        raise ValueError(
+            f"data.crop_from = {_said(data.crop_from)} crops elsewhere each time, and unet.text.pooled_channels tells "
+            "the U-Net where each image was cropped; leave it out"
+        )
 
 
 def _check_trackers(spec: RunSpec) -> None:

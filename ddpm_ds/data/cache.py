@@ -11,8 +11,14 @@
         constants.npy   float32 (C, H, W), fields that are the same for all images
         offsets.npy   int64 (N + 1,), only for encoded images: first byte of each, over all files, and the end
         labels.npy    int64 (N,)
+        sizes.npy, captions.npy   with captions, fields of the same images: float32 (N, 6) and int32 (N, most captions),
+                                  numbers of lines of
+        captions.jsonl   distinct captions, each a JSON text; the first is empty
         meta.json     CacheMeta
         skipped.txt   images that were left out and why, one per line, if there were any
+    <store_root>/text-<captions>-<encoders>[-int8]/
+        the same files for encoded captions, whose images are tokens (n, 1, tokens, channels), beside text_scale.npy,
+        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off
 """
 
 from __future__ import annotations
@@ -20,7 +26,8 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -36,6 +43,7 @@ from tqdm import tqdm
 from ddpm_ds.data.decoding import decode
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
@@ -44,7 +52,12 @@ LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skip
 CONSTANTS = "constants.npy"
 IMAGES: Final = "images"
 """Name of the field that every cache has."""
-Kind = Literal["pixels", "encoded", "latents", "fields"]
+SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
+TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
+"""Names of the fields of encoded captions; that of the tokens is :data:`IMAGES` in the cache of the text."""
+TEXTS = "text/"
+"""Prefix of the files of encoded text in the checksums of images that are used with it."""
+Kind = Literal["pixels", "encoded", "latents", "fields", "text"]
 DECODING: Final = "decoding"
 """Name of the version of decoding among the checksums of encoded images, which are other pixels by another version."""
 MOST_META_BYTES = 2**28
@@ -79,7 +92,7 @@ class StoredField(BaseModel):
 
     shape: Annotated[tuple[Extent, ...], Field(min_length=1, max_length=3)]
     """(C, h, w), or (K,) for a vector."""
-    values: Literal["uint8", "float16", "float32"]
+    values: Literal["uint8", "int8", "int32", "float16", "float32"]
     channels: tuple[str, ...] = ()
     """Names of the channels, such as t2m or u.850, if the source has some."""
 
@@ -169,8 +182,8 @@ class CacheMeta(BaseModel):
 
     @property
     def facts(self) -> FieldFacts | None:
-        """What a run on these images keeps of them; None for pictures and latents that are all that there is."""
-        if not self.fields:
+        """What a run on these images keeps of them; None for pictures and latents that have at most captions."""
+        if not self.fields or CAPTIONS in self.fields:
             return None
         beside = tuple(each for each in self.coordinates if each.along != "image")
         return FieldFacts(fields=self.fields, statistics=self.statistics, coordinates=beside)
@@ -199,9 +212,28 @@ class CacheMeta(BaseModel):
         return tuple(file for name in self.fields or (IMAGES,) for file in self.files_of(name))
 
 
-class StoredImages:
-    """Images of a cache on disk, or another field, read by position: ``images[7]``, ``images[:100]``,
-    ``images[positions]``.
+class ByPosition(ABC):
+    """A field of N images, read by position: ``field[7]``, ``field[:100]``, ``field[positions]``."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    image_bytes: int
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, which: int | slice | Indices | Sequence[int]) -> Images:
+        positions = np.arange(len(self))[which]
+        found = self.read(np.atleast_1d(positions))
+        return found if positions.ndim else found[0]
+
+    @abstractmethod
+    def read(self, positions: Indices, out: Images | None = None) -> Images:
+        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given."""
+
+
+class StoredImages(ByPosition):
+    """Images of a cache on disk, or another field.
 
     A single file of pixels or latents is memory-mapped, and its size checked before each read, since reading beyond the
     end of a truncated file would kill the process. Several files, or encoded ones, are opened at their first use, and
@@ -226,20 +258,12 @@ class StoredImages:
         self._files = meta.files_of(name)
         self._paths = [path / file for file in self._files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
-        self._image_bytes = stored.nbytes
+        self.image_bytes = stored.nbytes
         means = meta.statistics[name].mean if meta.masked and name in meta.statistics else ()
         self._means = np.array(means, self.dtype)  # (C,), or empty where nothing is masked
-        self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # only of .npy files
+        self._headers = self._sizes - np.array(meta.counts) * self.image_bytes  # only of .npy files
         # A dropped file is closed by its last user: another thread may still read it.
         self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, which: int | slice | Indices | Sequence[int]) -> Images:
-        positions = np.arange(len(self))[which]
-        found = self.read(np.atleast_1d(positions))
-        return found if positions.ndim else found[0]
 
     def read(self, positions: Indices, out: Images | None = None) -> Images:
         """Return the images (n, C, H, W) at ``positions`` (n,), in ``out`` if it is given.
@@ -288,8 +312,8 @@ class StoredImages:
         if self.offsets is not None:
             begins, ends = (self.offsets[positions + more] - self.offsets[starts] for more in (0, 1))
         else:
-            begins = self._headers[files] + (positions - starts) * self._image_bytes
-            ends = begins + self._image_bytes
+            begins = self._headers[files] + (positions - starts) * self.image_bytes
+            ends = begins + self.image_bytes
         return zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
     def _ask(self, number: int, begin: int, end: int) -> None:
@@ -334,6 +358,29 @@ class StoredImages:
         return damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
 
 
+class CaptionText(ByPosition):
+    """A field of the encoded captions of images, (N, tokens, channels), (N, tokens) or (N, channels)."""
+
+    def __init__(self, captions: StoredImages, texts: StoredImages) -> None:
+        self._captions, self._texts = captions, texts
+        self.shape = (len(captions), *texts.shape[-2 if len(texts.shape) == 4 else 1 :])
+        self.dtype, self.image_bytes = texts.dtype, texts.image_bytes
+
+    def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
+        """Return the text (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given: of their first
+        captions or, with a whole number (n,) from ``draws`` for each, of that number modulo the image's captions.
+
+        Raises:
+            DataError: as :meth:`StoredImages.read`.
+        """
+        captions = self._captions.read(positions)  # (n, most captions)
+        which = np.zeros_like(positions) if draws is None else draws % np.maximum(1, (captions >= 0).sum(axis=1))
+        rows = captions[np.arange(len(positions)), which].astype(np.int64)
+        if out is not None:
+            out = out.reshape(len(positions), *self._texts.shape[1:])
+        return self._texts.read(rows, out).reshape(len(positions), *self.shape[1:])
+
+
 @dataclass(frozen=True)
 class DatasetCache:
     """Open data-set cache. Pickling sends no images: the receiving process opens the cache again."""
@@ -344,14 +391,38 @@ class DatasetCache:
     """(N, C, H, W)"""
     labels: Indices = field(repr=False)  # (N,)
     others: Mapping[str, StoredImages] = field(default_factory=dict, repr=False)
-    """Fields beside the images, by name: condition (N, C, h, w), mask (N, 1 or C, H, W), vector (N, K)."""
+    """Fields beside the images, by name: condition (N, C, h, w), mask (N, 1 or C, H, W), vector (N, K), sizes (N, 6),
+    captions (N, most captions)."""
     constants: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     """Fields that are the same for all images, (C, H, W)."""
+    text: DatasetCache | None = field(default=None, repr=False)
+    """Encoded distinct captions; None without text."""
 
     @property
-    def fields(self) -> Mapping[str, StoredImages]:
-        """All fields, images among them, by name."""
-        return {IMAGES: self.images, **self.others}
+    def fields(self) -> Mapping[str, ByPosition]:
+        """All fields, images among them, by name; the text of an image is that of one of its captions."""
+        found: dict[str, ByPosition] = {IMAGES: self.images, **self.others}
+        if self.text is not None:
+            texts = {TEXT: self.text.images, **self.text.others}
+            captions = self.others[CAPTIONS]
+            found |= {name: CaptionText(captions, stored) for name, stored in texts.items() if name != MEASURED}
+        return found
+
+    def with_text(self, text: DatasetCache) -> DatasetCache:
+        """Return this cache with its encoded captions, whose checksums count among its own."""
+        added = {f"{TEXTS}{name}": checksum for name, checksum in text.meta.sha256.items()}
+        return replace(self, text=text, meta=self.meta.model_copy(update={"sha256": self.meta.sha256 | added}))
+
+    @property
+    def empty_text(self) -> Encoded | None:
+        """The encoded empty caption, N = 1, on the CPU; None without text."""
+        if self.text is None:
+            return None
+        import torch
+
+        found = {name: torch.from_numpy(stored[:1]) for name, stored in self.text.fields.items()}
+        tokens, scale = found[IMAGES][:, 0], found.get(TEXT_SCALE)
+        return Encoded(tokens if scale is None else tokens * scale[:, :, None], found.get(POOLED))
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
@@ -368,6 +439,7 @@ class DatasetCache:
             meta = CacheMeta.read(path)
             names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
             names += (CONSTANTS,) if meta.constants else ()
+            names += (CAPTIONS_FILE,) if CAPTIONS in meta.fields else ()
             for name in names:
                 open_regular(path / name).close()
                 if name not in meta.sha256:
@@ -396,8 +468,8 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Callable[[Path, tuple[int, int]], DatasetCache], tuple[Path, tuple[int, int]]]:
-        return _reopen, (self.path, self.meta.shape[1:])
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self.meta.shape[1:], None if self.text is None else self.text.path)
 
     def centre(self, size: tuple[int, int]) -> DatasetCache:
         """Return this cache with its images, and all fields of their size, centre-cropped to ``size`` (height, width),
@@ -437,6 +509,7 @@ class DatasetCache:
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
+        parts += [] if self.text is None else [self.text.key]
         parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
@@ -453,21 +526,21 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         yield f"{OFFSETS} is {offsets.dtype} {offsets.shape} for {meta.count} images"
     if offsets is not None and (offsets[1:] < offsets[:-1]).any():  # a difference might not fit 64 bits
         yield f"{OFFSETS} does not rise"
-    if meta.fields and (IMAGES not in meta.fields or meta.fields[IMAGES].shape != meta.shape or meta.kind == "encoded"):
+    if meta.fields and (IMAGES not in meta.fields or meta.fields[IMAGES].shape != meta.shape):
         yield f"{META} has fields that are not those of its images"
         return
     if any(len(known.mean) != meta.field(name).shape[0] for name, known in meta.statistics.items()):
         yield f"{META} has statistics of another number of channels"
     if offsets is not None:
         start = 0
-        for name, count in zip(meta.files, meta.counts, strict=True):
+        for name, count in zip(meta.files_of(IMAGES), meta.counts, strict=True):
             if (path / name).stat().st_size != offsets[start + count] - offsets[start]:
                 yield f"{name} has another size than {OFFSETS} says"
             start += count
-        return
     arrays = {
         file: ((count, *meta.field(name).shape), meta.field(name))
         for name in meta.fields or (IMAGES,)
+        if offsets is None or name != IMAGES
         for file, count in zip(meta.files_of(name), meta.counts, strict=True)
     }
     if meta.constants is not None:
@@ -478,8 +551,9 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
             yield f"{name} is {found.dtype} {found.shape}, {META} says otherwise"
 
 
-def _reopen(path: Path, size: tuple[int, int]) -> DatasetCache:
-    return DatasetCache.open(path, verify=False).centre(size)
+def _reopen(path: Path, size: tuple[int, int], text: Path | None) -> DatasetCache:
+    found = DatasetCache.open(path, verify=False).centre(size)
+    return found if text is None else found.with_text(DatasetCache.open(text, verify=False))
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

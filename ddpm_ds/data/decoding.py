@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import ExifTags, Image
 
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
@@ -27,6 +28,11 @@ is, without copying it. As in Pillow, rows are scaled, then rounded, then column
 Pillow scales columns first."""
 ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
 """Lock replacement for a process that decodes alone."""
+Sizes = npt.NDArray[np.float32]
+"""Height and width of the original image, top and left of the crop after it was scaled, and height and width of the
+crop, in pixels: float32 (6,), in the order of SDXL's ``add_time_ids``."""
+SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations of images whose height is the width of the file."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -39,8 +45,11 @@ UPRIGHT = {
 """Operation that turns an image upright, by EXIF orientation."""
 
 
-def decoded(source: Source, i: int, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
-    """Return image ``i`` of a source as uint8 (height, width, ``channels``), of ``size`` (height, width).
+def decoded(
+    source: Source, i: int, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
+) -> tuple[Pixels, Sizes]:
+    """Return image ``i`` of a source as uint8 (height, width, ``channels``), of ``size`` (height, width), and
+    its sizes.
 
     ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
 
@@ -52,7 +61,7 @@ def decoded(source: Source, i: int, size: Size, channels: int, big: AbstractCont
     except (OSError, ValueError, MemoryError) as error:
         raise UnreadableImage(source.name(i), one_line(error)) from error
     try:
-        return decode(content, size, channels, big)
+        return decode_with_sizes(content, size, channels, big)
     except Exception as error:  # a decoder may raise anything on broken bytes
         raise UnreadableImage(source.name(i), one_line(error)) from error
 
@@ -71,10 +80,21 @@ def decode(
     ``stretched``, the padding of a JPEG that is scaled down while it is decoded counts as image, as it once did. May
     raise any exception of a decoder.
     """
+    return decode_with_sizes(content, size, channels, big, stretched)[0]
+
+
+def decode_with_sizes(
+    content: bytes | Pixels,
+    size: Size,
+    channels: int,
+    big: AbstractContextManager[Any] = ALONE,
+    stretched: bool = False,
+) -> tuple[Pixels, Sizes]:
+    """Return what :func:`decode` does, and the sizes of the upright image and of its crop."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
         with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1], big):
-            return fit(Image.fromarray(grey), size, channels)
+            return fit(Image.fromarray(grey), size, channels), _sizes(grey.shape[1::-1], size)
     with Image.open(io.BytesIO(content), formats=formats()) as image:
         needed, whole = len(content), image.size
         if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
@@ -87,7 +107,16 @@ def decode(
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
                 raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
-            return fit(image, size, channels, extent)
+            turned = whole[::-1] if _orientation(image) in SIDEWAYS else whole
+            return fit(image, size, channels, extent), _sizes(turned, size)
+
+
+def _sizes(whole: tuple[int, int], size: Size) -> Sizes:
+    """Return the sizes of an image of ``whole`` (width, height), of which ``size`` (height, width) is kept."""
+    width, height = whole
+    scale = max(size[0] / height, size[1] / width)
+    crop = (round((side * scale - kept) / 2) for side, kept in zip((height, width), size, strict=True))
+    return np.array([height, width, *crop, *size], np.float32)
 
 
 def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
@@ -109,7 +138,7 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
     already fits is returned unchanged.
     """
     orientation = _orientation(image)
-    order = -1 if orientation in (5, 6, 7, 8) else 1
+    order = -1 if orientation in SIDEWAYS else 1
     (width, height), shown = image.size[::order], (extent or image.size)[::order]
     rows_out, columns_out = size
     # Products by a quotient of 1 are exact, so squares are cut to the pixel, and no rounding leads beyond the edge.

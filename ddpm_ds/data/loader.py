@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ddpm_ds import keyed
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import HeldOut
-from ddpm_ds.data.cache import IMAGES, DatasetCache, Indices, Kind, StoredImages
+from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices, Kind, StoredImages
 from ddpm_ds.device import host_memory
 from ddpm_ds.errors import SpecError
+from ddpm_ds.keyed import Stream
 
 HELD = 0.8
 """Share of a host's memory that can hold the files of a cache during training."""
@@ -243,7 +245,7 @@ class _Reads(Dataset[_Read]):
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches in a read."""
-        image_bytes = sum(self.cache.meta.field(name).nbytes for name in self.fields)
+        image_bytes = sum(self.cache.fields[name].image_bytes for name in self.fields)
         return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.size)
 
     def __getitem__(self, number: int) -> _Read:
@@ -253,22 +255,35 @@ class _Reads(Dataset[_Read]):
         stored = self.order.image_at(index)
         stored = stored if self.among is None else self.among[stored]
         begins = int(index[0])
+        fields = {name: field for name, field in self.cache.fields.items() if name in self.fields}
         for start, stop in self.order.ahead(begins, begins + self.turn * count, begin=number == 0):
             if self.among is not None:
                 start, stop = int(self.among[start]), int(self.among[stop - 1]) + 1
-            for name in self.fields:
-                self.cache.fields[name].will_read(start, stop)
-        read = (self._read(self.cache.fields[name], stored) for name in self.fields)
+            for field in fields.values():
+                if isinstance(field, StoredImages):  # captions are read from everywhere
+                    field.will_read(start, stop)
+        draws = None
+        if self.cache.text is not None:
+            draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
+        read = (self._read(field, stored, draws) for field in fields.values())
         return *read, self.cache.labels[stored], index
 
-    def _read(self, field: StoredImages, positions: Indices) -> Tensor:
-        """Return a field of the images at ``positions``."""
+    def _read(self, field: ByPosition, positions: Indices, draws: Indices | None) -> Tensor:
+        """Return a field of the images at ``positions``, with a random whole number of each in ``draws``."""
+
+        def read_into(out: Images) -> None:
+            if isinstance(field, CaptionText):
+                field.read(positions, out, draws)
+            else:
+                field.read(positions, out)
+
         shape = (len(positions), *field.shape[1:])
         if not self.pin_memory:  # numpy asks for huge pages, torch does not: a quarter of the time for large fields
-            return torch.from_numpy(field.read(positions, np.empty(shape, field.dtype)))
+            read_into(values := np.empty(shape, field.dtype))
+            return torch.from_numpy(values)
         dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
         found = torch.empty(shape, dtype=dtype, pin_memory=True)
-        field.read(positions, found.numpy())
+        read_into(found.numpy())
         return found
 
 
@@ -400,11 +415,15 @@ class Residence:
     def of(cls, store: DatasetCache) -> Residence:
         """Return the residence of a cache on this host."""
         meta = store.meta
+        stored, text = (
+            0 if each is None else sum((each.path / name).stat().st_size for name in each.meta.files)
+            for each in (store, store.text)
+        )
         return cls(
             meta.kind,
             meta.count,
-            stored_bytes=sum((store.path / name).stat().st_size for name in meta.files),
-            decoded_bytes=meta.count * sum(meta.field(name).nbytes for name in store.fields),
+            stored_bytes=stored + text,
+            decoded_bytes=meta.count * sum(meta.field(name).nbytes for name in (IMAGES, *store.others)) + text,
             memory_bytes=host_memory(),
             cores=len(os.sched_getaffinity(0)),
         )

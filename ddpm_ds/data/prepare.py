@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import Lock
@@ -25,12 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
+from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import (
+    CAPTIONS,
     DECODING,
     IMAGES,
     META,
+    SIZES,
     CacheMeta,
     DatasetCache,
     Kind,
@@ -40,12 +45,25 @@ from ddpm_ds.data.cache import (
     damaged,
     field_of,
 )
+from ddpm_ds.data.captions import (
+    encoded_texts,
+    findings,
+    image_fields,
+    known_captions,
+    text_fields,
+    text_path,
+    text_sources,
+    texts_of,
+    without_text,
+    written,
+)
 from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.fields import FieldSource, check_fields, open_fields
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.residuals import REGRESSION, Regression, fields_of, made_of, residuals
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.sources.base import Source, UnreadableImage, printable
+from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, printable
+from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 
@@ -88,7 +106,7 @@ def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
         return fields.with_name(f"{fields.name}-residual-{of_run}")
     name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
-    keys |= spec.named_arrays
+    keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
     if (beside := keys.pop("data.condition.path", None)) is not None:
         keys["data.condition.path"] = os.path.realpath(beside)
     named = {key: value for key, value in keys.items() if value is not None}
@@ -123,21 +141,52 @@ def prepare(
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
 ) -> DatasetCache:
-    """Return the data-set cache of ``spec``, making it if it is missing; ``progress`` shows bars.
+    """Return the data-set cache of ``spec`` with its encoded captions, if it has some, making what is missing;
+    ``progress`` shows bars.
 
     An existing cache is used as it is, also if its source has gone. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
     and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
-    Latents are made on the device ``encode_on`` only, and residuals with a ``regression`` only. ``learned`` are the
-    checksums of the images that a checkpoint was trained on: if those of an earlier version's cache are the same, that
-    cache is returned.
+    Latents and text are made on the device ``encode_on`` only, and residuals with a ``regression`` only. ``learned``
+    are the checksums of the images that a checkpoint was trained on: if those of an earlier version's cache are the
+    same, that cache is returned.
 
     Raises:
         DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
             ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
-            or full, the cache is damaged, the autoencoder can't be used, latents or residuals are of other pixels,
-            fields or weights, or missing without ``encode_on`` or ``regression``.
+            or full, the cache is damaged, the autoencoder or an encoder of text can't be used, images have no captions,
+            latents or residuals are of other pixels, fields or weights, or what is made without ``encode_on`` or
+            ``regression`` is missing.
     """
+    of_images = None if learned is None else without_text(learned)
+    encoders = None
+    if spec.text is not None:
+        encoders = TextEncoders.open(spec.text, encode_on)
+        if encode_on is not None:
+            _ = encoders.models  # finds damaged ones before hours of preparation
+    images = prepare_images(
+        spec,
+        progress,
+        together=together,
+        verify=verify,
+        encode_on=encode_on,
+        regression=regression,
+        learned=of_images,
+    )
+    return images if encoders is None else images.with_text(_text(images, encoders, spec, progress, verify))
+
+
+def prepare_images(
+    spec: DataSpec,
+    progress: bool = False,
+    *,
+    together: int = 1,
+    verify: bool | None = None,
+    encode_on: torch.device | None = None,
+    regression: Regression | None = None,
+    learned: Mapping[str, str] | None = None,
+) -> DatasetCache:
+    """Return the cache of :func:`prepare` without encoded captions."""
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
         if learned is not None and CacheMeta.read(earlier := cache_path(spec, "")).sha256 == learned:
@@ -153,8 +202,8 @@ def prepare(
             tidy(path)
         if verify_source and found.meta.sha256 != learned:
             _check_source(spec, found, progress)
-        if encode_on is not None and cache_path(pixels := pixels_of(spec)).exists():
-            now = prepare(pixels, progress)
+        if encode_on is not None and spec.autoencoder and cache_path(pixels := pixels_of(spec)).exists():
+            now = prepare_images(pixels, progress)
             if now.meta.sha256 != pixels_learned(found.meta.sha256):
                 raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
         if regression is not None:
@@ -179,20 +228,65 @@ def prepare(
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
             _ = coder.model  # finds a damaged one before hours of preparation
-            _build_latents(path, coder, prepare(pixels_of(spec), progress, together=together), spec, progress)
+            _build_latents(path, coder, prepare_images(pixels_of(spec), progress, together=together), spec, progress)
         elif regression is not None:
             _build_residuals(path, regression, prepare(fields_of(spec), progress, together=together), spec, progress)
         else:
             path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
     except OSError as error:
-        raise DataError(
-            f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
-            "choose another folder with --set data.store_root=FOLDER"
-        ) from error
+        raise _unwritable(spec, error) from error
     made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
     if progress:
         print(f"{path.name}: {made.summary}", file=sys.stderr)
     check_fields(spec, made.meta)
+    return made
+
+
+def _unwritable(spec: DataSpec, error: OSError) -> DataError:
+    return DataError(
+        f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
+        "choose another folder with --set data.store_root=FOLDER"
+    )
+
+
+def _text(
+    images: DatasetCache, encoders: TextEncoders, spec: DataSpec, progress: bool, verify: bool | None
+) -> DatasetCache:
+    """Return the cache of the encoded captions of ``images``, made if the encoders have a device."""
+    path = text_path(images, encoders)
+    sources = text_sources(images, encoders)
+    if os.path.exists(path):
+        size = sum(file.stat().st_size for file in path.glob("*.*"))
+        found = DatasetCache.open(path, size <= VERIFIED_BYTES if verify is None else verify, progress)
+        if any(found.meta.sha256.get(name) != checksum for name, checksum in sources.items()):
+            raise damaged(path, "it has text of other captions or encoders")
+        return found
+    if encoders.device is None:
+        raise DataError(
+            f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it once with: "
+            "ddpm-ds prepare --encode"
+        )
+    texts, fields = texts_of(images), text_fields(encoders)
+    text_bytes = sum(stored.nbytes for stored in fields.values())
+    if progress:
+        free = shutil.disk_usage(path.parent).free
+        print(
+            f"{path.name}: {len(texts):,} distinct captions of {text_bytes:,} bytes ({encoders.spec.stored}) take "
+            f"{gib(len(texts) * text_bytes)}, {gib(free)} are free",
+            file=sys.stderr,
+        )
+    plan = _plan("text", fields, len(texts), text_bytes, _hash_of(sources))
+
+    def chunks(numbers: range) -> Iterator[Chunk]:
+        return encoded_texts(encoders, texts[numbers.start : numbers.stop])
+
+    try:
+        write_cache(path, plan, chunks, spec, Facts((".",), sources), progress)
+    except OSError as error:
+        raise _unwritable(spec, error) from error
+    made = DatasetCache.open(path, verify=False)
+    for line in findings(made) if progress else ():
+        print(f"{path.name}: {line}", file=sys.stderr)
     return made
 
 
@@ -217,15 +311,19 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
 
 def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
     """Make the cache of the latents of all ``pixels``."""
-    shape = spec.shape
     sources = sources_of(pixels, coder.autoencoder)
-    plan = _plan("latents", {IMAGES: field_of("latents", shape)}, len(pixels), 2 * math.prod(shape), _hash_of(sources))
+    beside = {name: pixels.meta.field(name) for name in pixels.others}
+    fields = {IMAGES: field_of("latents", spec.shape), **beside}
+    plan = _plan("latents", fields, len(pixels), sum(each.nbytes for each in fields.values()), _hash_of(sources))
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
-            yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [])
+            others = {name: [row.data for row in stored[part]] for name, stored in pixels.others.items()}
+            yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
 
-    write_cache(path, plan, chunks, spec, Facts(pixels.meta.classes, sources, pixels.meta.origin), progress)
+    captions = written(texts_of(pixels)) if spec.text is not None else None
+    facts = Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=captions)
+    write_cache(path, plan, chunks, spec, facts, progress)
 
 
 def _build_residuals(path: Path, regression: Regression, fields: DatasetCache, spec: DataSpec, progress: bool) -> None:
@@ -262,6 +360,7 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
         image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
     else:
         source = open_source(spec, progress)
+        captions = known_captions(source, spec)
         content, encoded_bytes = _sampled(source)
         image_bytes, keep_encoded = float(math.prod(spec.stored_shape)), spec.store == "encoded"
     images = len(source.labels)
@@ -282,9 +381,13 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
             plan, source.chunks, Facts(source.classes, {}, origin, source.constants, source.coordinates, masked)
         )
     kind = "encoded" if keep_encoded else "pixels"
-    plan = _plan(kind, {IMAGES: field_of(kind, spec.stored_shape)}, images, image_bytes, " ".join([content, *of_files]))
-    facts = Facts(source.classes, {DECODING: DECODING_VERSION} if keep_encoded else {}, origin)
-    return Decoding(source, plan, shareable=encoded_bytes is not None, facts=facts)
+    made_of = {DECODING: DECODING_VERSION} if keep_encoded else {}
+    facts, stored = Facts(source.classes, made_of, origin), {IMAGES: field_of(kind, spec.stored_shape)}
+    if captions is not None:
+        facts, stored = replace(facts, captions=written(captions.texts)), stored | image_fields(captions.table)
+    plan = _plan(kind, stored, images, image_bytes, " ".join([content, *of_files]))
+    table = None if captions is None else captions.table
+    return Decoding(source, plan, shareable=encoded_bytes is not None, facts=facts, captions=table)
 
 
 @dataclass(frozen=True)
@@ -301,6 +404,8 @@ def _sampled(source: Source) -> tuple[str, float | None]:
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
+    if (captions := captions_of(source)) is not None:
+        digest.update(written(captions.texts) + captions.table.tobytes())
     count, sizes, encoded = len(source.labels), [], True
     for i in np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int).tolist():
         try:
@@ -364,8 +469,9 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
             if progress and os.path.lexists(spec.path):
                 print(f"{error}; the images in {found.path} are used", file=sys.stderr)
             return
+    what = "images" if spec.text is None else "images or captions"
     raise DataError(
-        f"data.path = {spec.path} has other images than {found.path} was prepared from; bring those back, or delete "
+        f"data.path = {spec.path} has other {what} than {found.path} was prepared from; bring those back, or delete "
         f"{found.path} to prepare these"
     )
 
@@ -373,8 +479,17 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
 class Decoding:
     """Decoding of a source's images, shared by several processes."""
 
-    def __init__(self, source: Source, plan: CachePlan, shareable: bool, facts: Facts) -> None:
+    def __init__(
+        self,
+        source: Source,
+        plan: CachePlan,
+        shareable: bool,
+        facts: Facts,
+        captions: npt.NDArray[np.int32] | None = None,
+    ) -> None:
         self.source, self.plan, self.facts = source, plan, facts
+        self.captions = captions
+        """Numbers of each image's captions, (N, most captions)."""
         self.shareable = shareable and plan.images > FEW_IMAGES
         """Whether several processes are faster than one."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(plan.shape)))
@@ -392,10 +507,11 @@ class Decoding:
     def chunk(self, numbers: range) -> Chunk:
         """Decode images, even if they are kept encoded, to find those that are unreadable."""
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
+        others: dict[str, list[memoryview]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
         channels, *size = self.plan.shape
         for i in numbers:
             try:
-                pixels = decoded(self.source, i, (size[0], size[1]), channels, self.large)
+                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels, self.large)
             except UnreadableImage as error:
                 skipped.append((error.name, error.reason))
                 continue
@@ -403,7 +519,10 @@ class Decoding:
             assert isinstance(content, bytes)
             images.append(content)
             labels.append(int(self.source.labels[i]))
-        return Chunk(images, labels, skipped)
+            if self.captions is not None:
+                others[SIZES].append(sizes.data)
+                others[CAPTIONS].append(self.captions[i].data)
+        return Chunk(images, labels, skipped, others)
 
 
 _decoding: Decoding

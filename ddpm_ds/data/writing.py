@@ -31,6 +31,7 @@ from tqdm import tqdm
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import (
+    CAPTIONS_FILE,
     CONSTANTS,
     FORMAT,
     IMAGES,
@@ -131,6 +132,8 @@ class Facts:
     coordinates: tuple[Coordinate, ...] = ()
     masked: bool = False
     """Whether values can be NaN, for masked ones."""
+    captions: bytes | None = None
+    """Content of the file of distinct captions."""
 
 
 Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
@@ -263,7 +266,8 @@ def _begun(path: Path, plan: CachePlan) -> Path:
     needed, free = plan.images * plan.image_bytes, shutil.disk_usage(path.parent).free
     if needed > free:
         raise DataError(
-            f"data.store_root = {path.parent} has {gib(free)} free, and the images take {gib(needed)}; free some, or "
+            f"data.store_root = {path.parent} has {gib(free)} free, and the "
+            f"{'texts' if plan.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
     for other in _folders(path):
@@ -401,7 +405,7 @@ class _Shards:
     def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
         """Write the headers of ``.npy`` files of ``count`` images, padded so that the count can be changed later."""
         for name, file in files.items():
-            if self.plan.kind != "encoded":
+            if self.plan.kind != "encoded" or name != IMAGES:
                 stored = self.plan.fields[name]
                 header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
                 file.seek(0)
@@ -439,6 +443,9 @@ def _describe(
     for name, array in files.items():
         with _complete(folder / name) as file:
             np.save(file, array)
+    if facts.captions is not None:
+        with _complete(folder / CAPTIONS_FILE) as file:
+            file.write(facts.captions)
     if skipped:
         report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
         with _complete(folder / SKIPPED) as file:
@@ -448,6 +455,7 @@ def _describe(
         for number, record in enumerate(records)
         for name, checksum in record.sha256.items()
     }
+    kept = [*files, *([] if facts.captions is None else [CAPTIONS_FILE])]
     measured = {name for record in records for name in record.moments}
     constants = facts.constants
     meta = CacheMeta(
@@ -458,7 +466,7 @@ def _describe(
         shape=plan.shape,
         classes=facts.classes,
         skipped=len(skipped),
-        sha256=checksums | {name: sha256_of(folder / name) for name in files} | dict(facts.made_of),
+        sha256=checksums | {name: sha256_of(folder / name) for name in kept} | dict(facts.made_of),
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
         origin=facts.origin,

@@ -3,27 +3,13 @@
 Each rank does this by itself, by the image's index alone, so that text is never sent between stages.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.text import TextSpec
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.keyed import Stream
-
-
-class Encoded(NamedTuple):
-    """Encoded texts."""
-
-    tokens: Tensor
-    """(N, tokens, channels) float16 or float32."""
-    pooled: Tensor | None = None
-    """(N, channels) of the same dtype; None if the U-Net reads none."""
-
-    def on(self, device: torch.device) -> "Encoded":
-        """Return them on a device."""
-        return Encoded(self.tokens.to(device), None if self.pooled is None else self.pooled.to(device))
 
 
 class Text:

@@ -19,7 +19,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import prepare_images
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
@@ -62,7 +62,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             "--dataset DIR"
         )
     else:
-        reference = prepare(pixels_of(spec.data), progress=True, learned=learned)
+        reference = prepare_images(pixels_of(spec.data), progress=True, learned=learned)
     if learned is not None:
         if reference.meta.sha256 != learned:
             raise DataError(

@@ -19,10 +19,11 @@ from ddpm_ds.config.spec import ConditionSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.text import Encoded, Text
+from ddpm_ds.diffusion.text import Text
 from ddpm_ds.keyed import Draws, Stream
 from ddpm_ds.unet.layers import augmentation_numbers
 

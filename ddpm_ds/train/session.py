@@ -90,7 +90,13 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device, prepared.store.meta.statistics, prepared.store.constants),
+            Denoising(
+                plan.spec,
+                device,
+                prepared.store.meta.statistics,
+                prepared.store.constants,
+                prepared.store.empty_text,
+            ),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),

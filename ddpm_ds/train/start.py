@@ -16,6 +16,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence, split
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -138,6 +139,7 @@ def _prepared(
     check_kernels(plan.ds.kernels, device)
     if plan.ds.compile:
         check_compiler(device)
+    check_text(plan.spec)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
     store = prepare(

@@ -31,7 +31,7 @@ def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels
     """Pixels and label of an image, of a source that was sent to another process."""
     there = pickle.loads(pickle.dumps(source))
     assert there.name(i) == source.name(i) and there.classes == source.classes
-    return decoded(there, i, (size, size), channels), int(there.labels[i])
+    return decoded(there, i, (size, size), channels)[0], int(there.labels[i])
 
 
 def line_of(spec: DataSpec) -> str:

@@ -332,7 +332,10 @@ def test_the_verb_encodes_and_refuses_without_an_autoencoder(
 ) -> None:
     arguments = ["prepare", "--encode", "--spec", str(DIGITS), "--set", f"data.store_root={tmp_path}"]
     assert command.main(arguments) == 2
-    assert "--encode makes latents of data.autoencoder, which is null" in capsys.readouterr().err
+    assert (
+        "--encode makes latents of data.autoencoder and encodes captions of data.text, and both are null"
+        in capsys.readouterr().err
+    )
     latent = (
         "data.channels=4",
         f"data.autoencoder={model[0]}",

@@ -240,7 +240,8 @@ def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
 
 def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: DatasetCache) -> None:
     def reads(size: int, shape: tuple[int, int, int]) -> int:
-        store = replace(digits, meta=digits.meta.model_copy(update={"shape": shape}))
+        meta = digits.meta.model_copy(update={"shape": shape})
+        store = replace(digits, images=StoredImages(digits.path, meta, None))
         return _Reads(store, None, Order(1797, 3), 0, size, size, False).micro_batches
 
     assert reads(64, (1, 8, 8)) == 512 // 64

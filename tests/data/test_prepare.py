@@ -422,7 +422,7 @@ def test_a_cache_of_an_earlier_decoding_is_read_as_it_was_by_those_who_learned_i
     Image.fromarray(noise).resize((257, 257)).save(tmp_path / "jpegs" / "cats" / "0.jpg")
     spec = spec_of(source="folder", path=tmp_path / "jpegs", image_size=32, channels=3, store=store)
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "decode", partial(decoding.decode, stretched=True))
+        patch.setattr(decoding, "decode_with_sizes", partial(decoding.decode_with_sizes, stretched=True))
         kept = prepare(spec)
     pixels = decoding.decode((tmp_path / "jpegs" / "cats" / "0.jpg").read_bytes(), (32, 32), 3, stretched=True)
     earlier = kept.path.rename(cache_path(spec, ""))

@@ -41,6 +41,8 @@ LABELS = "dataset.json"
 """File of labels at the root of archives and folders written by the tools of EDM and StyleGAN."""
 UNLABELLED = -1
 """Placeholder for a missing label while labels are collected."""
+NO_CAPTION = -1
+"""Fills the row of an image that has fewer captions than another."""
 BROKEN = (
     *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
     *(struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
@@ -59,6 +61,46 @@ class UnreadableImage(Exception):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
+
+
+class Captions:
+    """Captions of N images, stored compactly: distinct texts once, and the numbers of those that each image has.
+
+    ``found`` has the captions of each image, None where they are missing. Text 0 is empty, whether an image has it or
+    not: it is what a dropped caption becomes.
+    """
+
+    def __init__(self, found: Iterable[Sequence[str] | None]) -> None:
+        seen = {"": 0}
+        numbers, ends, missing = array("i"), array("q", [0]), array("q")
+        for image, texts in enumerate(found):
+            if texts is None:
+                missing.append(image)
+            for text in texts or ():
+                whole = text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
+                numbers.append(seen.setdefault(whole, len(seen)))
+            ends.append(len(numbers))
+        self.texts = Names(seen)
+        self.missing: Sequence[int] = missing
+        """Images without captions, which are an error."""
+        counts = np.diff(np.frombuffer(ends, np.int64))
+        self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
+        """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
+        self.table[np.arange(self.table.shape[1]) < counts[:, None]] = np.frombuffer(numbers, np.int32)
+
+
+def captions_in(value: Any) -> Sequence[str] | None:
+    """Return the captions in a text or a list of texts; None if there is none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value is None or value == []:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("its captions are no text and no list of texts")
+    return texts
 
 
 class Source(Protocol):
@@ -87,6 +129,11 @@ class Source(Protocol):
             OSError, ValueError: this image can't be read, and is skipped; any other error is a bug.
         """
         ...
+
+
+def captions_of(source: Source) -> Captions | None:
+    """Return a source's ``captions``, which it has if ``data.text`` asks for them and it can have some."""
+    return getattr(source, "captions", None)
 
 
 Opener: TypeAlias = "Callable[[DataSpec, bool], Source]"

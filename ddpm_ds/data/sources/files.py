@@ -19,8 +19,10 @@ import numpy.typing as npt
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     LABELS,
+    Captions,
     Labels,
     Names,
+    captions_in,
     check_size,
     is_image,
     labelled,
@@ -34,8 +36,10 @@ from ddpm_ds.data.sources.base import (
     slashed,
 )
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular
+from ddpm_ds.files import open_regular, parse_json, read_text
 
+METADATA = "metadata.jsonl"
+"""File of captions at the root of a folder, one line for each image."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
 WINDOWS = 0
@@ -58,6 +62,7 @@ class FolderSource:
     labels: Labels = field(repr=False)
     root: Path
     files: Names = field(repr=False)
+    captions: Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:
         """Return the relative path."""
@@ -81,7 +86,45 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     if os.path.exists(root / LABELS):
         labels = listed_labels(root, lambda: read_file(root / LABELS), files)
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
-    return FolderSource(*classed, root, Names(files))
+    captions = None if spec.text is None else Captions(_captions(root, files, spec.text.captions))
+    return FolderSource(*classed, root, Names(files), captions)
+
+
+def _captions(root: Path, files: Sequence[str], key: str) -> Iterator[Sequence[str] | None]:
+    """Yield the captions of each image: those under ``key`` in ``metadata.jsonl``, or else the text in the file of its
+    name that ends in .txt; None if it has neither.
+    """
+    listed = _listed_captions(root / METADATA, key) if os.path.exists(root / METADATA) else {}
+    for name in files:
+        beside = root / (os.path.splitext(name)[0] + ".txt")
+        if (found := listed.get(name)) is None:
+            try:
+                found = [read_text(beside).strip()]
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise DataError(f"data.path: {beside} can't be read ({one_line(error)}); mend it") from error
+        yield found
+
+
+def _listed_captions(path: Path, key: str) -> dict[str, Sequence[str]]:
+    """Return the captions in a file of lines such as ``{"file_name": "a.png", "text": "a cat"}``, by file name."""
+    found: dict[str, Sequence[str]] = {}
+    line = 0
+    try:
+        with open_regular(path) as lines:
+            for content in lines:
+                line += 1
+                if not content.strip():
+                    continue
+                block = parse_json(content)
+                if not isinstance(block, dict) or not isinstance(block.get("file_name"), str):
+                    raise ValueError("it has no file_name")
+                if (captions := captions_in(block.get(key))) is not None:
+                    found[slashed(block["file_name"])] = captions
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.path: {path}, line {line}: {one_line(error)}; write it again") from error
+    return found
 
 
 def class_of(path: str) -> str:

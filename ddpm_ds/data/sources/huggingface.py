@@ -15,7 +15,9 @@ from ddpm_ds.data.sources.base import (
     MOST_CLASSES,
     MOST_REASON,
     UNLABELLED,
+    Captions,
     Labels,
+    captions_in,
     check_size,
     labelled,
     numbered,
@@ -41,6 +43,7 @@ class HuggingFaceSource:
     column: str
     root: Path
     """Folder to which paths in the column are relative."""
+    captions: Captions | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         import pyarrow as pa
@@ -96,7 +99,8 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
     pyarrow.default_memory_pool().release_unused()  # used for conversion
     try:
-        source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
+        files = tuple(file["filename"] for file in rows.cache_files)
+        source = HuggingFaceSource(classes, labels, files, column, root, _captions(rows, spec, key))
         source._rows.validate(full=True)  # else reading a row of a forged file could end the process
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{key} can't be read ({one_line(error)}); save it again") from error
@@ -202,6 +206,24 @@ def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[s
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
         raise DataError(f"{key} has {what} in column {column}; {fix}")
     return labelled(labels, names)
+
+
+def _captions(rows: Any, spec: DataSpec, key: str) -> Captions | None:
+    """Return the captions in the column that the spec names, of texts or lists of texts; raises DataError."""
+    if spec.text is None:
+        return None
+    column = spec.text.captions
+    feature = _feature(rows, "data.text.captions", column, key)
+    if not _text(getattr(feature, "feature", feature)):
+        texts = ", ".join(name for name, other in rows.features.items() if _text(getattr(other, "feature", other)))
+        fix = f"choose one of {texts}" if texts else "bring a column of captions"
+        raise DataError(f"data.text.captions = {column} of {key} holds no texts; {fix}")
+    values = rows.data.column(column)
+    try:
+        values.validate(full=True)
+        return Captions(captions_in(value.as_py()) for value in values)
+    except ValueError as error:  # Arrow's, of a text that is not UTF-8; a list with a null
+        raise DataError(f"{key} has captions in column {column} that can't be read ({one_line(error)})") from error
 
 
 def _feature(rows: Any, option: str, column: str, key: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tarfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
@@ -23,8 +23,10 @@ from ddpm_ds.data.sources.base import (
     BROKEN,
     MOST_CLASSES,
     UNLABELLED,
+    Captions,
     Labels,
     Names,
+    captions_in,
     check_size,
     is_image,
     labelled,
@@ -36,6 +38,8 @@ from ddpm_ds.files import CHUNK_BYTES, MOST_RECORD_BYTES, check_digits, open_reg
 
 LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
+CAPTIONS = ("json", "txt")
+"""Extensions of captions. The first one counts."""
 LEFT_OUT = (
     "its key ends at the first dot of its name, so it is no image of its own; rename it",
     "its key has a label, but no image (KEY.jpg, KEY.png, KEY.webp, ...)",
@@ -54,6 +58,7 @@ class WebDatasetSource:
     files: Names = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
     """Index of each image's shard, the offset of its content in bytes and its size, or as LEFT_OUT says: (N, 3)."""
+    captions: Captions | None = field(default=None, repr=False)
 
     def name(self, i: int, /) -> str:
         """Return the names of shard and member."""
@@ -76,13 +81,17 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
     shards = _shards(spec)
     places, labels = array("q"), array("q")
+    captions = list[Sequence[str] | None]()
+    key = None if spec.text is None else spec.text.captions
 
     def names() -> Iterator[str]:
         with tqdm(total=total, desc="listing shards", unit="B", unit_scale=True, delay=1, disable=not progress) as bar:
             for number, shard in enumerate(shards):
-                for name, offset, size, label in _images(shard, bar):
+                for name, offset, size, label, texts in _images(shard, bar, key):
                     places.extend((number, offset, size))
                     labels.append(label)
+                    if key is not None:
+                        captions.append(texts)
                     yield name
 
     total = sum(shard.stat().st_size for shard in shards)
@@ -92,7 +101,8 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
         why = f"; {printable(files[0])}: {LEFT_OUT[table[0, 1]]}" if len(files) else ""
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards{why}")
     classes, found = labelled(found)
-    source = WebDatasetSource(classes, np.maximum(found, 0), shards, files, table)
+    known = None if key is None else Captions(captions)
+    source = WebDatasetSource(classes, np.maximum(found, 0), shards, files, table, known)
     if len(without := np.flatnonzero((found == UNLABELLED) & (table[:, 2] >= 0))):
         raise DataError(
             f"data.path = {spec.path}: {len(without):,} of {len(found):,} images have no label, first "
@@ -120,8 +130,11 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
     return shards
 
 
-def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the name of each image of a shard, its offset and size in bytes, and its label, then what is left out.
+def _images(
+    shard: Path, bar: tqdm[NoReturn], captions: str | None
+) -> Iterator[tuple[str, int, int, int, Sequence[str] | None]]:
+    """Yield the name of each image of a shard, its offset and size in bytes, its label, and its ``captions``, which are
+    under this key of its .json, or else in its .txt; then what is left out.
 
     As webdataset has it, the members of a key, which ends at the first dot, are one sample: its image, its label and
     other things, such as the mask ``KEY.seg.png`` beside ``KEY.png``, which is not read.
@@ -132,6 +145,7 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, i
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
     others: list[tuple[str, str]] = []
+    texts: dict[tuple[str, str], Sequence[str] | None] = {}
     try:
         with open_regular(shard) as file:
             for member in _members(file, bar):
@@ -142,7 +156,9 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, i
                     if (key, extension) in labels:
                         raise ValueError(f"{printable(member.name)} is there twice")
                     labels[key, extension] = _label(file, member)
-                elif is_image(base) and "." in extension:
+                if captions is not None and extension in CAPTIONS:
+                    texts[key, extension] = _captions(file, member, captions)
+                if is_image(base) and "." in extension:
                     others.append((key, member.name))
                 elif is_image(base):
                     if key in images:
@@ -152,12 +168,14 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, i
         raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
     for key, image in images.items():
         found = (labels.get((key, kind), UNLABELLED) for kind in LABELS)
-        yield *image, next((label for label in found if label >= 0), UNLABELLED)
+        told = (texts.get((key, kind)) for kind in CAPTIONS)
+        label = next((label for label in found if label >= 0), UNLABELLED)
+        yield *image, label, next((found for found in told if found is not None), None)
     numbered = (name for key, name in others if key not in images or name[len(key) + 1].isdigit())  # x.1.jpg is no mask
     without = (f"{key}.{kind}" for (key, kind), label in labels.items() if label >= 0 and key not in images)
     for reason, left_out in enumerate((numbered, without)):
         for name in left_out:
-            yield name, reason, -1, UNLABELLED
+            yield name, reason, -1, UNLABELLED, ()
 
 
 def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:
@@ -194,14 +212,31 @@ def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:
     bar.update(start + os.fstat(file.fileno()).st_size - bar.n)
 
 
-def _label(file: IO[bytes], member: tarfile.TarInfo) -> int:
-    """Return the label in a member, or UNLABELLED if its block has none; raises ValueError."""
-    name = printable(member.name)
+def _content(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
+    """Return the content of a small member; raises ValueError."""
     if member.size > MOST_RECORD_BYTES:
-        raise ValueError(f"{name} has more than {MOST_RECORD_BYTES:,} bytes")
+        raise ValueError(f"{printable(member.name)} has more than {MOST_RECORD_BYTES:,} bytes")
     content = os.pread(file.fileno(), member.size, member.offset_data)
     if len(content) < member.size:
         raise ValueError("it ends early")
+    return content
+
+
+def _captions(file: IO[bytes], member: tarfile.TarInfo, key: str) -> Sequence[str] | None:
+    """Return the captions in a .txt, or under ``key`` of a .json; None if it has none. Raises ValueError."""
+    content = _content(file, member)
+    try:
+        if member.name.lower().endswith("txt"):
+            return [content.decode("utf-8-sig").strip()]
+        block = parse_json(content)
+        return captions_in(block.get(key)) if isinstance(block, dict) else None
+    except ValueError as error:
+        raise ValueError(f"{printable(member.name)}: {one_line(error)}") from error
+
+
+def _label(file: IO[bytes], member: tarfile.TarInfo) -> int:
+    """Return the label in a member, or UNLABELLED if its block has none; raises ValueError."""
+    name, content = printable(member.name), _content(file, member)
     try:
         if name.lower().endswith("json"):
             block = parse_json(content)

@@ -1,0 +1,178 @@
+"""Captions of images on their way into the cache: distinct ones are encoded once, and stored in 16 or 8 bits.
+
+::
+
+    "a cat"    ──encode──▶ tokens (77, C) float16                       ─▶ images.npy, pooled.npy of the text's cache
+               ──────────▶ int8 (77, C) x scale (77,) of each token     ─▶ images.npy, text_scale.npy
+
+Text caches are named after the captions and the encoders, so that images of several sizes, pixels and latents share
+one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import (
+    CAPTIONS,
+    CAPTIONS_FILE,
+    IMAGES,
+    MEASURED,
+    POOLED,
+    SIZES,
+    TEXT_SCALE,
+    TEXTS,
+    DatasetCache,
+    StoredField,
+    damaged,
+)
+from ddpm_ds.data.sources.base import Captions, Source, captions_of
+from ddpm_ds.data.text import TextEncoders
+from ddpm_ds.data.writing import Chunk
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEXTS_AT_ONCE = 64
+"""Texts that are encoded together."""
+STEPS = 127
+"""Largest int8, which the largest value of a token becomes."""
+MOST_FLOAT16 = 65504.0
+ENCODERS = "encoders"
+"""Key of the encoders in the checksums of encoded text."""
+
+
+def known_captions(source: Source, spec: DataSpec) -> Captions | None:
+    """Return the captions of a source's images; None without ``data.text``.
+
+    Raises:
+        DataError: images have none.
+    """
+    captions = captions_of(source)
+    if captions is None or not (missing := captions.missing):
+        return captions
+    assert spec.text is not None
+    raise DataError(
+        f"data.text: {len(missing):,} of {len(source.labels):,} images of data.source = {spec.source} have no caption, "
+        f"first {source.name(missing[0])}; give each a .txt of its name or a text under {spec.text.captions}, or leave "
+        "these images out"
+    )
+
+
+def image_fields(captions: npt.NDArray[np.int32]) -> dict[str, StoredField]:
+    """Return the fields that images have beside their pixels if they have ``captions`` (N, most captions)."""
+    return {
+        SIZES: StoredField(shape=(6,), values="float32"),
+        CAPTIONS: StoredField(shape=(captions.shape[1],), values="int32"),
+    }
+
+
+def written(texts: Iterable[str]) -> bytes:
+    """Return the content of a file of distinct captions."""
+    return b"".join(json.dumps(text).encode() + b"\n" for text in texts)
+
+
+def texts_of(images: DatasetCache) -> list[str]:
+    """Return the distinct captions of a cache of images; raises DataError."""
+    try:
+        with open_regular(images.path / CAPTIONS_FILE) as lines:
+            return [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise damaged(images.path, f"{CAPTIONS_FILE} can't be read ({error})") from error
+
+
+def text_path(images: DatasetCache, encoders: TextEncoders) -> Path:
+    """Return the folder of the encoded captions of a cache of images."""
+    name = f"text-{images.meta.sha256[CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
+    return images.path.with_name(name + ("-int8" if encoders.spec.stored == "int8" else ""))
+
+
+def without_text(checksums: Mapping[str, str]) -> dict[str, str]:
+    """Return the checksums of images alone, of those of images that are used with encoded captions."""
+    return {name: value for name, value in checksums.items() if not name.startswith(TEXTS)}
+
+
+def text_sources(images: DatasetCache, encoders: TextEncoders) -> dict[str, str]:
+    """Return the checksums of what encoded captions are made of."""
+    return {CAPTIONS_FILE: images.meta.sha256[CAPTIONS_FILE], ENCODERS: encoders.digest}
+
+
+def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
+    """Return the fields of one encoded caption."""
+    small = encoders.spec.stored == "int8"
+    shape = (1, encoders.tokens, encoders.channels)
+    fields = {IMAGES: StoredField(shape=shape, values="int8" if small else "float16")}
+    if small:
+        fields[TEXT_SCALE] = StoredField(shape=(encoders.tokens,), values="float32")
+    if encoders.pooled_channels is not None:
+        fields[POOLED] = StoredField(shape=(encoders.pooled_channels,), values="float16")
+    return fields | {MEASURED: StoredField(shape=(3,), values="float32")}
+
+
+def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chunk]:
+    """Yield encoded ``texts`` in chunks.
+
+    Raises:
+        DataError: the encoders are damaged, or make a value beyond float16.
+    """
+    import torch
+
+    for first in range(0, len(texts), TEXTS_AT_ONCE):
+        part = list(texts[first : first + TEXTS_AT_ONCE])
+        tokens, pooled = (None if each is None else each.float().cpu() for each in encoders.encode(part))
+        assert tokens is not None
+        for values in (tokens, pooled):
+            if values is not None and not (values.abs().amax() <= MOST_FLOAT16):
+                raise DataError(
+                    f"data.text.encoders = {encoders.spec.encoders} make a value that float16 can't hold of a caption "
+                    f"such as {part[0]!r}; use other encoders"
+                )
+        fields: dict[str, Tensor] = {}
+        if encoders.spec.stored == "int8":
+            stored, fields[TEXT_SCALE] = in_8_bits(tokens)
+            read = stored * fields[TEXT_SCALE][:, :, None]
+        else:
+            stored = tokens.half()
+            read = stored.float()
+        errors = (read - tokens).norm(dim=2) / tokens.norm(dim=2).clamp(min=1e-30)  # (n, tokens)
+        if pooled is not None:
+            fields[POOLED] = pooled.half()
+        cut = torch.tensor(encoders.excess(part), dtype=torch.float32)
+        fields[MEASURED] = torch.stack((errors.mean(dim=1), errors.amax(dim=1), cut), dim=1)
+        others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
+        yield Chunk([row.data for row in stored.numpy()], [0] * len(part), [], others)
+
+
+def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens (N, tokens, channels) as int8 and the scale (N, tokens) float32 of each, of which they are the
+    product up to half a scale.
+    """
+    import torch
+
+    scale = tokens.abs().amax(dim=2) / STEPS
+    steps = tokens / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
+    return steps.round().clamp(-STEPS, STEPS).to(torch.int8), scale
+
+
+def findings(text: DatasetCache) -> list[str]:
+    """Return what is to be said of encoded captions: how many were cut, and the error of 8 bits."""
+    mean, largest, cut = text.others[MEASURED][:].T
+    said = []
+    if cuts := int((cut > 0).sum()):
+        tokens = text.meta.shape[1]
+        said.append(
+            f"{cuts:,} of {len(text):,} captions have more than {tokens} tokens and are cut, as by diffusers' "
+            f"pipelines; the longest loses {int(cut.max()):,}"
+        )
+    if text.meta.field(IMAGES).values == "int8":
+        said.append(f"int8: relative error of a token {mean.mean():.2%} on average, {largest.max():.2%} at most")
+    return said

@@ -1,0 +1,267 @@
+"""Frozen encoders of captions, read from the folder of a pipeline of diffusers, and used as its pipelines use them.
+
+SD 1.5 and 2 read the last hidden state of one encoder, normalised. SDXL reads the states before the last layer of two,
+joined along the channels, and the second's projection of the whole text, the pooled text. Source: diffusers'
+``StableDiffusionPipeline.encode_prompt`` and ``StableDiffusionXLPipeline.encode_prompt``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.text import TextSpec
+from ddpm_ds.data.sources.base import MOST_REASON, one_line
+from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.files import parse_json, read_bytes, sha256_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+CONFIG = "config.json"
+EXPECTED = (
+    "name the folder of a pipeline of diffusers with tokenizer and text_encoder, and for SDXL tokenizer_2 and "
+    "text_encoder_2, or its name on the Hugging Face hub"
+)
+SUFFIXES = ("", "_2")
+MOST_TOKENS = 4096
+PROJECTING = "CLIPTextModelWithProjection"
+DOWNLOADED = [f"{part}{suffix}/*" for part in ("tokenizer", "text_encoder") for suffix in SUFFIXES]
+NOT_DOWNLOADED = ["*.bin", "*.msgpack", "*.onnx*", "*.xml", "*.h5", "*.fp16.*", "*.non_ema.*"]
+
+
+class Encoded(NamedTuple):
+    """Encoded texts."""
+
+    tokens: Tensor
+    """(N, tokens, channels) float16 or float32."""
+    pooled: Tensor | None = None
+    """(N, channels) of the same dtype; None if the U-Net reads none."""
+
+    def on(self, device: torch.device) -> Encoded:
+        """Return them on a device."""
+        return Encoded(self.tokens.to(device), None if self.pooled is None else self.pooled.to(device))
+
+
+class _Config(BaseModel):
+    """Part of an encoder's ``config.json`` that is read, with the defaults of transformers."""
+
+    model_config = ConfigDict(frozen=True)
+
+    architectures: tuple[Literal["CLIPTextModel", "CLIPTextModelWithProjection"]]
+    hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 512
+    projection_dim: Annotated[int, Field(ge=1, le=2**16)] = 512
+    max_position_embeddings: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 77
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tokenizer and its encoder, which are not loaded."""
+
+    tokenizer: Path
+    encoder: Path
+    config: _Config
+    variant: Literal["fp16"] | None
+
+    @property
+    def files(self) -> list[Path]:
+        """Files on which the encoded text depends."""
+        beside = (path for path in self.tokenizer.iterdir() if path.suffix in (".json", ".txt"))
+        return [*sorted(beside), self.encoder / CONFIG, *_weights(self.encoder, self.variant)]
+
+
+class TextEncoders:
+    """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU."""
+
+    def __init__(self, spec: TextSpec, parts: Sequence[_Part], device: torch.device | None) -> None:
+        self.spec, self.device, self._parts = spec, device, parts
+
+    @classmethod
+    def open(cls, spec: TextSpec, device: torch.device | None) -> TextEncoders:
+        """Open the encoders of ``spec``, of which only configurations are read; without a ``device`` they don't encode.
+
+        Raises:
+            DataError: transformers is not installed, or encoders or tokenizers are missing, damaged or of another kind.
+        """
+        if importlib.util.find_spec("transformers") is None:
+            raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
+        folder = Path(spec.encoders)
+        folder = folder if folder.exists() else _from_hub(spec.encoders)
+        parts = [_part(spec, folder, suffix) for suffix in SUFFIXES if not suffix or _is_there(folder, suffix)]
+        return cls(spec, parts, device)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that decides what a text becomes: the files of all parts and the layer."""
+        followed = hashlib.sha256(self.spec.layer.encode())
+        for part in self._parts:
+            for path in part.files:
+                followed.update(f"{path.parent.name}/{path.name} {sha256_of(path)}".encode())
+        return followed.hexdigest()
+
+    @property
+    def channels(self) -> int:
+        """Width of the encoded tokens."""
+        return sum(part.config.hidden_size for part in self._parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a text, padding included."""
+        return self._parts[0].config.max_position_embeddings
+
+    @property
+    def pooled_channels(self) -> int | None:
+        """Width of the pooled text; None if no encoder projects."""
+        return next((part.config.projection_dim for part in self._parts if _projects(part)), None)
+
+    @functools.cached_property
+    def models(self) -> list[tuple[Any, Any]]:
+        """Tokenizers and encoders on the device.
+
+        Raises:
+            DataError: they are damaged or of another kind.
+        """
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()  # the errors below replace its warnings
+        transformers.logging.disable_progress_bar()
+        assert self.device is not None, "opened without a device"
+        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        found = []
+        for part in self._parts:
+            try:
+                where = part.tokenizer
+                tokenizer = transformers.CLIPTokenizer.from_pretrained(where, local_files_only=True)
+                if tokenizer.model_max_length != self.tokens:
+                    raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self.tokens}")
+                where = part.encoder
+                encoder, notes = getattr(transformers, part.config.architectures[0]).from_pretrained(
+                    where,
+                    variant=part.variant,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+                if missing := sorted(notes["missing_keys"]):
+                    raise ValueError(f"its weights lack {missing[0]}")
+            except Exception as error:  # transformers may raise anything on damaged files
+                raise _unusable(self.spec, f"{where} is damaged ({one_line(error)[:MOST_REASON]})") from None
+            found.append((tokenizer, encoder.eval().requires_grad_(False).to(self.device)))
+        return found
+
+    def encode(self, texts: list[str]) -> Encoded:
+        """Return the encoded ``texts``, on the device, in the encoders' dtype; tokens beyond the most are cut off."""
+        import torch
+
+        states, pooled = [], None
+        with torch.no_grad():
+            for tokenizer, encoder in self.models:
+                padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
+                ids = tokenizer(texts, **padded, return_tensors="pt").input_ids.to(self.device)
+                found = encoder(ids, output_hidden_states=True)
+                states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
+                pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
+        return Encoded(torch.cat(states, dim=-1), pooled)
+
+    def excess(self, texts: list[str]) -> list[int]:
+        """Return the number of tokens of each text that are cut off."""
+        counts = [[len(ids) for ids in tokenizer(texts).input_ids] for tokenizer, _ in self.models]
+        return [max(0, max(each) - self.tokens) for each in zip(*counts, strict=True)]
+
+
+def check_text(spec: RunSpec) -> None:
+    """Refuse encoders whose text the U-Net of ``spec`` can't read.
+
+    Raises:
+        DataError: as :meth:`TextEncoders.open`.
+        SpecError: it has other numbers of tokens or channels than ``unet.text``.
+    """
+    if spec.data.text is None or (cross := spec.unet.text) is None:
+        return
+    encoders = TextEncoders.open(spec.data.text, None)
+    asked: dict[str, tuple[int | None, int | None]] = {
+        "tokens": (cross.tokens, encoders.tokens),
+        "context_channels": (cross.context_channels, encoders.channels),
+        "pooled_channels": (cross.pooled_channels, encoders.pooled_channels),
+    }
+    for key, (wanted, found) in asked.items():
+        if wanted is not None and wanted != found:
+            has, fix = ("none", "null") if found is None else (found, found)
+            raise SpecError(
+                f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {spec.data.text.encoders} have "
+                f"{has}; --set unet.text.{key}={fix}, or name other encoders"
+            )
+
+
+def _projects(part: _Part) -> bool:
+    return part.config.architectures[0] == PROJECTING
+
+
+def _is_there(folder: Path, suffix: str) -> bool:
+    return any((folder / f"{part}{suffix}").exists() for part in ("tokenizer", "text_encoder"))
+
+
+def _part(spec: TextSpec, folder: Path, suffix: str) -> _Part:
+    """Return a tokenizer and its encoder in a pipeline's folder; raises DataError."""
+    tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
+    for part in (tokenizer, encoder):
+        if not part.is_dir():
+            raise _unusable(spec, f"it has no folder {part.name}")
+    try:
+        config = _Config.model_validate(parse_json(read_bytes(encoder / CONFIG)), strict=False)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"])) or CONFIG
+        raise _unusable(spec, f"{encoder.name}/{CONFIG} is of another kind ({key}: {fault['msg']})") from None
+    except (OSError, ValueError) as error:
+        raise _unusable(spec, f"{encoder.name}/{CONFIG} can't be read ({one_line(error)})") from None
+    variant = next((each for each in (None, "fp16") if _weights(encoder, each)), False)
+    if variant is False:
+        raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
+    return _Part(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
+
+
+def _weights(encoder: Path, variant: str | None) -> list[Path]:
+    """Return the files of an encoder's weights, one or several; none if there are none of this ``variant``."""
+    ending = rf"(\.{variant})?" if variant else ""
+    whole = re.compile(rf"model{ending}(-\d+-of-\d+)?{ending}\.safetensors")
+    return sorted(path for path in encoder.iterdir() if whole.fullmatch(path.name))
+
+
+def _from_hub(name: str) -> Path:
+    """Return the folder of a pipeline on the Hugging Face hub, downloading it if needed; raises DataError."""
+    import huggingface_hub  # installed with transformers
+    from huggingface_hub.utils import logging
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.split("/")[0] in (".", ".."):
+        raise DataError(f"data.text.encoders = {name} does not exist; {EXPECTED}")
+    logging.set_verbosity_error()  # else it reports each attempt
+    get = functools.partial(
+        huggingface_hub.snapshot_download, name, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED
+    )
+    try:
+        try:
+            folder = Path(get(local_files_only=True))
+        except OSError:
+            folder = Path(get())
+        return folder if _is_there(folder, "") else Path(get())  # another part of it may have been downloaded before
+    except Exception as error:  # huggingface_hub raises many types
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        what = f"is no folder, and can't be had from the Hugging Face hub ({reason[0]})"
+        raise DataError(f"data.text.encoders = {name} {what}; {EXPECTED}") from None
+
+
+def _unusable(spec: TextSpec, what: str) -> DataError:
+    return DataError(f"data.text.encoders = {spec.encoders} can't be used: {what}; {EXPECTED}")

@@ -1,0 +1,421 @@
+"""Captions are read beside their images, encoded once as diffusers' pipelines encode them, and chosen by key."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from make_text import write_encoders
+from PIL import ExifTags, Image
+
+from ddpm_ds import keyed
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
+from ddpm_ds.data import captions
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
+from ddpm_ds.data.latents import pixels_learned
+from ddpm_ds.data.loader import MicroBatch, micro_batches
+from ddpm_ds.data.prepare import cache_path, prepare, prepare_images
+from ddpm_ds.data.sources import open_source
+from ddpm_ds.data.text import TextEncoders, check_text
+from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.keyed import Stream
+from tests.autoencoders import save_autoencoder
+from tests.launching import tiny_spec
+
+CPU = torch.device("cpu")
+WORDS = ("a", "red", "green", "cat", "dog")
+SpecOf = Callable[..., DataSpec]
+TEXT_FIELDS = {"images", "text", "pooled", "sizes"}
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny encoders such as SDXL's, of 32 and 16 channels and 24 of pooled text."""
+    path = tmp_path_factory.mktemp("encoders")
+    write_encoders(path, WORDS, width=32, second=16, pooled=24)
+    return path
+
+
+@pytest.fixture
+def spec_of(encoders: Path, folder: Path, tmp_path: Path) -> SpecOf:
+    """Specs of twelve pictures with captions: two of the first cat, and one of the others."""
+    for number in range(6):
+        (folder / "dogs" / f"{number}.txt").write_text(f"a red dog{' of many' * number}\n")
+    lines = [{"file_name": f"cats/{number}.png", "text": "a cat"} for number in range(1, 6)]
+    lines.append({"file_name": "./cats/0.png", "text": ["a cat", "a green cat"]})  # type: ignore[dict-item]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def make(text: dict[str, Any] | None = None, **changes: Any) -> DataSpec:
+        asked = {"encoders": str(encoders), "layer": "penultimate"} | (text or {})
+        given = {"source": "folder", "path": folder, "image_size": 8, "channels": 3, "text": asked}
+        return DataSpec.model_validate(given | {"store_root": tmp_path / "stores"} | changes)
+
+    return make
+
+
+def batch_of(cache: DatasetCache, size: int = 12, **changes: Any) -> MicroBatch:
+    """The first micro-batch of a run."""
+    asked: dict[str, Any] = {"fields": TEXT_FIELDS, "seed": 0, "replicas": 1, "replica": 0} | changes
+    return next(micro_batches(cache, batch_images=size, micro_batch_images=size, **asked))
+
+
+def captioned(cache: DatasetCache) -> list[list[str]]:
+    """The captions of each image."""
+    texts = texts_of(cache)
+    return [[texts[number] for number in row if number >= 0] for row in cache.others["captions"][:]]
+
+
+def test_captions_of_a_folder_are_in_its_metadata_or_beside_its_images(spec_of: SpecOf) -> None:
+    cache = prepare_images(spec_of())
+    assert captioned(cache) == [
+        ["a cat", "a green cat"],
+        *[["a cat"]] * 5,
+        *([f"a red dog{' of many' * number}"] for number in range(6)),
+    ]
+    assert texts_of(cache)[0] == "" and len(texts_of(cache)) == 9, "equal captions are kept once, and the empty one"
+
+
+def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> None:
+    texts = ["a red cat", "", "green dog " * 60]
+    parts = {"vae": None, "unet": None, "scheduler": None}
+    load: Any = _loaded
+    found = TextEncoders.open(TextSpec(encoders=str(encoders), layer="penultimate"), CPU)
+    xl: Any = StableDiffusionXLPipeline.encode_prompt
+    pipeline = load(StableDiffusionXLPipeline, encoders, second=True)
+    tokens, _, pooled, _ = xl(pipeline, texts, device=CPU, do_classifier_free_guidance=False)
+    encoded = found.encode(texts)
+    assert torch.equal(encoded.tokens, tokens) and encoded.pooled is not None and torch.equal(encoded.pooled, pooled)
+    assert (found.tokens, found.channels, found.pooled_channels) == (77, 48, 24) and parts
+    assert found.excess(texts) == [0, 0, 45], "120 words, a start and an end"
+    write_encoders(tmp_path / "one", WORDS, width=16)
+    last = TextEncoders.open(TextSpec(encoders=str(tmp_path / "one")), CPU)
+    pipeline = load(StableDiffusionPipeline, tmp_path / "one", second=False)
+    tokens, _ = StableDiffusionPipeline.encode_prompt(pipeline, texts, CPU, 1, False)
+    assert torch.equal(last.encode(texts).tokens, tokens) and last.encode(texts).pooled is None
+    assert last.pooled_channels is None and last.digest != found.digest
+
+
+def _loaded(kind: Any, folder: Path, second: bool) -> Any:
+    """A pipeline of diffusers that can encode, and no more."""
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+    pipeline = kind.__new__(kind)
+    modules: dict[str, Any] = {
+        "tokenizer": CLIPTokenizer.from_pretrained(folder / "tokenizer"),
+        "text_encoder": CLIPTextModel.from_pretrained(folder / "text_encoder"),
+        "vae": None,
+        "unet": None,
+        "scheduler": None,
+    }
+    if second:
+        modules["tokenizer_2"] = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
+        modules["text_encoder_2"] = CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2")
+    pipeline.register_modules(**modules)
+    pipeline.register_to_config(force_zeros_for_empty_prompt=True)
+    return pipeline
+
+
+def test_the_loader_yields_the_text_and_sizes_of_each_image(spec_of: SpecOf) -> None:
+    spec = spec_of()
+    cache = prepare(spec, encode_on=CPU)
+    assert prepare(spec).meta == cache.meta, "it is opened without encoding"
+    batch, texts = batch_of(cache), texts_of(cache)
+    encoded = TextEncoders.open(spec.text, CPU).encode(texts)  # type: ignore[arg-type]
+    rows = cache.others["captions"][:]
+    positions = _positions(cache, batch)
+    draws = keyed.bits(0, Stream.CAPTION, batch.index, 1)[:, 0].numpy()
+    chosen = [rows[at][draw % (2 if at == 0 else 1)] for at, draw in zip(positions, draws, strict=True)]
+    assert batch.text is not None and torch.equal(batch.text, encoded.tokens[chosen].half())
+    assert batch.pooled is not None and torch.equal(batch.pooled, encoded.pooled[chosen].half())  # type: ignore[index]
+    assert batch.sizes is not None and batch.sizes.tolist() == [[8, 10, 0, 1, 8, 8]] * 12
+    empty = cache.empty_text
+    assert empty is not None and torch.equal(empty.tokens[0], encoded.tokens[0].half()) and empty.pooled is not None
+    first = cache.fields["text"].read(np.array([0, 6]))
+    assert torch.equal(torch.from_numpy(first), encoded.tokens[rows[[0, 6], 0]].half()), (
+        "held-out images have their first"
+    )
+
+
+def _positions(cache: DatasetCache, batch: MicroBatch) -> list[int]:
+    """Positions of the images of a micro-batch, each of which is of one value."""
+    values = cache.images[:][:, 0, 0, 0].tolist()
+    return [values.index(value) for value in batch.images[:, 0, 0, 0].tolist()]
+
+
+def test_a_caption_is_chosen_by_seed_and_index_alone(spec_of: SpecOf) -> None:
+    cache = prepare(spec_of(), encode_on=CPU)
+    whole = batch_of(cache, size=48)
+    for fields in ({"text"}, {"pooled", "images"}):  # ranks ask for different fields
+        for replica, workers in ((0, 0), (1, 0), (1, 1)):
+            asked = {"fields": fields, "seed": 0, "start_images": 24, "workers": workers}
+            part = next(
+                micro_batches(
+                    cache,
+                    batch_images=12,
+                    micro_batch_images=6,
+                    replicas=2,
+                    replica=replica,
+                    **asked,  # type: ignore[arg-type]
+                )
+            )
+            mine = slice(24 + 6 * replica, 30 + 6 * replica)
+            assert torch.equal(part.index, whole.index[mine])
+            for name in fields:
+                assert torch.equal(getattr(part, name), getattr(whole, name)[mine])
+    twice = np.array(_positions(cache, whole)) == 0
+    assert whole.text is not None and len(twice.nonzero()[0]) == 4
+    seen = {bytes(text.numpy().tobytes()) for text in batch_of(cache, size=480).text[_zeros(cache)]}  # type: ignore[index]
+    assert len(seen) == 2, "both captions of the first cat are seen"
+
+
+def _zeros(cache: DatasetCache) -> list[int]:
+    return [at for at, position in enumerate(_positions(cache, batch_of(cache, size=480))) if position == 0]
+
+
+def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = torch.randn(5, 7, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 7)[:, None]
+    tokens[0, 0] = 0.0
+    stored, scale = in_8_bits(tokens)
+    largest = tokens.abs().amax(dim=2, keepdim=True)
+    # Half a step of largest / 127, and the roundings of one division and one product of numbers up to the largest.
+    assert ((stored * scale[:, :, None] - tokens).abs() <= largest * (0.5 / STEPS + 4 * 2.0**-24)).all()
+    cache = prepare(spec_of({"stored": "int8"}), progress=True, encode_on=CPU)
+    said = capsys.readouterr().err
+    assert "int8: relative error of a token 0." in said and "9 distinct captions of" in said and "are free" in said
+    batch = batch_of(cache, fields={"text", "text_scale"})
+    assert batch.text is not None and batch.text.dtype == torch.int8 and batch.text_scale is not None
+    exact = batch_of(prepare(spec_of(), encode_on=CPU), fields={"text"}).text
+    assert exact is not None
+    bound = batch.text_scale[:, :, None] * (0.5 + 1e-4) + exact.abs() * 2.0**-11  # and that of float16
+    assert ((batch.text * batch.text_scale[:, :, None] - exact).abs() <= bound).all()
+    assert cache.empty_text is not None and cache.empty_text.tokens.dtype == torch.float32
+
+
+def test_long_captions_are_cut_and_counted(spec_of: SpecOf, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "dogs" / "5.txt").write_text("dog " * 100)
+    prepare(spec_of(), progress=True, encode_on=CPU)
+    assert "1 of 9 captions have more than 77 tokens and are cut" in (said := capsys.readouterr().err)
+    assert "the longest loses 25" in said, "100 words, a start and an end"
+
+
+def test_what_is_encoded_before_an_interruption_is_kept(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 3 * 77 * 48 * 2)
+    monkeypatch.setattr(captions, "TEXTS_AT_ONCE", 2)
+    encode, seen = TextEncoders.encode, list[str]()
+
+    def counted(self: TextEncoders, texts: list[str]) -> Any:
+        if len(seen) >= 4:
+            raise KeyboardInterrupt
+        seen.extend(texts)
+        return encode(self, texts)
+
+    spec = spec_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(TextEncoders, "encode", counted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec, encode_on=CPU)
+        texts = texts_of(prepare_images(spec))
+        assert seen == texts[:4]
+        seen[:] = []
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec, encode_on=CPU)
+        assert seen == texts[4:8], "two files of two were there"
+    whole = prepare(spec, encode_on=CPU)
+    assert whole.text is not None and len(whole.text) == 9 and len(whole.text.meta.counts) > 1
+    expected = batch_of(whole).text
+    shutil.rmtree(whole.text.path)
+    found = batch_of(prepare(spec, encode_on=CPU)).text
+    assert expected is not None and found is not None and torch.equal(expected, found)
+
+
+def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path: Path) -> None:
+    save_autoencoder(tmp_path / "autoencoder")
+    pixels = prepare(spec_of(), encode_on=CPU)
+    latents = prepare(spec_of(autoencoder=tmp_path / "autoencoder", image_size=4, channels=4), encode_on=CPU)
+    assert latents.meta.kind == "latents" and latents.text is not None and pixels.text is not None
+    assert latents.text.path == pixels.text.path and latents.path != pixels.path
+    assert np.array_equal(latents.others["sizes"][:], pixels.others["sizes"][:])
+    assert captioned(latents) == captioned(pixels)
+    for found, name in ((latents, "text"), (pixels, "text")):
+        assert np.array_equal(found.fields[name].read(np.arange(12)), pixels.fields[name].read(np.arange(12)))
+    assert pixels_learned(latents.meta.sha256) == pixels_learned(pixels.meta.sha256)
+    assert latents.meta.facts is None and pixels.meta.facts is None, "they are still pictures"
+    again = pickle.loads(pickle.dumps(latents))
+    assert again.meta == latents.meta and again.key == latents.key
+
+
+def test_images_that_are_kept_encoded_have_captions_and_sizes_too(spec_of: SpecOf) -> None:
+    cache = prepare(spec_of(store="encoded"), encode_on=CPU)
+    assert cache.meta.kind == "encoded"
+    expected, found = batch_of(prepare(spec_of(), encode_on=CPU)), batch_of(cache)
+    for before, now in zip(expected, found, strict=True):
+        assert (before is None and now is None) or torch.equal(before, now)  # type: ignore[arg-type]
+
+
+def test_sizes_are_those_of_the_upright_file_and_of_its_crop_after_scaling(spec_of: SpecOf, folder: Path) -> None:
+    sideways = Image.Exif()
+    sideways[ExifTags.Base.Orientation] = 6
+    wide = Image.fromarray(np.zeros((40, 100, 3), np.uint8))
+    wide.save(folder / "cats" / "1.png")
+    wide.save(folder / "cats" / "2.png", exif=sideways)
+    Image.fromarray(np.zeros((400, 1000, 3), np.uint8)).save(folder / "cats" / "3.jpg")  # scaled while it is decoded
+    shutil.copy(folder / "dogs" / "0.txt", folder / "cats" / "3.txt")
+    sizes = prepare_images(spec_of()).others["sizes"][:]
+    assert sizes[1].tolist() == [40, 100, 0, 6, 8, 8], "8 x 20 pixels, of which 12 are cut off"
+    assert sizes[2].tolist() == [100, 40, 6, 0, 8, 8]
+    assert sizes[3].tolist() == [400, 1000, 0, 6, 8, 8]
+
+
+def test_captions_of_a_webdataset_are_in_its_json_or_txt(tmp_path: Path, encoders: Path) -> None:
+    png = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(png, "PNG")
+    members = {
+        "a.png": png.getvalue(),
+        "a.json": b'{"caption": ["one", "two"]}',
+        "a.txt": b"no",
+        "b.png": png.getvalue(),
+        "b.txt": "drei\u00e9\n".encode(),
+        "b.json": b"{}",
+    }
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    text = {"encoders": str(encoders), "captions": "caption"}
+    spec = DataSpec(
+        source="webdataset",
+        path=tmp_path / "x.tar",
+        image_size=8,
+        channels=3,
+        store_root=tmp_path,
+        text=TextSpec.model_validate(text),
+    )
+    assert captioned(prepare_images(spec)) == [["one", "two"], ["dreié"]]
+
+
+@pytest.mark.parametrize("values", [["one", "two"], [["one", "other"], ["two"]]])
+def test_captions_of_a_data_set_of_hugging_face_are_a_column(tmp_path: Path, encoders: Path, values: list[Any]) -> None:
+    import datasets
+
+    images = [Image.fromarray(np.full((8, 8, 3), number, np.uint8)) for number in range(2)]
+    rows = datasets.Dataset.from_dict({"image": images, "text": values}).cast_column("image", datasets.Image())
+    rows.save_to_disk(str(tmp_path / "saved"))
+    spec = DataSpec(
+        source="huggingface",
+        path=tmp_path / "saved",
+        image_size=8,
+        channels=3,
+        store_root=tmp_path,
+        text=TextSpec(encoders=str(encoders)),
+    )
+    assert captioned(prepare_images(spec)) == [[each] if isinstance(each, str) else each for each in values]
+    wrong = spec.model_copy(update={"text": TextSpec(encoders=str(encoders), captions="image")})
+    with pytest.raises(DataError, match=r"data\.text\.captions = image of .* holds no texts; choose one of text"):
+        open_source(wrong)
+
+
+def test_changed_captions_are_refused(spec_of: SpecOf, folder: Path) -> None:
+    prepare(spec_of(), encode_on=CPU)
+    (folder / "dogs" / "1.txt").write_text("a blue dog")
+    with pytest.raises(DataError, match="has other images or captions than"):
+        prepare(spec_of())
+
+
+def test_missing_captions_are_counted_and_named(spec_of: SpecOf, folder: Path) -> None:
+    spec = spec_of()
+    for number in (2, 4):
+        (folder / "dogs" / f"{number}.txt").unlink()
+    with pytest.raises(DataError, match=r"2 of 12 images .* have no caption, first dogs/2\.png; give each a \.txt"):
+        prepare_images(spec)
+    assert not cache_path(spec).exists()
+
+
+def test_text_that_is_not_encoded_is_asked_for(spec_of: SpecOf, encoders: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no encoded text at .*; make it once with: ddpm-ds prepare --encode"):
+        prepare(spec_of())
+    made = prepare(spec_of(), encode_on=CPU)
+    write_encoders(tmp_path / "others", WORDS, width=32, second=16, pooled=24, seed=1)
+    others = spec_of({"encoders": str(tmp_path / "others")})
+    with pytest.raises(DataError, match="there is no encoded text"):
+        prepare(others)
+    with pytest.raises(DataError, match="there is no encoded text"):
+        prepare(spec_of({"layer": "last"}))
+    anew = prepare(others, encode_on=CPU)
+    assert anew.text is not None and made.text is not None and anew.text.path != made.text.path
+    assert anew.path == made.path and anew.key != made.key
+    shutil.copytree(tmp_path / "others", tmp_path / "copy")
+    copied = prepare(spec_of({"encoders": str(tmp_path / "copy")}))
+    assert copied.text is not None and copied.text.path == anew.text.path, "encoders are known by their content"
+
+
+def test_a_disk_that_is_too_small_for_the_text_is_refused(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_images(spec_of())
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(DataError, match="free, and the texts take"):
+        prepare(spec_of(), encode_on=CPU)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda path: shutil.rmtree(path / "tokenizer"), "it has no folder tokenizer; name the folder"),
+        (lambda path: shutil.rmtree(path / "text_encoder_2"), "it has no folder text_encoder_2; name the folder"),
+        (lambda path: (path / "text_encoder" / "model.safetensors").unlink(), "has no weights in safetensors"),
+        (lambda path: (path / "text_encoder" / "config.json").write_text("{"), "config.json can't be read"),
+        (
+            lambda path: (path / "text_encoder" / "config.json").write_text('{"architectures": ["T5EncoderModel"]}'),
+            "is of another kind (architectures",
+        ),
+        (lambda path: (path / "text_encoder" / "model.safetensors").write_bytes(b"x"), "text_encoder is damaged"),
+        (lambda path: (path / "tokenizer" / "vocab.json").write_text("{"), "tokenizer is damaged"),
+    ],
+)
+def test_encoders_that_cannot_be_used_are_refused_in_a_line(
+    spec_of: SpecOf, encoders: Path, tmp_path: Path, broken: Callable[[Path], Any], said: str
+) -> None:
+    shutil.copytree(encoders, tmp_path / "broken")
+    broken(tmp_path / "broken")
+    with pytest.raises(DataError) as error:
+        prepare(spec_of({"encoders": str(tmp_path / "broken")}), encode_on=CPU)
+    assert said in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "stores").exists()
+
+
+def test_a_hub_name_without_network_is_refused_in_a_line(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise OSError("Name or service not known\nmore")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(DataError, match=r"can't be had from the Hugging Face hub \(Name or service not known\); name"):
+        prepare(spec_of({"encoders": "owner/name"}))
+    with pytest.raises(DataError, match="does not exist; name the folder"):
+        prepare(spec_of({"encoders": "./nowhere"}))
+
+
+def test_encoders_of_another_width_than_the_unet_reads_are_refused(spec_of: SpecOf) -> None:
+    def checked(**changes: Any) -> None:
+        spec = tiny_spec()
+        read = {"context_channels": 48, "tokens": 77, "pooled_channels": 24, "blocks": (0, 1), "heads": (1, 1)}
+        unet = spec.unet.model_copy(update={"text": CrossAttentionSpec.model_validate(read | changes)})
+        check_text(spec.model_copy(update={"unet": unet, "data": spec_of()}))
+
+    checked()
+    checked(pooled_channels=None)
+    for key, found in (("context_channels", 48), ("tokens", 77), ("pooled_channels", 24)):
+        with pytest.raises(
+            SpecError, match=rf"unet\.text\.{key} = 5, .* have {found}; --set unet\.text\.{key}={found}"
+        ):
+            checked(**{key: 5})
