@@ -158,6 +158,19 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate({"name": "tiny", **values})
 
 
+def tiny_text_spec(**sections: dict[str, Any]) -> RunSpec:
+    """The tiny U-Net with a caption of five tokens, pooled text and sizes; a third of the captions are dropped."""
+    text = {"context_channels": 6, "tokens": 5, "blocks": [1, 2], "middle_blocks": 2, "heads": [2, 4]}
+    text |= {"pooled_channels": 4, "size_channels": 4}
+    values: dict[str, dict[str, Any]] = {
+        "unet": {"attention_resolutions": [], "text": text},
+        "data": {"text": {"encoders": "pipeline", "drop": 0.3}},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return tiny_spec(**values)
+
+
 def write_json(path: Path, value: Any) -> Path:
     """Write ``value`` as JSON and return the path."""
     path.write_text(json.dumps(value, indent=2))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.forking import REPOSITORY
-from tests.launching import fork_ranks, place_digits, place_empty_store
+from tests.launching import fork_ranks, place_digits, place_empty_store, write_json
+from tests.pipeline.ladder_worker import Case
 from tests.strict import LOCKED, MUTANTS
 from tests.train.ranks import TRAIN, arguments, checkpoints, points
 
 pytestmark = pytest.mark.launch
 
+LADDER = REPOSITORY / "tests" / "pipeline" / "ladder_worker.py"
 STRICT = REPOSITORY / "tests" / "strict.py"
 SECONDS = 500.0
 DEEP = ("unet.multipliers=[1,1]", "unet.blocks_per_level=2")
@@ -95,6 +98,15 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
         )
     assert run(4, str(TRAIN), *second, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
     assert points(tmp_path / "a" / "run")[-1]["train/seen_images"] == 192
+
+
+@pytest.mark.long
+def test_ranks_that_read_text_do_not_lock(tmp_path: Path) -> None:
+    """Four ranks of a fold, of which all read it, in a random order of passes."""
+    cases = [Case(4, 1, 2, "fp32", 2, micro_batches=8, schedule="folded", process="text", random_programs=1)]
+    file = write_json(tmp_path / "cases.json", [asdict(case) for case in cases])
+    log = tmp_path / "log"
+    assert run(4, str(LADDER), str(file), str(tmp_path), log=log) == [0] * 4, log.read_text()[-6000:]
 
 
 @pytest.mark.long

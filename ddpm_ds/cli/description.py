@@ -7,7 +7,7 @@ from pathlib import Path
 from ddpm_ds.command_line import aligned, counted
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES
-from ddpm_ds.pipeline.cuts import folds
+from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import traffic
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.secret import public_address
@@ -40,6 +40,18 @@ def stage_table(plan: RunPlan) -> str:
             row.append(", ".join(names) if few else f"{names[0]} ... {names[-1]} ({len(names)})")
         rows.append(row)
     return "\n".join(aligned(rows, left={2, 3, len(header)}))
+
+
+def messages_line(plan: RunPlan) -> str:
+    """Return a line on the bytes between stages, beside those of a relay."""
+    layout, spec = plan.ds.layout, plan.spec
+    size = layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
+    sent, relayed = sum(stage.sent_elements for stage in plan.stages), relayed_elements(plan.layers, layout.stages)
+    what = "all skips and the text" if spec.unet.text else "all skips"
+    return (
+        f"messages     {_megabytes(size * sent)} a step and direction between stages, {sent / relayed:.1%} of the "
+        f"{_megabytes(size * relayed)} of a relay of {what}"
+    )
 
 
 def decided_since(planned: RunPlan, decided: RunPlan) -> str:
@@ -101,6 +113,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"layout       {counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
         f"{counted(layout.replicas, 'replica')}{f', schedule {ds.layout.schedule}' if layout.stages > 1 else ''}",
         *([f"stages       {plan.chosen}"] if plan.chosen else []),
+        *([messages_line(plan)] if layout.stages > 1 else []),
         *([line] if (line := hosts_line(plan)) else []),
         f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "
         f"{layout.micro_batch_images} x {counted(layout.replicas, 'replica')}",

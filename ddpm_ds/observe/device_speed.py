@@ -25,7 +25,8 @@ from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
 from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
-from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
+from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
 
@@ -116,6 +117,9 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
     module = build_layer(layer, 0, seed=0).to(device=device, dtype=dtype)
     set_image_index(module.modules(), torch.arange(images, device=device))
     inputs = _inputs(layer, images, device, dtype)
+    if isinstance(layer, TransformerBlockLayer):
+        shape = (images, layer.tokens, layer.context_channels)
+        set_context(transformer_blocks([module]), torch.randn(shape, device=device))
     times: list[tuple[float, float]] = []
     begin = time.perf_counter()
     while len(times) < 2 or (len(times) <= MOST_TIMES and time.perf_counter() - begin < ENOUGH_SECONDS):
@@ -136,11 +140,15 @@ def _inputs(layer: Layer, images: int, device: torch.device, dtype: torch.dtype)
     h = torch.randn(images, layer.in_channels, *layer.in_size, device=device, dtype=dtype)
     if isinstance(layer, EmbedLayer):
         t = torch.zeros(images, dtype=torch.int64, device=device)
-        return (h, t) if layer.classes is None else (h, t, t)
+        labels = () if layer.classes is None else (t,)
+        text = (torch.randn(images, layer.text_numbers, device=device),) if layer.text_numbers else ()
+        return (h, t, *labels, *text)
     emb = torch.randn(images, layer.embedding_channels, device=device, dtype=dtype)
     carry = [h, emb]
     if layer.skip_channels:
         carry.append(torch.randn(images, layer.skip_channels, *layer.in_size, device=device, dtype=dtype))
+    if layer.closes:
+        carry.append(torch.randn_like(h))
     formats = {2: torch.contiguous_format, 4: torch.channels_last}
     return tuple(tensor.contiguous(memory_format=formats[tensor.ndim]).requires_grad_() for tensor in carry)
 

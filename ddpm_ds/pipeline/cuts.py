@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.unet.layers import Layer, boundary_shapes, first_cut, has_residual
+from ddpm_ds.unet.layers import Layer, boundary_shapes, context_elements, first_cut, has_residual
 
 if TYPE_CHECKING:
     import numpy as np
@@ -403,6 +403,15 @@ def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedul
     if not folds(schedule):
         return shapes
     return shapes[: 1 if phase else 2] + shapes[len(shapes) - has_residual(layers, cut) :]
+
+
+def relayed_elements(layers: Sequence[Layer], stages: int) -> int:
+    """Return the elements per image that a line of ``stages`` stages, cut by flops, sends in each direction.
+
+    It relays every skip, and the encoded text of a U-Net that reads it.
+    """
+    cuts = partition(layers, stages, "flops")[1:-1]
+    return sum(sent_elements(layers, cut) + context_elements(layers, (cut, len(layers))) for cut in cuts)
 
 
 def sent_elements(layers: Sequence[Layer], cut: int, phase: int = 0, schedule: Schedule = "1f1b") -> int:

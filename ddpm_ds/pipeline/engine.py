@@ -88,6 +88,7 @@ class UnetPipelineEngine(PipelineEngine):
     Built by :func:`ddpm_ds.pipeline.build.build_engine`, which sets ``objective``.
     """
 
+    data_iterator: Any
     objective: Objective
     gradients: Gradients
     """What is done with gradients, as the JSON says; set by :func:`build_engine`."""
@@ -309,7 +310,7 @@ class UnetPipelineEngine(PipelineEngine):
         loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising host and
         device.
         """
-        self.set_dataiterator(data_iter)
+        self.data_iterator = data_iter  # also between the first and the last rank, which DeepSpeed would not
         self.module.train()
         with self.graph.stream():
             self.warm_up(self.micro_batch_size, gradients=True)
@@ -500,6 +501,7 @@ class UnetPipelineEngine(PipelineEngine):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if phase == 0:
             flight.context = None
+            set_context(self.readers, None)
 
     def _weight_gradients(self, own: Instruction) -> None:
         with self.gradients.gathering(own.phase, "weights"):

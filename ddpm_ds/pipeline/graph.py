@@ -53,7 +53,6 @@ class Steps(Protocol):
     def is_unobserved(self) -> bool: ...
     def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
     def execute_program(self, *, by_host: bool, start: Start) -> Tensor: ...
-    def set_dataiterator(self, iterator: Any) -> Any: ...
     def wall_clock_breakdown(self) -> Any: ...
 
 
@@ -240,7 +239,7 @@ class StepGraph:
                 )
             self._proven = True
             return True
-        self._engine.set_dataiterator(iter(self._inputs))  # the eager step has the micro-batches that were loaded
+        self._engine.data_iterator = iter(self._inputs)  # the eager step has the micro-batches that were loaded
         self.drop()
         self.why_eager = why_not
         if self._asked is True:
@@ -258,7 +257,7 @@ class StepGraph:
         return next(filter(None, all_gather_objects(why_not, str)), "")
 
     def _eagerly(self, start: Start = at_once) -> None:
-        self._engine.set_dataiterator(iter(self._inputs))
+        self._engine.data_iterator = iter(self._inputs)
         self._loss = self._engine.execute_program(by_host=False, start=start)
 
     def _start(self, operation: Callable[[], Work]) -> Work:

@@ -13,7 +13,7 @@ from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
 from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
-from ddpm_ds.unet.layers import SIZES, EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
+from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
 
@@ -215,8 +215,7 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gr
         told = [] if layer.classes is None else [numbers.clone()]
         told += [numbers.float()] if layer.told_level else []
         told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers and gradients else []
-        if layer.pooled_channels:
-            told.append(torch.zeros((images, layer.pooled_channels + SIZES), device=like.device))
+        told += [torch.zeros((images, layer.text_numbers), device=like.device)] if layer.text_numbers else []
         return (image, numbers, *told)
 
     def zeros(shape: tuple[int, ...]) -> Tensor:  # makes one-channel images with the strides of training

@@ -22,6 +22,9 @@ from ddpm_ds.unet.layers import (
     EmbedLayer,
     Layer,
     OutputLayer,
+    TransformerBlockLayer,
+    TransformerInputLayer,
+    TransformerOutputLayer,
     UpsampleLayer,
 )
 
@@ -40,8 +43,7 @@ Measured on a CPU (docs/performance.md)."""
 
 def weight_share(layer: Layer) -> float:
     """Return the weight gradients' share of a layer's backward: half, if all its products are with weights."""
-    of_weights = layer.weights * math.prod(layer.output_shape[1:])
-    return 0.5 * min(1.0, of_weights / layer.macs)
+    return 0.5 * layer.weight_macs / layer.macs
 
 
 def update_bytes(job: Workload) -> int:
@@ -111,9 +113,15 @@ def launches(layer: Layer) -> tuple[int, int]:
             dropout = 2 * (layer.dropout > 0)
             return 8 + pops + shortcut + dropout, 10 + 3 * shortcut + dropout
         case EmbedLayer():
-            return 14 + DRAWS + 5, 7 + 8  # with the masks of all blocks and their projections of the embedding
+            text = layer.pooled_channels > 0
+            # with the masks of all blocks and their projections of the embedding
+            return 14 + 18 * text + DRAWS + 5, 7 + 7 * text + 8
         case AttentionLayer():
             return 5, 11
+        case TransformerBlockLayer():
+            return 20, 32
+        case TransformerInputLayer() | TransformerOutputLayer():
+            return 2, 5
         case UpsampleLayer():
             return 3, 5
         case DownsampleLayer():

@@ -6,7 +6,7 @@ The planner, the advice of a verdict and ``"activation_checkpoint_interval": "au
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.pipeline.cuts import Stage, folds
@@ -14,7 +14,14 @@ from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.scheduler import typical_programs
-from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLayer
+from ddpm_ds.unet.layers import (
+    BlockLayer,
+    DownsampleLayer,
+    Layer,
+    TransformerBlockLayer,
+    UpsampleLayer,
+    context_elements,
+)
 
 ACTIVATION_SHARE = 0.5
 """Largest share of a device's memory for activations; beyond it "auto" recomputes them."""
@@ -24,6 +31,8 @@ ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
+TEXT_BYTES = 2
+"""Bytes of a stored element of an encoded text."""
 FILLING = 4
 """Micro-batches per rank beyond which the peak no longer grows."""
 _MANY_PARAMETERS = 10**9
@@ -68,10 +77,12 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
         own = rank_stages(job.layers, bounds, layout.schedule)[rank]
         state = _State(job, layout, sum(stage.parameters for stage in own))
         activations = _activations(layout, rank, keeps)
+        text = context_elements(job.layers, *((stage.start, stage.stop) for stage in own))
         # one message in each channel: received ahead of its use, or sent but not delivered
         messages = sum(2 * (stage.sent_elements + stage.received_elements) for stage in own)
         working = max(layout.micro_batch_images * phase.working + phase.working_copies for phase in keeps)
-        buffers = state.bucket + messages * layout.micro_batch_images * job.stored_bytes + working
+        ahead = TEXT_BYTES * text  # of the micro-batch that is loaded next
+        buffers = state.bucket + layout.micro_batch_images * (messages * job.stored_bytes + ahead) + working
         if state.gradients + activations + buffers < state.update:
             activations, buffers = 0, state.update - state.gradients
         communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
@@ -206,7 +217,8 @@ class Kept:
     layers: int
     """Bytes of activations that layers keep."""
     beside: int
-    """Bytes of the received message, of checkpointed tensors, and of skips that are kept in addition to copies."""
+    """Bytes of the received message, of checkpointed tensors, of skips that are kept in addition to copies, and in
+    phase 0 of the encoded text that the rank reads."""
     copies: int
     skips: int
     """Bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards."""
@@ -225,13 +237,15 @@ def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[K
 def _kept_by_rank(
     layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int, wide: int, stored: int
 ) -> tuple[tuple[Kept, ...], ...]:
-    return tuple(
-        tuple(
+    found = []
+    for own in rank_stages(layers, bounds, schedule):
+        first, *rest = (
             kept(layers, stage, interval, wide, stored, holds_skips=folds(schedule) and phase == 0)
             for phase, stage in enumerate(own)
         )
-        for own in rank_stages(layers, bounds, schedule)
-    )
+        text = wide * context_elements(layers, *((stage.start, stage.stop) for stage in own))
+        found.append((replace(first, beside=first.beside + text), *rest))
+    return tuple(found)
 
 
 def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored: int, *, holds_skips: bool) -> Kept:
@@ -262,14 +276,18 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
     for group in groups:
         tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
     embed = layers[:1] if stage.start == 0 else []
-    largest = max((sum(layers[place].activation_elements for place in group) for group in groups), default=0)
+    recomputed = (
+        sum(layers[place].activation_elements for place in group)
+        + max(map(_working_elements, layers[group.start : group.stop]))
+        for group in groups
+    )
     weights = max((sum(layers[place].parameters for place in group) for group in groups), default=0)
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in embed),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
         copies=copied * sum(layer.parameters for layer in embed),
         skips=stored * skip_elements,
-        working=wide * (max(_working_elements(layers[place]) for place in places) + largest),
+        working=wide * max(recomputed, default=_working_elements(layers[0])),
         working_copies=copied * weights,
     )
 
@@ -316,14 +334,16 @@ def _activations(layout: Layout, rank: int, keeps: Sequence[Kept]) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
-    """Return the layers whose skips are popped between ``start`` and ``stop``."""
+    """Return the layers whose outputs are popped between ``start`` and ``stop``, as skips or residuals."""
     alive: list[int] = []
     popped = set()
     for index, layer in enumerate(layers[:stop]):
-        if layer.skip_channels:
+        if layer.skip_channels or layer.closes:
             skip = alive.pop()
             if index >= start:
                 popped.add(skip)
+        if layer.opens:
+            alive.append(index - 1)
         if layer.pushes:
             alive.append(index)
     return frozenset(popped)
@@ -349,6 +369,10 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 
 def _working_elements(layer: Layer) -> int:
-    """Return the elements of a layer's input and its gradient, plus twice those of its output."""
+    """Return the elements of a layer's input and its gradient, plus twice those of its output; in transformer blocks
+    gradients of the gated network, which is eight times as wide, outweigh what is released before them.
+    """
     width = layer.in_channels + layer.skip_channels
+    if isinstance(layer, TransformerBlockLayer):
+        return 12 * width * layer.pixels
     return 2 * width * math.prod(layer.in_size) + 2 * math.prod(layer.output_shape)

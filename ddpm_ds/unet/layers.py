@@ -75,9 +75,14 @@ class Layer:
         return self.weights + self.vectors
 
     @property
+    def weight_macs(self) -> int:
+        """Multiply-accumulates of the forward's products with weights."""
+        return self.weights * self.pixels
+
+    @property
     def macs(self) -> int:
         """Multiply-accumulates of the forward: convolutions, linear layers and the two attention products."""
-        raise NotImplementedError
+        return self.weight_macs
 
     @property
     def activation_elements(self) -> int:
@@ -111,6 +116,11 @@ class EmbedLayer(Layer):
     """Width of the sinusoid of each size."""
 
     @property
+    def text_numbers(self) -> int:
+        """Size of the vector of pooled text and sizes."""
+        return self.pooled_channels and self.pooled_channels + SIZES
+
+    @property
     def text_channels(self) -> int:
         """Width of the pooled text and the sinusoids of the sizes together."""
         return self.pooled_channels and self.pooled_channels + SIZES * self.size_channels
@@ -129,6 +139,10 @@ class EmbedLayer(Layer):
     def vectors(self) -> int:
         labels = 0 if self.classes is None else self.classes + 1
         return (2 * len(self.embedded) + labels + self.numbers) * self.embedding_channels
+
+    @property
+    def weight_macs(self) -> int:
+        return self.weights
 
     @property
     def macs(self) -> int:
@@ -150,10 +164,6 @@ class ConvolutionLayer(Layer):
     @property
     def vectors(self) -> int:
         return self.out_channels
-
-    @property
-    def macs(self) -> int:
-        return self.weights * self.pixels
 
     @property
     def activation_elements(self) -> int:
@@ -235,7 +245,7 @@ class BlockLayer(Layer):
         return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + self.time_channels
 
     @property
-    def macs(self) -> int:
+    def weight_macs(self) -> int:
         return self._convolved * self.pixels + self.embedding_channels * self.time_channels
 
     @property
@@ -265,7 +275,7 @@ class AttentionLayer(Layer):
 
     @property
     def macs(self) -> int:
-        return (4 * self.in_channels + 2 * self.pixels) * self.in_channels * self.pixels
+        return self.weight_macs + 2 * self.in_channels * self.pixels**2
 
     @property
     def activation_elements(self) -> int:
@@ -286,10 +296,6 @@ class TransformerInputLayer(Layer):
     @property
     def vectors(self) -> int:
         return 3 * self.in_channels
-
-    @property
-    def macs(self) -> int:
-        return self.weights * self.pixels
 
     @property
     def activation_elements(self) -> int:
@@ -313,10 +319,12 @@ class TransformerBlockLayer(Layer):
         return 17 * self.in_channels
 
     @property
+    def weight_macs(self) -> int:
+        return (18 * self.in_channels * self.pixels + 2 * self.context_channels * self.tokens) * self.in_channels
+
+    @property
     def macs(self) -> int:
-        width, pixels, tokens = self.in_channels, self.pixels, self.tokens
-        of_pixels = (18 * width + 2 * pixels + 2 * tokens) * width * pixels
-        return of_pixels + 2 * self.context_channels * width * tokens
+        return self.weight_macs + 2 * (self.pixels + self.tokens) * self.in_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
@@ -337,10 +345,6 @@ class TransformerOutputLayer(Layer):
     @property
     def vectors(self) -> int:
         return self.in_channels
-
-    @property
-    def macs(self) -> int:
-        return self.weights * self.pixels
 
     @property
     def activation_elements(self) -> int:
@@ -450,6 +454,14 @@ def first_cut(layers: Sequence[Layer]) -> int:
 def has_residual(layers: Sequence[Layer], cut: int) -> bool:
     """Return whether a residual crosses before layer `cut`, which is between transformer blocks or at their ends."""
     return sum(layer.opens - layer.closes for layer in layers[:cut]) > 0
+
+
+def context_elements(layers: Sequence[Layer], *segments: tuple[int, int]) -> int:
+    """Return the elements per image of the encoded text that layers [start, stop) of some ``segments`` read; 0 if they
+    read none.
+    """
+    own = (layer for start, stop in segments for layer in layers[start:stop])
+    return next((one.tokens * one.context_channels for one in own if isinstance(one, TransformerBlockLayer)), 0)
 
 
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:

@@ -168,6 +168,10 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
         stages=options.pipeline_stages,
         device=options.device,
     )
+    if plan.spec.unet.text is not None:
+        raise SpecError(
+            "unet.text needs captions, which no row of the benchmark reads; --set unet.text=null --set data.text=null"
+        )
     for key in ("augmentation", "colour_augmentation"):
         if value := getattr(plan.spec.unet, key):
             raise SpecError(f"unet.{key} = {value:g} makes a U-Net that no other row has; --set unet.{key}=0")

@@ -10,8 +10,10 @@ import pytest
 
 from ddpm_ds.cli.description import describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.pipeline.cuts import partition, relayed_elements
 from ddpm_ds.planning.run_plan import RunPlan, plan_run
-from tests.launching import REPOSITORY, write_json
+from ddpm_ds.unet.layers import unet_layers
+from tests.launching import REPOSITORY, tiny_text_spec, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -40,6 +42,39 @@ def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
         "validation   off",
     ):
         assert line in lines
+
+
+STABLE_DIFFUSION_2 = ["unet.text.context_channels=1024", "unet.text.heads=[5,10,20,20]"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "parameters", "sent", "relayed", "share"),
+    [
+        ("sdxl", [], 2_567_463_684, 12_455_680, 79_120_128, "15.7%"),
+        ("sd15", STABLE_DIFFUSION_2, 865_910_724, 7_704_320, 19_081_984, "40.4%"),
+    ],
+)
+def test_elements_between_four_stages_are_said_beside_those_of_a_relay_of_skips_and_text(
+    spec: str, changes: list[str], parameters: int, sent: int, relayed: int, share: str
+) -> None:
+    file, config = REPOSITORY / "launch" / "specs" / f"{spec}.yaml", REPOSITORY / "ds_configs" / "zero2_bf16.json"
+    found = plan_run(file, ["data.path=pictures", *changes], config, world_size=4, stages=4)
+    line = next(line for line in describe_plan(found, Path("runs/x")).splitlines() if line.startswith("messages"))
+    assert found.parameters == parameters
+    assert sum(stage.sent_elements for stage in found.stages) == sent
+    images = found.spec.train.batch_images
+    assert line == (
+        f"messages     {2 * images * sent / 1e6:,.4g} MB a step and direction between stages, {share} of the "
+        f"{2 * images * relayed / 1e6:,.4g} MB of a relay of all skips and the text"
+    )
+
+
+def test_a_relay_sends_h_the_embedding_each_skip_and_the_text_over_every_cut() -> None:
+    spec = tiny_text_spec()
+    layers = unet_layers(spec.unet, spec.data.interface)
+    assert partition(layers, 2, "flops")[1:-1] == (23,)  # before up.1.block.1
+    text = 5 * 6
+    assert relayed_elements(layers, 2) == 16 * 16 + 32 + 2 * 8 * 64 + 8 * 16 + text
 
 
 def test_one_host_has_no_word_of_hosts() -> None:

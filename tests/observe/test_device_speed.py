@@ -11,10 +11,10 @@ import torch
 from ddpm_ds.config.spec import Interface
 from ddpm_ds.device import Dtype
 from ddpm_ds.observe import device_speed
-from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak
+from ddpm_ds.observe.device_speed import matmul_peak, measure_device, measured_times, shared_peak
 from ddpm_ds.unet import operations
 from ddpm_ds.unet.layers import unet_layers
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, tiny_text_spec
 
 CPU = torch.device("cpu")
 LAYERS = unet_layers(tiny_spec().unet, Interface(channels=1, size=(8, 8)))
@@ -28,6 +28,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(device_speed, "SIZES", {"cpu": (32, 256)})
     monkeypatch.setattr(device_speed, "PEAK_SECONDS", 0.02)
     return tmp_path / "ddpm_ds"
+
+
+def test_layers_of_a_unet_with_text_are_timed() -> None:
+    spec = tiny_text_spec(unet={"dropout": 0.0})
+    layers = unet_layers(spec.unet, spec.data.interface)
+    assert min(layer.backward for layer in measured_times(layers, CPU, "fp32")(1)) > 0
+    assert min(layer.forward for layer in measure_device(layers, CPU, "fp16").startup.values()) > 0
 
 
 def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:

@@ -19,7 +19,7 @@ from ddpm_ds.observe.flops import FlopsProfile, profile_layers
 from ddpm_ds.observe.observer import instructions_wrapped
 from ddpm_ds.pipeline.schedule import Instruction
 from tests.observe.observed_worker import SETTINGS, Told
-from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
+from tests.unet.variants import VARIANTS, batch, context, layers_of, random_unet
 
 
 @pytest.mark.parametrize(("depth", "levels"), [(-1, 3), (0, 1), (1, 2), (9, 3)])
@@ -46,7 +46,7 @@ class OneStage:
         self.global_steps = global_steps
         self.grid = SimpleNamespace(get_data_parallel_id=lambda: 0)
         self.own_layers = lambda phase: dict(enumerate(unet.layers))
-        self.forward = lambda *_: unet(*batch(name))
+        self.forward = lambda *_: unet(*batch(name), context=context(self.layers))
         self.execute = {"ForwardPass": self.forward}
         self.messages_by_host = False
 

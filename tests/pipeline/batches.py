@@ -11,8 +11,10 @@ from deepspeed.accelerator import get_accelerator
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.diffusion.text import Encoded
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.objective import Denoising
+from ddpm_ds.unet.layers import SIZES
 
 
 def device() -> torch.device:
@@ -28,12 +30,17 @@ STATISTICS = {
 
 
 def objective_of(spec: RunSpec) -> Denoising:
-    """The objective of a spec, with constants if it has any."""
+    """The objective of a spec, with constants and an empty caption if it has any."""
     constants = None
     if spec.data.condition is not None and spec.data.condition.constants:
         shape = (spec.data.condition.constant_channels, *spec.data.stored_size)
         constants = torch.rand(shape, generator=torch.Generator().manual_seed(7)).numpy()
-    return Denoising(spec, device(), STATISTICS, constants)
+    empty, text = None, spec.unet.text
+    if text is not None:
+        generator = torch.Generator().manual_seed(8)
+        tokens = torch.randn(1, text.tokens, text.context_channels, generator=generator)
+        empty = Encoded(tokens, torch.randn(1, text.pooled_channels or 0, generator=generator))
+    return Denoising(spec, device(), STATISTICS, constants, empty)
 
 
 def global_batch(spec: RunSpec, step: int) -> MicroBatch:
@@ -57,17 +64,30 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
         mask = torch.rand(batch, 1, *data.size, generator=generator) < 0.7
         mask[1] = False  # nothing counts in an image of each step
         whole = whole._replace(mask=mask.to(torch.uint8))
+    if (text := spec.unet.text) is not None:
+        tokens = torch.randn(batch, text.tokens, text.context_channels, generator=generator)
+        scale = tokens.abs().amax(2) / 127
+        whole = whole._replace(
+            text=(tokens / scale[:, :, None]).round().to(torch.int8),
+            text_scale=scale,
+            pooled=torch.randn(batch, text.pooled_channels or 0, generator=generator).half(),
+            sizes=torch.randint(0, 1024, (batch, SIZES), generator=generator).float(),
+        )
     return whole.each(lambda tensor: tensor.to(device()))
 
 
 def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[MicroBatch]:
     """The micro-batches of the engine's replica, one of each replica, then the next of each, with what the rank reads:
-    a condition on the first stage, a mask on the last.
+    a condition on the first stage, a mask on the last, text wherever it is used.
     """
     size, replicas = engine.micro_batch_size, engine.grid.get_data_parallel_world_size()
     if not engine.is_first_stage():
-        batch = batch._replace(condition=None, vector=None)
+        batch = batch._replace(condition=None, vector=None, pooled=None, sizes=None)
     if engine.stage_id != engine.loss_stage:
         batch = batch._replace(mask=None)
+    if engine.stage_id not in (0, engine.loss_stage):
+        batch = batch._replace(images=batch.images.new_empty(len(batch.index), 0))
+    if not engine.readers:
+        batch = batch._replace(text=None, text_scale=None)
     for first in range(engine.grid.get_data_parallel_id() * size, len(batch.index), replicas * size):
         yield batch.each(itemgetter(slice(first, first + size)))

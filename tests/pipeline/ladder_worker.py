@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import unittest.mock
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,20 +39,21 @@ from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.placement import run_exchange
-from ddpm_ds.pipeline.schedule import Instruction, Program, weight_passes
+from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.unet import model
+from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import Layer, unet_layers
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches, objective_of
 from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal["plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression"]
+Process = Literal["plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text"]
 """DDPM, EDM, flow matching, DDPM whose images are augmented, inputs perturbed and losses weighed, or DDPM of images
 that are wider than high; or masked fields of 8x16 pixels with weighed channels, constants, a grid, a vector and a
-condition that is stored, or made and noised, or from which they are regressed."""
+condition that is stored, or made and noised, or from which they are regressed; or images with captions."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -81,6 +83,8 @@ class Case:
     gradients: Literal["flat", "deepspeed"] = "flat"
     random_programs: int | None = None
     """Seed of programs in the place of the schedule's own."""
+    cuts: tuple[int, ...] = ()
+    """First layers of the stages; cut by flops without."""
 
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
@@ -124,12 +128,16 @@ class Case:
             gradients="deepspeed" if self.offload else self.gradients,
         )
 
+    def bounds(self, layers: tuple[Layer, ...]) -> tuple[int, ...]:
+        """The bounds of the stages."""
+        return partition(layers, self.stages, self.cuts or "flops", self.schedule)
+
     def engine(self, spec: RunSpec, **blocks: Any) -> UnetPipelineEngine:
-        """This rank's engine for the U-Net of a spec, cut by flops; ``blocks`` replace some of the configuration."""
+        """This rank's engine for the U-Net of a spec; ``blocks`` replace some of the configuration."""
         resolved = self.resolved(spec.train.batch_images)
         return build_engine(
             layers_of(spec),
-            partition(layers_of(spec), self.stages, "flops", self.schedule),
+            self.bounds(layers_of(spec)),
             replace(resolved, blocks={**resolved.blocks, **blocks}),
             objective_of(spec),
             seed=spec.train.seed,
@@ -173,6 +181,7 @@ class Reference:
     def step(self, batch: MicroBatch) -> Expected:
         """One optimizer step."""
         model.set_image_index(self.modules, batch.index)
+        set_context(transformer_blocks(self.modules), self.objective.context(batch))
         prepared = self.objective.prepare(batch)
         carry: Any = self.objective.inputs(prepared)
         for layer in self.modules:
@@ -230,12 +239,30 @@ def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Te
     return seen
 
 
+def watch_contexts(engine: UnetPipelineEngine) -> list[int]:
+    """Fill the returned list with the number of micro-batches whose text this rank holds, after each instruction."""
+    contexts: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    def watch(execute: Callable[[Instruction], None], instruction: Instruction) -> None:
+        execute(instruction)
+        if instruction.name == "LoadMicroBatch":
+            context = engine._flight(instruction).context
+            assert context is not None
+            contexts.append(weakref.ref(context))
+            del context
+        counts.append(sum(held() is not None for held in contexts))
+
+    for name, execute in engine.execute.items():
+        engine.execute[name] = functools.partial(watch, execute)
+    return counts
+
+
 def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) -> list[float]:
     """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
     layers = layers_of(spec)
-    bounds = partition(layers, case.stages, "flops", case.schedule)
     reductions = weight_passes(programs, case.schedule)
-    sent = run_exchange(case.resolved(spec.train.batch_images), layers, bounds, reductions)
+    sent = run_exchange(case.resolved(spec.train.batch_images), layers, case.bounds(layers), reductions)
     return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
@@ -250,6 +277,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
         unet |= {"augmentation": 0.5, "colour_augmentation": 0.5}
         return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
+    if process == "text":
+        return tiny_text_spec()
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
     if process == "rectangles":
@@ -300,9 +329,10 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
+    contexts = watch_contexts(engine) if engine.readers else []
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
-    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored"), []
+    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored", "text"), []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas
@@ -322,6 +352,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "gradient_norm": engine.gradient_norm(),
                 "expected_gradient_norm": norm,
                 "names": list(expected.gradients),
+                "contexts": [max(contexts, default=0), *contexts[-1:]],
+                "most_held": most_held(engine.programs[engine.stage_id]),
                 "errors": {name: difference(seen[name], expected.gradients[name]) for name in seen},
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,

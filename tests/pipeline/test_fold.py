@@ -18,12 +18,15 @@ from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline import cuts as fold
 from ddpm_ds.pipeline.cuts import Room, describe, partition, segments, sent_shapes, weighted
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import Layer, has_residual, unet_layers
 from ddpm_ds.unet.model import UNet
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, tiny_text_spec
+from tests.unet.variants import randomise
 
 SPEC = tiny_spec()
 LAYERS = unet_layers(SPEC.unet, Interface(channels=1, size=(8, 8)))
+TEXT = {"context_channels": 6, "tokens": 5, "blocks": [1, 2], "middle_blocks": 2, "heads": [2, 4]}
+TEXT_LAYERS = unet_layers(tiny_text_spec(unet={"text": TEXT}).unet, Interface(channels=1, size=(8, 8)))
 
 
 def mirrored_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
@@ -61,7 +64,7 @@ def all_folds(layers: Sequence[Layer], ranks: int) -> list[tuple[int, ...]]:
 
 
 def walk_folded(layers: Sequence[Layer], modules: Any, bounds: Sequence[int], inputs: tuple[Tensor, ...]) -> Tensor:
-    """The forward of a fold in one process; asserts the shapes of all that crosses."""
+    """The forward of a fold in one process; asserts the shapes of all that crosses, also of a residual that is open."""
     ranks = (len(bounds) - 1) // 2
     parts = [segments(bounds, "folded", rank) for rank in range(ranks)]
     kept: list[tuple[Tensor, ...]] = []
@@ -69,18 +72,21 @@ def walk_folded(layers: Sequence[Layer], modules: Any, bounds: Sequence[int], in
     for rank, ((start, stop), _) in enumerate(parts):
         for module in modules[start:stop]:
             carry = module(carry)
-        kept.append(carry[1:])
-        carry = carry[:2]
+        end = len(carry) - (has_residual(layers, stop) and rank < ranks - 1)
+        kept.append(carry[1:end])
+        carry = (*carry[:2], *carry[end:])
         if rank < ranks - 1:
             assert [tuple(t.shape[1:]) for t in carry] == list(sent_shapes(layers, stop, phase=0, schedule="folded"))
-    h = carry[0]
+    h, residual = carry[0], ()
     for rank, (_, (start, stop)) in reversed(list(enumerate(parts))):
-        carry = (h, *kept.pop())
+        carry = (h, *kept.pop(), *residual)
         for module in modules[start:stop]:
             carry = module(carry)
         if rank:
-            h, _emb = carry  # nothing else is left: every skip that was kept has been used
-            assert [tuple(h.shape[1:])] == list(sent_shapes(layers, stop, phase=1, schedule="folded"))
+            h, _emb, *residual = carry  # nothing else is left: every skip that was kept has been used
+            assert len(residual) == has_residual(layers, stop)
+            crossing = [tuple(tensor.shape[1:]) for tensor in (h, *residual)]
+            assert crossing == list(sent_shapes(layers, stop, phase=1, schedule="folded"))
     assert isinstance(carry, Tensor)
     return carry
 
@@ -90,16 +96,19 @@ def images(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
     return torch.randn(2, *layers[0].output_shape, generator=generator), torch.tensor([3, 7])
 
 
+@pytest.mark.parametrize(("layers", "tried"), [(LAYERS, 150), (TEXT_LAYERS, 40)], ids=["skips", "text"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_mirrored_cut_computes_what_the_list_does(ranks: int) -> None:
-    unet = UNet(LAYERS, 0).eval()
+def test_every_mirrored_cut_computes_what_the_list_does(ranks: int, layers: tuple[Layer, ...], tried: int) -> None:
+    unet = UNet(layers, 0).eval()
+    randomise(unet, 0)
+    context = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = unet(*images(LAYERS))
-        folds = all_folds(LAYERS, ranks)
+        expected = unet(*images(layers), context=context)
+        folds = all_folds(layers, ranks)
         assert len(folds) > 1
-        for bounds in random.Random(0).sample(folds, min(len(folds), 150)):
-            fold.check_mirrored(LAYERS, bounds)
-            assert torch.equal(walk_folded(LAYERS, unet.layers, bounds, images(LAYERS)), expected)
+        for bounds in random.Random(0).sample(folds, min(len(folds), tried)):
+            fold.check_mirrored(layers, bounds)
+            assert torch.equal(walk_folded(layers, unet.layers, bounds, images(layers)), expected)
 
 
 @settings(max_examples=25, deadline=None)

@@ -203,7 +203,7 @@ def messages_that_can_not_be_captured() -> contextlib.AbstractContextManager[obj
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
     """What some steps gave, as bits: losses, norms, weights, averages and the loss scale, eager or by a graph."""
-    spec = spec_of(compiled=False)
+    spec = spec_of(compiled=False, process=case.process)
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         engine = case.engine(spec)
     if case.random_programs is not None:
@@ -263,11 +263,13 @@ CASES = [
     one(0, "bf16", micro_batches=1, checkpoint=2),
     one(2, "bf16", process="stored"),
     one(1, "fp32", process="reduced"),
+    one(2, "fp16", process="text"),
     one(2, "fp16", checkpoint=1, growing_scale=True),
     one(1, "bf16", fp32_accumulation=True),
     Case(2, 1, 2, "fp16", 0, fused=True),
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
     Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
+    Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(9, 15, 20)),
     Case(2, 1, 0, "bf16", 0, fused=True, micro_batches=2),
     Case(1, 2, 2, "bf16", 0, fused=True),
     Case(1, 2, 1, "fp16", 0, fused=True),

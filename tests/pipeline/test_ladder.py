@@ -55,6 +55,9 @@ BY_TWO = [
     Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
     Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
     Case(2, 1, 2, "fp16", 0, process="rectangles"),
+    # text: cuts inside of transformers, intervals that begin before, at and after an entry
+    Case(2, 1, 2, "fp32", 2, schedule="folded", random_programs=13, process="text", cuts=(9, 15, 20)),
+    Case(2, 1, 1, "fp16", 1, random_programs=14, process="text", cuts=(21,)),
 ]
 BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
@@ -68,6 +71,8 @@ BY_FOUR = [
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3, process="edm"),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
     Case(4, 1, 0, "fp32", 1, random_programs=10, process="rectangles"),
+    Case(4, 1, 1, "bf16", 3, micro_batches=8, schedule="folded", process="text", cuts=(4, 6, 10, 15, 20, 27, 31)),
+    Case(2, 2, 2, "fp32", 2, reentrant=True, process="text", cuts=(14,)),
 ]
 """The core: every factor but the compiler, in both schedules the ones that their code treats differently."""
 
@@ -78,6 +83,8 @@ ONE_PROCESS = [
     *(Case(1, 1, *ways, micro_batches=2) for ways in (*SOME, (0, "fp16", 0))),
     Case(1, 1, 0, "fp32", 0, compile=True, process="edm", random_programs=8),
     Case(1, 1, 2, "fp16", 1, compile=True, random_programs=9),
+    Case(1, 1, 0, "fp32", 5, micro_batches=2, process="text"),
+    Case(1, 1, 1, "fp32", 0, compile=True, process="text", random_programs=17),
 ]
 MORE_BY_TWO = [
     Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=11, process="regression"),
@@ -86,6 +93,9 @@ MORE_BY_TWO = [
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
     Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", compile=True, random_programs=12),
     Case(2, 1, 0, "bf16", 0, fused=True),
+    *(Case(2, 1, *ways, schedule="folded", process="text", cuts=(9, 15, 20)) for ways in (*SOME, (0, "bf16", 1))),
+    *(Case(2, 1, *ways, process="text", cuts=(14,)) for ways in (*SOME, (2, "bf16", 2))),
+    Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", process="text", random_programs=18),
 ]
 MORE_BY_FOUR = [
     Case(4, 1, 1, "fp16", 2, micro_batches=8, schedule="folded", process="stored"),
@@ -99,6 +109,8 @@ MORE_BY_FOUR = [
     Case(2, 2, 2, "bf16", 0, fp32_accumulation=True, schedule="folded"),
     Case(1, 4, 2, "bf16", 0, random_programs=5),
     Case(2, 2, 0, "fp16", 0, schedule="folded", growing_scale=True, random_programs=7),
+    *(Case(4, 1, *ways, process="text", random_programs=19, cuts=(9, 15, 26)) for ways in SOME),
+    *(Case(4, 1, *ways, micro_batches=8, schedule="folded", process="text", random_programs=20) for ways in SOME),
 ]
 """Other combinations of the same factors."""
 ONE_GPU = [
@@ -174,6 +186,9 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
             found.append(f"rank {rank} compiled {graphs} graphs up to each step")
         if case.compile and not graphs[0]:
             found.append(f"rank {rank} compiled nothing")
+        for record in records:
+            if record["contexts"][0] > record["most_held"] or record["contexts"][-1]:
+                found.append(f"rank {rank} holds text of {record['contexts']} micro-batches, not {record['most_held']}")
         if case.fixed_scale and (scales := {record["loss_scale"] for record in records}) != {case.fixed_scale}:
             found.append(f"rank {rank} scaled the loss by {scales} instead of {case.fixed_scale}")
     for step, records in enumerate(zip(*ranks, strict=True)):

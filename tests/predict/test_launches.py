@@ -10,13 +10,14 @@ import torch
 from rivals.measure import CountedOperators, HostCost
 
 from ddpm_ds.config.ds_config import Layout
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.observe.device_speed import _inputs
 from ddpm_ds.predict.costs import DRAWS, launches
 from ddpm_ds.predict.layouts import LAUNCH_SECONDS, Workload, machine
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.unet.model import UNet
-from tests.launching import REPOSITORY, tiny_spec
+from tests.launching import REPOSITORY, tiny_spec, tiny_text_spec
 
 SPECS = REPOSITORY / "launch" / "specs"
 WITHIN = 1.5
@@ -24,15 +25,27 @@ GONE = 347 - DRAWS + 142
 """Launches of version 0.2, with which H100s were measured, that there are no more: of draws and of projections."""
 
 
-def test_launches_of_layers_are_those_that_are_counted() -> None:
+SMALL = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": 2}
+TEXT = {"context_channels": 8, "blocks": [0, 1, 4, 4], "heads": [1, 1, 2, 2], "pooled_channels": 8}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tiny_spec(unet={**SMALL, "attention_resolutions": [4], "dropout": 0.0}),
+        tiny_text_spec(unet={**SMALL, "text": TEXT, "attention_resolutions": [], "dropout": 0.0}),
+    ],
+    ids=["pixels", "text"],
+)
+def test_launches_of_layers_are_those_that_are_counted(spec: RunSpec) -> None:
     """Within a tenth: what PyTorch copies to make contiguous depends on the shapes."""
-    small = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": 2, "attention_resolutions": [4]}
-    spec = tiny_spec(unet={**small, "dropout": 0.0})
     layers = [*Workload(spec, {}, on_cpu=True).layers]
     unet, inputs = UNet(layers, seed=0), _inputs(layers[0], 2, torch.device("cpu"), torch.float32)
+    text = spec.unet.text
+    context = torch.zeros(2, text.tokens, text.context_channels) if text else None
     forward, backward = HostCost(), HostCost()
     with CountedOperators(forward):
-        prediction = unet(*inputs)
+        prediction = unet(*inputs, context=context)
     with CountedOperators(backward):
         torch.autograd.backward([prediction], [torch.ones_like(prediction)])
     forwards, backwards = map(sum, zip(*map(launches, layers), strict=True))

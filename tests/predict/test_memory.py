@@ -10,6 +10,7 @@ import pytest
 
 from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.predict import memory as memory_model
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.memory import (
     COLLECTIVE_BYTES,
@@ -21,7 +22,7 @@ from ddpm_ds.predict.memory import (
     moments,
     pipeline_memory,
 )
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, tiny_text_spec
 from tests.predict.small import small_job
 
 ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
@@ -167,6 +168,35 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     begins = {start - 1 for start in range(3, len(layers), 2)}
     pushed = {place for place, layer in enumerate(layers) if layer.pushes}
     assert two.beside == sum(sizes[place] for place in begins | pushed)
+
+
+def test_checkpointing_keeps_a_residual_that_is_closed_in_another_group_than_it_is_opened_in() -> None:
+    layers = small_job(tiny_text_spec()).layers
+    stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
+    sizes = [math.prod(layer.output_shape) for layer in layers]
+    begins = {start - 1 for start in range(4, len(layers), 3)}
+    pushed = {place for place, layer in enumerate(layers) if layer.pushes}
+    residuals = {place - 1 for place, layer in enumerate(layers) if layer.opens}
+    assert residuals - begins - pushed == {2, 7, 23, 29}
+    assert kept(layers, stage, 3, 0, 1, holds_skips=False).beside == sum(
+        sizes[place] for place in begins | pushed | residuals
+    )
+
+
+def test_text_is_held_for_each_micro_batch_in_flight_and_for_the_one_that_is_loaded_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By each rank whose layers read it, in the arithmetic's precision, beside 16 bits of the next."""
+    job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
+    bounds = (0, 3, 14, len(job.layers))  # the first rank has no transformer block
+    found = pipeline_memory(job, layout, bounds)
+    monkeypatch.setattr(memory_model, "context_elements", lambda layers, *segments: 0)
+    memory_model._kept_by_rank.cache_clear()
+    without = pipeline_memory(job, layout, bounds)
+    memory_model._kept_by_rank.cache_clear()
+    image = 5 * 6  # tokens x channels
+    more = [(a.activations - b.activations, a.buffers - b.buffers) for a, b in zip(found, without, strict=True)]
+    assert more == [(0, 0), (2 * 3 * 4 * image, 3 * 2 * image), (3 * 4 * image, 3 * 2 * image)]
 
 
 def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:

@@ -11,6 +11,7 @@ import pytest
 from rivals import command
 from rivals.choice import ONE_DEVICE_ROWS, ROWS
 
+from ddpm_ds.errors import SpecError
 from tests.launching import REPOSITORY, run_ranks
 
 BENCH = REPOSITORY / "launch" / "bench.py"
@@ -154,3 +155,11 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "take turns" in out and "exit codes" in out and "--num_gpus 4 launch/bench.py" in out
     assert all(f"  {name} " in out for name in (*ROWS, *ONE_DEVICE_ROWS))
+
+
+def test_captions_are_refused_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    spec = REPOSITORY / "launch" / "specs" / "sd15.yaml"
+    words = ["--deepspeed_config", str(MAIN), "--spec", str(spec), "--set", "data.path=pictures"]
+    with pytest.raises(SpecError, match="needs captions, which no row of the benchmark reads"):
+        command._benchmark(command.parse(words))

@@ -17,14 +17,14 @@ from ddpm_ds.unet.layers import BlockLayer
 from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import EmbeddingProjection
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
-from tests.unet.variants import VARIANTS, batch, layers_of, narrowing, random_unet, rounding
+from tests.unet.variants import VARIANTS, batch, context, layers_of, narrowing, random_unet, rounding
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_fp16_on_cpu_equals_fp32_within_the_rounding_of_fp16(name: str) -> None:
     layers = layers_of(name)
     half, full = random_unet(layers).half(), random_unet(layers).half().float()
-    prediction, expected = half(*batch(name)), full(*batch(name))
+    prediction, expected = (unet(*batch(name), context=context(layers)) for unet in (half, full))
     assert prediction.dtype is torch.float16
     assert (prediction - expected).norm() <= narrowing(len(layers), torch.float16) * expected.norm()
 
@@ -141,7 +141,7 @@ def test_a_micro_batch_in_flight_holds_no_copy_of_the_projections() -> None:
     assert weights[0].numel() in held and sum(weight.numel() for weight in weights) not in held
 
 
-@pytest.mark.parametrize("name", ["ddpm", "scale_shift"])
+@pytest.mark.parametrize("name", ["ddpm", "scale_shift", "text_time"])
 def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
     compile_layers([*unet.layers], tmp_path)
     warm_up(dict(enumerate(unet.layers)), layers, 2, gradients=True, recompute=False)
     known = len(compiled)
-    unet(*batch(name)).square().mean().backward()
+    unet(*batch(name), context=context(layers)).square().mean().backward()
     assert known == len(compiled) > 0
     torch._dynamo.reset()
 

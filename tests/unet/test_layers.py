@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.config.spec import Interface, UnetSpec
+from ddpm_ds.unet.blocks import transformer_blocks
 from ddpm_ds.unet.layers import boundary_shapes, unet_layers
 from ddpm_ds.unet.weight_gradients import weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
@@ -61,7 +62,8 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> 
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
         assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 
-        inputs = tuple(tensor.requires_grad_(tensor.is_floating_point() and tensor.ndim > 1) for tensor in carry)
+        made = layer is not layers[0]  # not read from the data
+        inputs = tuple(tensor.requires_grad_(made and tensor.is_floating_point()) for tensor in carry)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the only one it knows on CPU
             module(inputs)
         assert counter.get_total_flops() == pytest.approx(2 * layer.macs * images, rel=0.02), layer.name
@@ -72,8 +74,9 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> 
 
 
 def saved_by_autograd(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
-    """Bytes that autograd keeps of a forward, weights aside, and the output of the forward."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    """Bytes that autograd keeps of a forward, weights and the encoded text aside, and the output of the forward."""
+    others = [block.context for block in transformer_blocks([module]) if block.context is not None]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *others)}
     kept: dict[int, Tensor] = {}  # by storage, which holding on to the tensor keeps from being used again
 
     def keep(tensor: Tensor) -> Tensor:

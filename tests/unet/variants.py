@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
+from ddpm_ds.config.text import CrossAttentionSpec
+from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.layers import SIZES, Layer, TransformerBlockLayer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
@@ -36,6 +38,30 @@ VARIANTS = {
     ),
     "level": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin"),
     "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, colour_augmentation=0.1),
+    # SD's and SDXL's kinds, shrunk
+    "text": UnetSpec(
+        channels=16,
+        multipliers=(1, 2),
+        blocks_per_level=1,
+        norm_groups=8,
+        text=CrossAttentionSpec(context_channels=24, tokens=5, blocks=(1, 0), heads=(2, 4)),
+    ),
+    "text_time": UnetSpec(
+        channels=16,
+        multipliers=(1, 2),
+        blocks_per_level=1,
+        norm_groups=8,
+        classes=3,
+        text=CrossAttentionSpec(
+            context_channels=12,
+            tokens=7,
+            blocks=(0, 2),
+            middle_blocks=3,
+            heads=(1, 4),
+            pooled_channels=10,
+            size_channels=8,
+        ),
+    ),
 }
 INTERFACES = {
     "level": Interface(channels=3, size=(16, 16), condition_channels=4, told_level=True),
@@ -69,10 +95,13 @@ def narrowing(roundings: int, dtype: torch.dtype) -> float:
 
 
 def random_unet(layers: tuple[Layer, ...], seed: int = 0) -> UNet:
-    """A U-Net without zeros in its weights, which would hide most of it, told that images 7 and 8 come next."""
+    """A U-Net without zeros in its weights, which would hide most of it, told that images 7 and 8 come next, and their
+    text.
+    """
     unet = UNet(layers, seed)
     randomise(unet, seed)
     set_image_index(unet.layers, torch.tensor([7, 8]))
+    set_context(transformer_blocks(unet.layers), context(layers))
     return unet
 
 
@@ -100,4 +129,16 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     told += [torch.tensor([0.0, 321.5])] if interface.told_level else []
     numbers = augmentation_numbers(VARIANTS[name], interface.channels) + interface.numbers
     told += [torch.randn(2, numbers, generator=generator)] if numbers else []
+    if (text := VARIANTS[name].text) is not None and text.pooled_channels:
+        sizes = torch.randint(0, 1000, (2, SIZES), generator=generator)
+        told.append(torch.cat((torch.randn(2, text.pooled_channels, generator=generator), sizes), dim=1))
     return (x_t, t, *told)
+
+
+def context(layers: tuple[Layer, ...], seed: int = 2) -> Tensor | None:
+    """The encoded text of two images, for a U-Net that reads it."""
+    for layer in layers:
+        if isinstance(layer, TransformerBlockLayer):
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randn(2, layer.tokens, layer.context_channels, generator=generator)
+    return None
