@@ -24,7 +24,8 @@ from ddpm_ds.command_line import OneLineParser, add_spec_options, aligned, batch
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.data.fields import open_fields
-from ddpm_ds.data.loader import Order, Residence, micro_batches
+from ddpm_ds.data.loader import Residence, micro_batches
+from ddpm_ds.data.order import Order
 from ddpm_ds.data.prepare import Decoding, by_processes, decoding_of, prepare
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.errors import UserError

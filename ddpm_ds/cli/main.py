@@ -156,6 +156,7 @@ def _prepare(options: argparse.Namespace) -> None:
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
     spec = load_spec(options.spec, [*options.overrides, *residual])
     data = spec.data
+    from ddpm_ds.data.buckets import check_steps
     from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
     from ddpm_ds.data.text import check_text
@@ -175,12 +176,15 @@ def _prepare(options: argparse.Namespace) -> None:
         encode_on = device if options.encode else None
         regression = TrainedRegression(data, device) if residual else None
     check_text(spec)
-    store = prepare(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
-    skipped = f", {store.meta.skipped:,} left out (skipped.txt)" if store.meta.skipped else ""
-    what = "images" if data.residual_of is None else "residuals"
-    if store.meta.kind == "latents":
-        what = f"latents of {'x'.join(map(str, store.meta.shape))}"
-    print(f"{store.path}: {len(store):,} {what}{skipped}")
+    check_steps(spec)
+    group = spec.bucket_group or 1
+    store = prepare(data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group)
+    for each in (store, *store.buckets):
+        skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""
+        what = "images" if data.residual_of is None else "residuals"
+        if each.meta.kind == "latents":
+            what = f"latents of {'x'.join(map(str, each.meta.shape))}"
+        print(f"{each.path}: {len(each):,} {what}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
         print(notice)
 

@@ -1,30 +1,43 @@
-"""Buckets of aspect: which sizes there are, which image is in which, and in what order training takes them.
+"""Buckets of aspect while images are prepared: which sizes there are, and which image is in which bucket.
 
-Images of a bucket are brought to its size, which crops them little. Training takes ``group`` consecutive images from
-one bucket, so that a micro-batch has one size on all replicas::
+Images of a bucket are brought to its size, which crops them little. Each bucket has a cache of its own, made of the
+source's images in it::
 
-    images          0 ... 31   32 ... 63   64 ... 95   96 ... 127
-    bucket          832x1216   1024x1024   1024x1024   1152x896
+    source     3:4   1:1   16:9   1:1   ...
+                │     └──────│─────┘
+    caches   896x1152  1024x1024   768x1344 ...
 
-Both are pure functions: each stage knows the size of each micro-batch before it arrives, and a resumed run goes on with
-the image after the last.
+Training takes some images of one bucket, then of another: :class:`ddpm_ds.data.order.BucketOrder`.
 """
 
+import copy
+import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
 
+from ddpm_ds.config.spec import DataSpec, RunSpec, written
 from ddpm_ds.data.cache import Indices
-from ddpm_ds.data.loader import Order, permutation
+from ddpm_ds.data.decoding import Size, upright_size
+from ddpm_ds.data.latents import autoencoder_of
+from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import read_bytes, replace_file
 
 AREAS = 0.06
 """Largest difference of a bucket's pixels from the pixels that were asked for, as a share: one order of passes serves
 all buckets."""
+MOST_SHAPES_BYTES = 2**33
+Shapes = npt.NDArray[np.int32]
+"""Heights and widths of a source's images, (N, 2), upright; 0 of those that can't be read."""
 
 
-def bucket_sizes(size: tuple[int, int], step: int, widest: float) -> tuple[tuple[int, int], ...]:
+def bucket_sizes(size: Size, step: int, widest: float) -> tuple[Size, ...]:
     """Return the buckets (height, width) around the pixels of a ``size``, from the tallest to the widest.
 
     Sides are multiples of ``step`` pixels, their ratio is at most ``widest``, and for each height there is the width
@@ -40,75 +53,145 @@ def bucket_sizes(size: tuple[int, int], step: int, widest: float) -> tuple[tuple
     return tuple(reversed(found))
 
 
-def bucket_of(image: tuple[int, int], sizes: tuple[tuple[int, int], ...]) -> int:
+def bucket_of(image: Size, sizes: Sequence[Size]) -> int:
     """Return the number of the bucket that crops an ``image`` (height, width) least; of equal ones the first."""
     return min(range(len(sizes)), key=lambda number: cropped(image, sizes[number]))
 
 
-def cropped(image: tuple[int, int], size: tuple[int, int]) -> float:
+def cropped(image: Size, size: Size) -> float:
     """Return the share of an image (height, width) that is lost when it is scaled to cover a ``size`` and cropped."""
     ratio = image[0] * size[1] / (image[1] * size[0])
     return 1.0 - min(ratio, 1.0 / ratio)
 
 
-@dataclass(frozen=True)
-class BucketOrder:
-    """Order in which training sees the images of buckets.
+class BucketData(DataSpec):
+    """Images of one bucket, whose size is ``image_size``."""
 
-    Each bucket has an endless :class:`ddpm_ds.data.loader.Order` of its own, in which each of its images comes once per
-    epoch. Buckets take turns in rounds: after R rounds, which have about as many images as the data set, a bucket of n
-    images has had floor(R n / group) groups, in a shuffled order.
+    number: int
+    """Its number; that of the spec's own ``data.image_size`` is 0."""
+    sizes: tuple[Size, ...]
+    """Height and width in pixels of all buckets, by number."""
+
+    def members_of(self, shapes: Shapes) -> Indices:
+        """Return the positions, int64 and rising, of the images of these shapes that are in this bucket."""
+        return np.flatnonzero(numbers_of(shapes, self.sizes) == self.number)
+
+
+def buckets_of(data: DataSpec) -> tuple[BucketData, ...]:
+    """Return all buckets of ``data``, that of ``data.image_size`` first.
+
+    Raises:
+        DataError: sizes of latents don't fit the steps, or the autoencoder can't be used.
     """
-
-    counts: tuple[int, ...]
-    """Images of each bucket, at least ``group``."""
-    seed: int
-    group: int
-    """Consecutive images of training that share a bucket."""
-
-    def bucket_at(self, index: int) -> int:
-        """Return the bucket of an image index."""
-        return self._turn(index // self.group)[0]
-
-    def images_at(self, index: Indices) -> tuple[int, Indices]:
-        """Return the bucket of some images of one group, int64 (n,), and their positions in it, int64 (n,)."""
-        bucket, before = self._turn(int(index[0]) // self.group)
-        places = before * self.group + index % self.group
-        return bucket, Order(self.counts[bucket], self.seed + bucket).image_at(places)
-
-    def _turn(self, group: int) -> tuple[int, int]:
-        """Return the bucket of a group, and how many groups of this bucket come before."""
-        number = group * self.group // sum(self.counts)
-        while self._before(number + 1) <= group:
-            number += 1
-        while self._before(number) > group:
-            number -= 1
-        turns, earlier = _round(self, number)
-        place = group - self._before(number)
-        bucket = int(turns[place])
-        return bucket, number * self.counts[bucket] // self.group + int(earlier[place])
-
-    def _before(self, number: int) -> int:
-        """Return the number of groups before a round."""
-        return sum(number * count // self.group for count in self.counts)
-
-
-@lru_cache(maxsize=4)
-def _round(order: BucketOrder, number: int) -> tuple[Indices, Indices]:
-    """Return the bucket of each group of a round, and how many groups of it come before in the round."""
-    turns = np.concatenate(
-        [
-            np.full((number + 1) * count // order.group - number * count // order.group, bucket)
-            for bucket, count in enumerate(order.counts)
-        ]
+    assert data.buckets is not None
+    autoencoder = autoencoder_of(data)
+    factor = 1 if autoencoder is None else autoencoder.factor
+    step, widest = data.buckets.step, data.buckets.widest
+    size = (data.size[0] * factor, data.size[1] * factor)
+    if step % factor or any(side % step for side in size):
+        raise DataError(
+            f"data.buckets.step = {step} should be a multiple of the {factor} pixels that are one of a latent, and "
+            f"divide the {written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
+        )
+    sizes = (size, *(each for each in bucket_sizes(size, step, widest) if each != size))
+    return tuple(
+        BucketData(**{**dict(data), "image_size": (height // factor, width // factor)}, number=number, sizes=sizes)
+        for number, (height, width) in enumerate(sizes)
     )
-    turns = turns[permutation(len(turns), order.seed, number, ROUNDS)]
-    earlier = np.zeros_like(turns)
-    for bucket in range(len(order.counts)):
-        own = turns == bucket
-        earlier[own] = np.arange(own.sum())
-    return turns, earlier
 
 
-ROUNDS = 2**32
-"""Number among the permutations of a seed, beyond those of windows, of the permutations of groups."""
+def check_steps(spec: RunSpec) -> None:
+    """Refuse buckets of latents that can't be halved as often as the U-Net does.
+
+    Raises:
+        DataError: it names the step and one that would do.
+    """
+    if spec.data.buckets is None or (autoencoder := autoencoder_of(spec.data)) is None:
+        return
+    multiple = autoencoder.factor * 2 ** (len(spec.unet.multipliers) - 1)
+    if spec.data.buckets.step % multiple:
+        raise DataError(
+            f"data.buckets.step = {spec.data.buckets.step} should be a multiple of {multiple} pixels: a latent is made "
+            f"of {autoencoder.factor}, and unet.multipliers halves latents {len(spec.unet.multipliers) - 1} times"
+        )
+
+
+def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
+    """Return the number of the bucket of each image, int64 (N,); those that can't be read are in bucket 0."""
+    distinct, which = np.unique(shapes, axis=0, return_inverse=True)
+    numbers = [bucket_of((height, width), sizes) if height and width else 0 for height, width in distinct.tolist()]
+    return np.array(numbers, np.int64)[which.reshape(-1)]
+
+
+def check_buckets(counts: Sequence[int], sizes: Sequence[Size], group: int) -> None:
+    """Refuse buckets with fewer images than consecutive ones of training, ``group``, and none of ``data.image_size``.
+
+    Raises:
+        DataError: it names the bucket, its images and what would do.
+    """
+    if not counts[0]:
+        most = max(range(len(counts)), key=lambda number: counts[number])
+        raise DataError(
+            f"data.image_size is of the bucket {written(sizes[0])}, in which no image falls; use that of "
+            f"{written(sizes[most])}, which has {counts[most]:,}"
+        )
+    for size, count in zip(sizes, counts, strict=True):
+        if 0 < count < group:
+            raise DataError(
+                f"data.buckets: {written(size)} has {count:,} images, fewer than the {group:,} that follow each other; "
+                f"use a smaller data.buckets.images, at most {count:,}, a larger data.buckets.step, or a smaller "
+                "data.buckets.widest"
+            )
+
+
+def shapes_of(source: Source, progress: bool) -> Shapes:
+    """Return the shapes of all images of a source, by their headers alone."""
+    shapes = np.zeros((len(source.labels), 2), np.int32)
+    for i in tqdm(range(len(shapes)), desc="reading sizes", delay=1, disable=not progress):
+        try:
+            shapes[i] = upright_size(source.read(i))
+        except Exception:  # decoding will report the reason
+            continue
+    return shapes
+
+
+def read_shapes(path: Path) -> tuple[str, Shapes] | None:
+    """Return the shapes in a file and the hash of the source whose they are; None if there is no such file."""
+    try:
+        with np.load(io.BytesIO(read_bytes(path, MOST_SHAPES_BYTES)), allow_pickle=False) as found:
+            content, shapes = str(found["content"]), found["shapes"]
+    except Exception:  # numpy raises almost anything on a damaged file, which is made again
+        return None
+    return (content, shapes) if shapes.dtype == np.int32 and shapes.ndim == 2 and shapes.shape[1] == 2 else None
+
+
+def write_shapes(path: Path, content: str, shapes: Shapes) -> None:
+    """Write the shapes of a source's images, and the hash of its content, to a file; raises OSError."""
+    file = io.BytesIO()
+    np.savez_compressed(file, content=np.array(content), shapes=shapes)
+    replace_file(path, file.getvalue())
+
+
+@dataclass
+class Members:
+    """The images of a source that are at some positions in it."""
+
+    source: Source
+    positions: Indices
+
+    def __post_init__(self) -> None:
+        self.classes: tuple[str, ...] = self.source.classes
+        self.labels: Labels = self.source.labels[self.positions]
+        self.captions: Captions | None = None
+        if (captions := captions_of(self.source)) is not None:  # all texts, so that buckets share them encoded
+            self.captions = copy.copy(captions)
+            self.captions.table = captions.table[self.positions]
+            self.captions.missing = np.flatnonzero(np.isin(self.positions, np.asarray(captions.missing))).tolist()
+
+    def name(self, i: int, /) -> str:
+        """Return the name of an image in the source."""
+        return self.source.name(int(self.positions[i]))
+
+    def read(self, i: int, /) -> bytes | Pixels:
+        """Return an image as the source does."""
+        return self.source.read(int(self.positions[i]))

@@ -83,6 +83,14 @@ def decode(
     return decode_with_sizes(content, size, channels, big, stretched)[0]
 
 
+def upright_size(content: bytes | Pixels) -> Size:
+    """Return height and width of an image as it is shown, from its header; may raise any exception of a decoder."""
+    if not isinstance(content, bytes):
+        return content.shape[0], content.shape[1]
+    with Image.open(io.BytesIO(content), formats=formats()) as image:
+        return image.size if _orientation(image) in SIDEWAYS else image.size[::-1]
+
+
 def decode_with_sizes(
     content: bytes | Pixels,
     size: Size,

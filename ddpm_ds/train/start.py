@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
+from ddpm_ds.data.buckets import check_buckets, check_steps
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence, split
@@ -140,6 +141,7 @@ def _prepared(
     if plan.ds.compile:
         check_compiler(device)
     check_text(plan.spec)
+    check_steps(plan.spec)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
     store = prepare(
@@ -148,6 +150,7 @@ def _prepared(
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
         verify=None if first_on_host else False,
         learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
+        group=plan.spec.bucket_group or 1,
     )
     check_store(store, plan.spec)
     check_same_images(rendezvous, store.meta.sha256)
@@ -189,6 +192,9 @@ def check_store(store: DatasetCache, spec: RunSpec) -> None:
     except ValueError as error:
         raise SpecError(str(error)) from None
     split(len(store), spec.data.held_out_images, spec.data.held_out)
+    if spec.bucket_group is not None:
+        sizes = [each.images.shape[2:] for each in (store, *store.buckets)]
+        check_buckets(store.counts, [(height, width) for height, width in sizes], spec.bucket_group)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):

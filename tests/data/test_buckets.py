@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ddpm_ds.data.buckets import AREAS, BucketOrder, bucket_of, bucket_sizes, cropped
+from ddpm_ds.data.buckets import AREAS, bucket_of, bucket_sizes, cropped
+from ddpm_ds.data.order import BucketOrder
 
 ORDER = BucketOrder(counts=(37, 100, 16), seed=3, group=8)
 
