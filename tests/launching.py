@@ -164,7 +164,7 @@ def tiny_text_spec(**sections: dict[str, Any]) -> RunSpec:
     text |= {"pooled_channels": 4, "size_channels": 4}
     values: dict[str, dict[str, Any]] = {
         "unet": {"attention_resolutions": [], "text": text},
-        "data": {"text": {"encoders": "pipeline", "drop": 0.3}},
+        "data": {"source": "folder", "path": "pictures", "text": {"encoders": "pipeline", "drop": 0.3}},
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
