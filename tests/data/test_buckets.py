@@ -17,9 +17,10 @@ from PIL import ExifTags, Image
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.text import BucketsSpec
 from ddpm_ds.data.buckets import AREAS, bucket_of, bucket_sizes, check_steps, cropped
+from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
-from ddpm_ds.data.prepare import cache_path, class_names, prepare
+from ddpm_ds.data.prepare import cache_path, class_names, prepare, prepare_images
 from ddpm_ds.errors import DataError
 from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
@@ -110,6 +111,7 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
     assert numbers[1:] == [[*range(1, 40, 4)], [*range(2, 40, 4)]]
     again = pickle.loads(pickle.dumps(store))
     assert again.meta == store.meta and again.key == store.key and again.counts == store.counts
+    assert prepare_images(spec_of()).path == store.path, "alone it is the first bucket"
     assert any(name.startswith("bucket/56x40/") for name in store.meta.sha256)
     shutil.rmtree(tmp_path / "pictures")
     assert prepare(spec_of(), learned=store.meta.sha256).meta == store.meta, "the source may be gone"
@@ -147,6 +149,7 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     spec = spec_of(**latent, text={"encoders": str(tmp_path / "encoders"), "layer": "penultimate"})
     store = prepare(spec, encode_on=torch.device("cpu"))
     assert prepare(spec).meta == store.meta
+    assert prepare_images(pixels_of(spec), learned=pixels_learned(store.meta.sha256)).counts == (20,)
     originals = [{(48, 48), (50, 48)}, {(70, 50)}, {(50, 70)}]
     for cache, (height, width), shapes in zip((store, *store.buckets), SIZES, originals, strict=True):
         assert cache.meta.kind == "latents" and cache.images.shape[1:] == (4, height // 2, width // 2)
