@@ -98,32 +98,28 @@ class UnetPipelineModule(PipelineModule):
     def _recomputed(self, start: int, stop: int, carry: Carry) -> Carry | Tensor:
         """Run layers ``start`` to ``stop - 1`` under activation checkpointing.
 
-        Skips that these layers leave alone go around the checkpoint, as does a residual that is their own input, and a
-        tensor that is both ``h`` and the newest skip leaves it once: an autograd function that returns a tensor twice,
-        or returns its own input, loses or copies gradients under reentrant checkpointing. Dropout is keyed, so no RNG
-        state is kept.
+        Skips that these layers leave alone go around the checkpoint, and a tensor that is both ``h`` and the newest
+        skip leaves it once: an autograd function that returns a tensor twice, or returns its own input, loses or
+        copies gradients under reentrant checkpointing. Dropout is keyed, so no RNG state is kept.
         """
-        layers = self.unet_layers[start:stop]
         depth = lowest = 0
-        for layer in layers:
+        for layer in self.unet_layers[start:stop]:
             depth -= layer.skip_channels > 0 or layer.closes
             lowest = min(lowest, depth)
             depth += layer.pushes or layer.opens
         passing, used = carry[2 : len(carry) + lowest], carry[len(carry) + lowest :]
-        # A tensor that goes in and out is left out of what comes out.
         pushed = newest_skip_is_h(self.unet_layers, stop)
-        residual = carry[:1] if layers[0].opens and not any(layer.closes for layer in layers) else ()
         run_layers = self._walk(start, stop)
 
         def run(*inner: Tensor) -> Carry | Tensor:
             outputs = run_layers(*inner)
-            return pack(outputs, pushed or bool(residual)) if isinstance(outputs, tuple) else outputs
+            return pack(outputs, pushed) if isinstance(outputs, tuple) else outputs
 
         outputs = self.activation_checkpoint_func(run, *carry[:2], *used)
         if isinstance(outputs, Tensor):
             return outputs
         h, emb, *skips = unpack(outputs, pushed)
-        return (h, emb, *passing, *skips, *residual)
+        return (h, emb, *passing, *skips)
 
 
 class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):

@@ -38,12 +38,13 @@ from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.unet import model
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, micro_batches, objective_of, parts_of
 from tests.pipeline.random_programs import random_programs
@@ -268,6 +269,36 @@ def watch_contexts(engine: UnetPipelineEngine) -> list[int]:
     return counts
 
 
+def farthest_prediction(engine: UnetPipelineEngine, spec: RunSpec, precision: Precision) -> float:
+    """Largest difference between predictions through the stages, each with a text of its own, and those of the layers
+    in one process, before any step.
+    """
+    layers, text, images = layers_of(spec), spec.unet.text, 2
+    assert text is not None and text.pooled_channels is not None
+    pooled, tokens = text.pooled_channels + SIZES, (images, text.tokens, text.context_channels)
+    modules = nn.ModuleList(build_awake_layer(layer, i, spec.train.seed) for i, layer in enumerate(layers)).eval()
+    modules.to(device(), DTYPES[precision])
+    found = [0.0]
+
+    def drawn(number: int, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(device())
+
+    def inputs(number: int) -> tuple[Tensor, ...]:
+        t = torch.full((images,), 100 * number, device=device())
+        return drawn(number, images, *spec.data.shape), t, drawn(number, images, pooled)
+
+    def take(number: int, prediction: Tensor) -> None:
+        set_context(transformer_blocks(modules), drawn(number, *tokens))
+        carry: Any = inputs(number)
+        for layer in modules:
+            carry = layer(carry)
+        found.append(difference(prediction, carry.float()))
+
+    ForwardPipeline(engine, images).run(5, inputs, take, context=lambda number: drawn(number, *tokens), depth=3)
+    assert len(found) == (6 if engine.is_first_stage() else 1)
+    return max(found)
+
+
 def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) -> list[float]:
     """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
     bounds, reductions = case.bounds(layers_of(spec)), weight_passes(programs, case.schedule)
@@ -345,6 +376,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     engine.warm_up(engine.micro_batch_size, gradients=True)
     warm = counters["stats"]["unique_graphs"]
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
+    farthest = farthest_prediction(engine, spec, case.precision) if case.process == "text" and not case.compile else 0.0
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
     contexts = watch_contexts(engine) if engine.readers else []
@@ -371,6 +403,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "expected_gradient_norm": norm,
                 "names": list(expected.gradients),
                 "contexts": [max(contexts, default=0), *contexts[-1:]],
+                "farthest": farthest,
                 "most_held": most_held(engine.programs[engine.stage_id]),
                 "errors": {name: difference(seen[name], expected.gradients[name]) for name in seen},
                 "moment_errors": moment_errors,
@@ -401,7 +434,8 @@ def groups_of_its_own() -> Iterator[None]:
     yield
     torch.distributed.barrier()
     for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
-        torch.distributed.destroy_process_group(group)
+        with contextlib.suppress(RuntimeError):  # one that is written in Python has no name by which to end it
+            torch.distributed.destroy_process_group(group)
 
 
 def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:

@@ -65,6 +65,7 @@ BY_TWO: list[Row] = [
     (Case(1, 2, 2, "bf16", 0, micro_batches=2, fused=True, random_programs=5), TO_OWNERS),
     (Case(1, 2, 2, "fp16", 0, micro_batches=2, fp32_accumulation=True, random_programs=5), {}),
     (Case(1, 2, 0, "fp32", 0, micro_batches=2), {}),
+    (Case(2, 1, 2, "fp16", 0, schedule="folded", random_programs=6, process="text", cuts=(9, 15, 20)), {}),
 ]
 MORE_BY_TWO: list[Row] = [
     (Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128), {}),

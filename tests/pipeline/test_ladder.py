@@ -196,6 +196,8 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
         for record in records:
             if record["contexts"][0] > record["most_held"] or record["contexts"][-1]:
                 found.append(f"rank {rank} holds text of {record['contexts']} micro-batches, not {record['most_held']}")
+        if not records[0]["farthest"] <= GRADIENT_TOLERANCE[case.precision]:
+            found.append(f"rank {rank} has predictions that are off by {records[0]['farthest']:.1e}")
         if case.fixed_scale and (scales := {record["loss_scale"] for record in records}) != {case.fixed_scale}:
             found.append(f"rank {rank} scaled the loss by {scales} instead of {case.fixed_scale}")
     for step, records in enumerate(zip(*ranks, strict=True)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.unet import weight_gradients
-from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, compile_layers
 from ddpm_ds.unet.operations import set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, tiny_text_spec
 
 SPEC = tiny_spec()
 LAYERS = unet_layers(SPEC.unet, SPEC.data.interface)
+TEXT = {"context_channels": 6, "tokens": 5, "blocks": [0, 1], "middle_blocks": 2, "heads": [2, 4]}
+TEXT_LAYERS = unet_layers(tiny_text_spec(unet={"text": TEXT}).unet, SPEC.data.interface)
+"""Have projections without bias, some of an input that needs no gradient."""
 MICRO_BATCHES, IMAGES = 5, 3
 SPLIT = {(0, number) for number in range(4)}
 """Micro-batches whose weight gradients wait; those of the last do not."""
@@ -26,9 +31,9 @@ ROUNDINGS = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 8}
 sum over them in half precision; as a random walk, the square root of some thousands and of some tens."""
 
 
-def unet(dtype: torch.dtype) -> UNet:
+def unet(dtype: torch.dtype, layers: Sequence[Layer] = LAYERS) -> UNet:
     """A U-Net whose every gradient is alive."""
-    made, generator = UNet(LAYERS, 0), torch.Generator().manual_seed(1)
+    made, generator = UNet(layers, 0), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
@@ -38,16 +43,18 @@ def unet(dtype: torch.dtype) -> UNet:
 def backwards(net: UNet, waiting: WaitingGradients | None, *, recompute: bool | None = None) -> None:
     """Forward and backward of every micro-batch; ``recompute`` checkpoints the U-Net, reentrant or not."""
     shape = (MICRO_BATCHES, IMAGES, *SPEC.data.shape)
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(shape, generator=generator)
     for number, x in enumerate(images):
         if waiting is not None:
             waiting.begin(0, number)
         set_image_index(net.layers, torch.arange(IMAGES))
         inputs = (x.requires_grad_(), torch.arange(IMAGES) + number)
+        told = partial(net, context=torch.randn(IMAGES, 5, 6, generator=generator))
         if recompute is None:
-            y = net(*inputs)
+            y = told(*inputs)
         else:
-            y = checkpoint(net, *inputs, use_reentrant=recompute, preserve_rng_state=False)
+            y = checkpoint(told, *inputs, use_reentrant=recompute, preserve_rng_state=False)
         y.float().square().mean().backward()
 
 
@@ -60,27 +67,35 @@ def gradients(net: UNet) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "recompute", "enough", "tapped"),
+    ("dtype", "recompute", "enough", "tapped", "layers"),
     [
-        (torch.float32, None, 512, False),
+        (torch.float32, None, 512, False, LAYERS),
         # fewer than a micro-batch has at full resolution, more than two have at half
-        (torch.float32, None, 100, False),
-        (torch.float32, True, 512, False),
-        (torch.float32, False, 512, False),
-        (torch.float16, None, 100, False),
-        (torch.bfloat16, None, 512, False),
-        (torch.float32, None, 512, True),
-        (torch.float32, True, 512, True),
-        (torch.float16, False, 512, True),
+        (torch.float32, None, 100, False, LAYERS),
+        (torch.float32, True, 512, False, LAYERS),
+        (torch.float32, False, 512, False, LAYERS),
+        (torch.float16, None, 100, False, LAYERS),
+        (torch.bfloat16, None, 512, False, LAYERS),
+        (torch.float32, None, 512, True, LAYERS),
+        (torch.float32, True, 512, True, LAYERS),
+        (torch.float16, False, 512, True, LAYERS),
+        (torch.float32, True, 100, False, TEXT_LAYERS),
+        (torch.bfloat16, None, 512, False, TEXT_LAYERS),
+        (torch.float16, None, 512, True, TEXT_LAYERS),
     ],
 )
 def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a_whole_one(
-    dtype: torch.dtype, recompute: bool | None, enough: int, tapped: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    recompute: bool | None,
+    enough: int,
+    tapped: bool,
+    layers: Sequence[Layer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(weight_gradients.ENOUGH_PIXELS, "cpu", enough)
-    whole = unet(dtype)
+    whole = unet(dtype, layers)
     backwards(whole, None)
-    split, waiting = unet(dtype), WaitingGradients(SPLIT)
+    split, waiting = unet(dtype, layers), WaitingGradients(SPLIT)
     if tapped:  # as what is compiled is wrapped
         monkeypatch.setattr(torch, "compile", lambda compute, **_: compute)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
