@@ -14,6 +14,7 @@ import pytest
 from ddpm_ds.config.choices import SCHEDULES, SOURCES
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import SPEC, load_spec
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.data.sources import FIELD_OPENERS, OPENERS
 from ddpm_ds.diffusion.choices import NOISE, TARGETS, ContinuousSchedule
@@ -126,7 +127,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
     of_training |= {"normalise", "held_out", "flips_negate"}
     of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
-    others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan"}
+    others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
     named = [cache_path(spec.model_copy(update={key: value})) for key, value in others.items()]

@@ -22,7 +22,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
 from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.files import parse_json, read_bytes, sha256_of
+from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class TextEncoders:
         """
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
-        folder = Path(spec.encoders)
+        folder = expanded(spec.encoders)
         folder = folder if folder.exists() else _from_hub(spec.encoders)
         parts = [_part(spec, folder, suffix) for suffix in SUFFIXES if not suffix or _is_there(folder, suffix)]
         return cls(spec, parts, device)
