@@ -186,6 +186,7 @@ def check_store(store: DatasetCache, spec: RunSpec) -> None:
     Raises:
         SpecError: the numbers of classes differ, too many images are held out, or pictures of decoded latents would be
             too large.
+        DataError: a bucket of aspect has too few images.
     """
     try:
         check_picture(spec.samples, pixels_of(spec.data).size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from make_text import write_encoders
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.text import BucketsSpec
 from ddpm_ds.data.buckets import AREAS, bucket_of, bucket_sizes, check_steps, cropped
+from ddpm_ds.data.decoding import upright_size
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
@@ -126,6 +128,20 @@ def test_other_buckets_have_other_caches(spec_of: Callable[..., DataSpec]) -> No
     alone = cache_path(spec_of(buckets=None))
     assert len({*paths, alone}) == 3, "who is in a bucket depends on all buckets"
     assert {len(prepare(spec_of(buckets={"step": 8, "widest": 1.2}))), len(prepare(spec_of()))} == {40, 20}
+
+
+@pytest.mark.parametrize(("kind", "turned"), [("png", True), ("png", False), ("jpeg", True), ("webp", True)])
+def test_the_size_of_an_image_is_that_of_its_header_and_nothing_is_decoded(
+    kind: str, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exif, content = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = 8
+    Image.fromarray(np.zeros((30, 20, 3), np.uint8)).save(content, kind, **({"exif": exif} if turned else {}))
+    decoded = list[object]()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decoded.append)
+    assert upright_size(content.getvalue()) == ((20, 30) if turned else (30, 20))
+    assert upright_size(np.zeros((30, 20), np.uint8)) == (30, 20)
+    assert not decoded
 
 
 def test_images_that_are_turned_or_broken_are_in_a_bucket_too(spec_of: Callable[..., DataSpec], tmp_path: Path) -> None:
