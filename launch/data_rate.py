@@ -25,7 +25,8 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import joined, open_fields
-from ddpm_ds.data.loader import Order, Residence, micro_batches
+from ddpm_ds.data.loader import Residence, micro_batches
+from ddpm_ds.data.order import Order
 from ddpm_ds.data.prepare import Decoding, by_processes, decoding_of, prepare
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.errors import DataError, UserError

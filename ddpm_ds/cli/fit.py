@@ -137,7 +137,7 @@ def _fit(options: argparse.Namespace) -> int:
     from ddpm_ds.data.held_out import prepare_all
 
     spec, first = tasks[0].plan(tasks[0].sizes[0]).spec, tasks[0]
-    prepare_all(spec.data, progress=True)  # before any trial, whose memory it is not
+    prepare_all(spec.data, progress=True, group=spec.bucket_group or 1)  # before any trial, whose memory it is not
     budget = "the device's memory" if first.budget_bytes is None else f"{gib(first.budget_bytes)} a process"
     batch = f"{counted(first.accumulation, 'micro-batch')} a step" if first.accumulation else "the spec's batch"
     print(f"{spec.name} on {device}, {budget}, {batch}; {first.steps} timed steps a trial", flush=True)

@@ -156,6 +156,7 @@ def _prepare(options: argparse.Namespace) -> None:
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
     spec = load_spec(options.spec, [*options.overrides, *residual])
     data = spec.data
+    from ddpm_ds.data.buckets import check_steps
     from ddpm_ds.data.held_out import prepare_all  # imports torch, so the spec is checked first
     from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.text import check_text
@@ -175,13 +176,18 @@ def _prepare(options: argparse.Namespace) -> None:
         encode_on = device if options.encode else None
         regression = TrainedRegression(data, device) if residual else None
     check_text(spec)
-    store, apart = prepare_all(data, progress=True, verify=True, encode_on=encode_on, regression=regression)
-    what = "images" if data.residual_of is None else "residuals"
-    if store.meta.kind == "latents":
-        what = f"latents of {'x'.join(map(str, store.meta.shape))}"
-    for each in [store] if apart is store else [store, apart]:
+    check_steps(spec)
+    group = spec.bucket_group or 1
+    store, apart = prepare_all(
+        data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group
+    )
+    for each in (store, *store.buckets, *([] if apart is store else [apart])):
         skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""
-        print(f"{each.path}: {len(each):,} {what}{', held out' if each is not store else ''}{skipped}")
+        what = "images" if data.residual_of is None else "residuals"
+        if each.meta.kind == "latents":
+            what = f"latents of {'x'.join(map(str, each.meta.shape))}"
+        held_out = ", held out" if each is apart and apart is not store else ""
+        print(f"{each.path}: {len(each):,} {what}{held_out}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
         print(notice)
 

@@ -708,6 +708,12 @@ class RunSpec(Section):
     logging: LoggingSpec
     """Logging."""
 
+    @property
+    def bucket_group(self) -> int | None:
+        """Number of consecutive images of training that share a bucket of aspect; None without buckets."""
+        buckets = self.data.buckets
+        return None if buckets is None else buckets.images or self.train.batch_images
+
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
         """Check fields against each other; a message for each fault names the key, the value and the fix, in one line.
@@ -1059,6 +1065,46 @@ def _check_text(spec: RunSpec) -> None:
         )
 
 
+def _check_buckets(spec: RunSpec) -> None:
+    """Refuse what has one size of images where buckets of aspect have several."""
+    data, unet = spec.data, spec.unet
+    if data.buckets is None:
+        return
+    if data.reads_arrays:
+        raise ValueError(
+            f"data.buckets are of pictures, and data.source = {data.source} has named arrays here; use null"
+        )
+    usual: dict[str, tuple[object, object]] = {
+        "data.crop_from": (data.crop_from, None),
+        "data.shuffle_images": (data.shuffle_images, None),
+        "data.held_out_images": (data.held_out_images, 0),
+        "unet.dropout": (unet.dropout, 0.0),
+        "unet.augmentation": (unet.augmentation, 0.0),
+        "unet.colour_augmentation": (unet.colour_augmentation, 0.0),
+        "unet.attention_resolutions": (unet.attention_resolutions, ()),
+    }
+    for key, (value, off) in usual.items():
+        if value != off:
+            instead = ", or unet.attention_levels" if key == "unet.attention_resolutions" else ""
+            raise ValueError(
+                f"{key} = {_said(value)} does not go with data.buckets, whose images have several sizes; leave it at "
+                f"{_said(off)}{instead}"
+            )
+    if data.condition is not None:
+        raise ValueError("data.condition does not go with data.buckets, whose images have several sizes; use null")
+    step, halved = data.buckets.step, 2 ** (len(unet.multipliers) - 1)
+    if step % halved:
+        raise ValueError(
+            f"data.buckets.step = {step} can't be halved {len(unet.multipliers) - 1} times, as the levels of "
+            f"unet.multipliers ask; use a multiple of {halved}, or fewer levels"
+        )
+    if data.autoencoder is None and any(side % step for side in data.size):
+        raise ValueError(
+            f"data.image_size = {written(data.size)} is no multiple of data.buckets.step = {step}; use one, or another "
+            "step"
+        )
+
+
 def _check_trackers(spec: RunSpec) -> None:
     trackers = spec.logging.trackers
     if len(set(trackers)) < len(trackers):
@@ -1314,6 +1360,7 @@ _CHECKS = (
     _check_levels,
     _check_widths,
     _check_text,
+    _check_buckets,
     _check_diffusion,
     _check_batch,
     _check_decay,

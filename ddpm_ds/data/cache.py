@@ -56,8 +56,9 @@ IMAGES: Final = "images"
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
 """Names of the fields of encoded captions; that of the tokens is :data:`IMAGES` in the cache of the text."""
-TEXTS = "text/"
-"""Prefix of the files of encoded text in the checksums of images that are used with it."""
+TEXTS, BUCKETS = "text/", "bucket/"
+"""Prefixes of the files of encoded text, and of all buckets of aspect but the first, in the checksums of images that
+are used with them."""
 Kind = Literal["pixels", "encoded", "latents", "fields", "text"]
 DECODING: Final = "decoding"
 """Name of the version of decoding among the checksums of encoded images, which are other pixels by another version."""
@@ -411,6 +412,8 @@ class DatasetCache:
     """Fields that are the same for all images, (C, H, W)."""
     text: DatasetCache | None = field(default=None, repr=False)
     """Encoded distinct captions; None without text."""
+    buckets: tuple[DatasetCache, ...] = field(default=(), repr=False)
+    """Images of the buckets of aspect but the first, which this cache is; empty without buckets."""
 
     @property
     def fields(self) -> Mapping[str, ByPosition]:
@@ -426,6 +429,21 @@ class DatasetCache:
         """Return this cache with its encoded captions, whose checksums count among its own."""
         added = {f"{TEXTS}{name}": checksum for name, checksum in text.meta.sha256.items()}
         return replace(self, text=text, meta=self.meta.model_copy(update={"sha256": self.meta.sha256 | added}))
+
+    def with_buckets(self, others: Sequence[DatasetCache]) -> DatasetCache:
+        """Return this cache as the first bucket of aspect, with the others, whose checksums count among its own."""
+        added = {
+            f"{bucket_prefix(each.meta.shape)}{name}": checksum
+            for each in others
+            for name, checksum in each.meta.sha256.items()
+        }
+        meta = self.meta.model_copy(update={"sha256": self.meta.sha256 | added})
+        return replace(self, buckets=tuple(others), meta=meta)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of images of each bucket of aspect."""
+        return tuple(map(len, (self, *self.buckets)))
 
     @property
     def empty_text(self) -> Encoded | None:
@@ -484,7 +502,7 @@ class DatasetCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = None if self.text is None else self.text.path
-        return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text)
+        return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text, self.buckets)
 
     def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
         """Return this cache, which must not be cropped, with other statistics, by field: those by which its images come
@@ -539,6 +557,7 @@ class DatasetCache:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
         parts += [] if self.text is None else [self.text.key]
+        parts += [each.key for each in self.buckets]
         parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
@@ -580,9 +599,21 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
             yield f"{name} is {found.dtype} {found.shape}, {META} says otherwise"
 
 
-def _reopen(path: Path, size: tuple[int, int], statistics: dict[str, Statistics], text: Path | None) -> DatasetCache:
+def bucket_prefix(shape: tuple[int, int, int]) -> str:
+    """Return the prefix of the checksums of a bucket whose images have a shape (C, H, W)."""
+    return f"{BUCKETS}{shape[1]}x{shape[2]}/"
+
+
+def _reopen(
+    path: Path,
+    size: tuple[int, int],
+    statistics: dict[str, Statistics],
+    text: Path | None,
+    buckets: tuple[DatasetCache, ...],
+) -> DatasetCache:
     found = DatasetCache.open(path, verify=False).with_statistics(statistics).centre(size)
-    return found if text is None else found.with_text(DatasetCache.open(text, verify=False))
+    found = found if text is None else found.with_text(DatasetCache.open(text, verify=False))
+    return found.with_buckets(buckets) if buckets else found
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -81,6 +82,17 @@ def decode(
     raise any exception of a decoder.
     """
     return decode_with_sizes(content, size, channels, big, stretched)[0]
+
+
+def upright_size(content: bytes | Pixels) -> Size:
+    """Return height and width of an image as it is shown, from its header, without decoding it; may raise any exception
+    of a decoder.
+    """
+    if not isinstance(content, bytes):
+        return content.shape[0], content.shape[1]
+    with Image.open(io.BytesIO(content), formats=formats()) as image:
+        # A PNG's own getexif decodes it, to find EXIF behind its pixels.
+        return image.size if _orientation(image, Image.Image.getexif) in SIDEWAYS else image.size[::-1]
 
 
 def decode_with_sizes(
@@ -165,10 +177,10 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
     return np.array(fitted).reshape(*size, channels)
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, read: Callable[[Image.Image], Image.Exif] = lambda image: image.getexif()) -> int:
     """Return an image's EXIF orientation, 1 (upright) if its EXIF block is damaged, which leaves the pixels intact."""
     try:
-        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+        return int(read(image).get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow may raise anything on broken EXIF
         return 1
 

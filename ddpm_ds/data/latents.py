@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels, written
-from ddpm_ds.data.cache import TEXTS, DatasetCache
+from ddpm_ds.data.cache import BUCKETS, TEXTS, DatasetCache
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, open_tensors, parse_json, read_bytes, sha256_of
 
@@ -191,7 +191,8 @@ def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]
 def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
     """Return the checksums of the pixels behind images with these checksums, which may be pixels or latents."""
     of_pixels = {name.removeprefix(PIXELS): value for name, value in checksums.items() if name.startswith(PIXELS)}
-    return of_pixels or {name: value for name, value in checksums.items() if not name.startswith(TEXTS)}
+    others = (TEXTS, BUCKETS)
+    return of_pixels or {name: value for name, value in checksums.items() if not name.startswith(others)}
 
 
 def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:

@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from ddpm_ds import keyed
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import HeldOut
 from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices, Kind, StoredImages
+from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.device import host_memory
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
@@ -38,103 +38,9 @@ HELD = 0.8
 """Share of a host's memory that can hold the files of a cache during training."""
 WINDOW = 0.125
 """Share of a host's memory for the images of one window; a run holds two windows."""
-RUNS = 256
-"""Number of runs of neighbouring images in a window of ``data.shuffle_images``."""
 MOST_RANGES = 10
 """Maximum ranges of neighbouring images that are held out; only those at the ends of a range resemble images that are
 trained on."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """Order in which training sees ``count`` images: each once per epoch, every epoch in a different order.
-
-    Without ``window`` it is a full shuffle. With it, the images are divided into runs of ``window`` / 256 neighbours;
-    an epoch shuffles the runs, takes 256 runs at a time as a window, and shuffles the images within each window. So
-    disks read whole runs, and memory holds two windows. Both orders are pure functions of ``seed`` and the number of
-    images seen.
-    """
-
-    count: int
-    seed: int
-    window: int | None = None
-
-    def image_at(self, index: Indices) -> Indices:
-        """Return the positions, 0 to ``count - 1``, of the images of indices ``index``, int64 (n,) to (n,)."""
-        epochs, places = np.divmod(index, self.count)
-        images = np.empty_like(index)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            if self.window is None:
-                images[now] = _permutation(self.count, self.seed, epoch)[places[now]]
-                continue
-            starts = _runs(self, epoch)[1][:-1:RUNS]  # places in the epoch where windows begin
-            windows = starts.searchsorted(places, side="right") - 1
-            for window in np.unique(windows[now]).tolist():
-                there = now & (windows == window)
-                images[there] = _window(self, epoch, window)[places[there] - starts[window]]
-        return images
-
-    @property
-    def runs(self) -> int:
-        """Number of runs in an epoch; the last in the cache may be shorter."""
-        return math.ceil(self.count / self.run_images)
-
-    @property
-    def run_images(self) -> int:
-        """Number of images in a run."""
-        return max(1, (self.window or self.count) // RUNS)
-
-    def ahead(self, first: int, last: int, begin: bool) -> Iterator[tuple[int, int]]:
-        """Yield the runs, as (first position, last position + 1), to read from disk while training uses its images
-        ``first`` to ``last``.
-
-        They are an equal part of the next window and, at the ``begin`` of training, all of the current window.
-        """
-        if self.window is None:
-            return
-        for number in range(self._wanted(first)[0] if begin else self._wanted(first)[1], self._wanted(last)[1]):
-            epoch, run = divmod(number, self.runs)
-            position = int(_runs(self, epoch)[0][run])
-            yield position, min(self.count, position + self.run_images)
-
-    def _wanted(self, index: int) -> tuple[int, int]:
-        """Return two run numbers, counted over all epochs: the first run in the window of the ``index``-th image, and
-        the first run that need not be read yet.
-        """
-        epoch, place = divmod(index, self.count)
-        places = _runs(self, epoch)[1]
-        run = (int(places.searchsorted(place, side="right")) - 1) // RUNS * RUNS
-        end = min(run + RUNS, self.runs)
-        following = min(RUNS, self.runs - end) or min(RUNS, self.runs)
-        done = (place - places[run]) / (places[end] - places[run])
-        return epoch * self.runs + run, epoch * self.runs + end + int(done * following)
-
-
-@lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
-def _permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
-    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
-
-
-@lru_cache(maxsize=2)
-def _runs(order: Order, epoch: int) -> tuple[Indices, Indices]:
-    """Return the runs in the order of an epoch: positions of their first images in the cache (runs,), and places of
-    these images in the epoch, followed by its end (runs + 1,).
-    """
-    begins = _permutation(order.runs, order.seed, epoch) * order.run_images
-    sizes = np.minimum(order.count - begins, order.run_images)
-    return begins, np.cumsum(np.concatenate(([0], sizes)))
-
-
-@lru_cache(maxsize=4)
-def _window(order: Order, epoch: int, window: int) -> Indices:
-    """Return the positions of the images in a window, in order."""
-    begins, places = _runs(order, epoch)
-    mine = slice(window * RUNS, (window + 1) * RUNS)
-    starts, sizes = begins[mine], np.diff(places)[mine]
-    positions = np.repeat(starts - places[:-1][mine], sizes) + np.arange(places[mine][0], places[mine][0] + sizes.sum())
-    return positions[_permutation(len(positions), order.seed, epoch, window + 1)]
 
 
 READ_BYTES, READ_IMAGES = 2**22, 512
@@ -169,6 +75,7 @@ def micro_batches(
     among: Indices | None = None,
     seed: int,
     window: int | None = None,
+    group: int | None = None,
     batch_images: int,
     micro_batch_images: int,
     replicas: int,
@@ -188,9 +95,11 @@ def micro_batches(
 
     Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
     rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
-    :class:`Order`. ``workers`` processes read ahead, or two threads of this process if 0. A worker's error or death is
-    raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images`` is not
-    M x ``replicas`` x ``micro_batch_images``, and KeyError for a field that the cache does not have.
+    :class:`ddpm_ds.data.order.Order`. Of a cache with buckets of aspect, ``group`` images that follow each other are of
+    one bucket, and all images are trained on. ``workers`` processes read ahead, or two threads of this process if 0. A
+    worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if
+    ``batch_images``, ``group`` or ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and
+    KeyError for a field that the cache does not have.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -198,7 +107,11 @@ def micro_batches(
     if not 0 <= replica < replicas:
         raise ValueError(f"replica = {replica} is not one of {replicas}")
     first = start_images + replica * micro_batch_images
-    order = Order(len(cache if among is None else among), seed, window)
+    order: Order | BucketOrder = Order(len(cache if among is None else among), seed, window)
+    if group is not None:
+        order = BucketOrder(cache.counts, seed, group)
+        if group % turn or start_images % turn:
+            raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {turn}")
     names = tuple(name for name in cache.fields if name in fields)
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
@@ -260,7 +173,7 @@ class _Reads(Dataset[_Read]):
 
     cache: DatasetCache
     among: Indices | None
-    order: Order
+    order: Order | BucketOrder
     first: int
     turn: int
     size: int
@@ -270,7 +183,9 @@ class _Reads(Dataset[_Read]):
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches in a read."""
+        """Number of micro-batches in a read: one of a bucket, since the next may be of another."""
+        if isinstance(self.order, BucketOrder):
+            return 1
         image_bytes = sum(self.cache.fields[name].image_bytes for name in self.fields)
         return max(1, min(READ_BYTES // max(1, image_bytes), READ_IMAGES) // self.size)
 
@@ -278,21 +193,29 @@ class _Reads(Dataset[_Read]):
         count = self.micro_batches
         turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
         index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
-        stored = self.order.image_at(index)
-        stored = stored if self.among is None else self.among[stored]
-        begins = int(index[0])
-        fields = {name: field for name, field in self.cache.fields.items() if name in self.fields}
-        for start, stop in self.order.ahead(begins, begins + self.turn * count, begin=number == 0):
-            if self.among is not None:
-                start, stop = int(self.among[start]), int(self.among[stop - 1]) + 1
-            for stored_field in fields.values():
-                if isinstance(stored_field, StoredImages):  # captions are read from everywhere
-                    stored_field.will_read(start, stop)
+        cache = self.cache
+        if isinstance(self.order, BucketOrder):
+            bucket, stored = self.order.images_at(index)
+            cache = (cache, *cache.buckets)[bucket]
+        else:
+            stored = self.order.image_at(index)
+            stored = stored if self.among is None else self.among[stored]
+            self._read_ahead(self.order, int(index[0]), begin=number == 0)
+        fields = {name: field for name, field in cache.fields.items() if name in self.fields}
         draws = None
-        if self.cache.text is not None:
+        if cache.text is not None:
             draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
         read = (self._read(field, stored, draws) for field in fields.values())
-        return *read, self.cache.labels[stored], index
+        return *read, cache.labels[stored], index
+
+    def _read_ahead(self, order: Order, first: int, begin: bool) -> None:
+        """Ask for what is to be read from disk while training uses the images of a read from ``first`` on."""
+        for start, stop in order.ahead(first, first + self.turn * self.micro_batches, begin=begin):
+            if self.among is not None:
+                start, stop = int(self.among[start]), int(self.among[stop - 1]) + 1
+            for name, stored in self.cache.fields.items():
+                if name in self.fields and isinstance(stored, StoredImages):  # captions are read from everywhere
+                    stored.will_read(start, stop)
 
     def _read(self, field: ByPosition, positions: Indices, draws: Indices | None) -> Tensor:
         """Return a field of the images at ``positions``, with a random whole number of each in ``draws``."""
@@ -440,16 +363,17 @@ class Residence:
     @classmethod
     def of(cls, store: DatasetCache) -> Residence:
         """Return the residence of a cache on this host."""
-        meta = store.meta
+        caches = (store, *store.buckets)
         stored, text = (
-            0 if each is None else sum((each.path / name).stat().st_size for name in each.meta.files)
-            for each in (store, store.text)
+            sum((each.path / name).stat().st_size for each in some for name in each.meta.files)
+            for some in (caches, () if store.text is None else (store.text,))
         )
+        decoded = sum(len(each) * each.meta.field(name).nbytes for each in caches for name in (IMAGES, *each.others))
         return cls(
-            meta.kind,
-            meta.count,
+            store.meta.kind,
+            sum(store.counts),
             stored_bytes=stored + text,
-            decoded_bytes=meta.count * sum(meta.field(name).nbytes for name in (IMAGES, *store.others)) + text,
+            decoded_bytes=decoded + text,
             memory_bytes=host_memory(),
             cores=len(os.sched_getaffinity(0)),
         )

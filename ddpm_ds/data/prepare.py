@@ -30,7 +30,19 @@ import numpy.typing as npt
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec, RunSpec
+from ddpm_ds.data.buckets import (
+    BucketData,
+    Members,
+    Shapes,
+    buckets_of,
+    check_buckets,
+    numbers_of,
+    read_shapes,
+    shapes_of,
+    write_shapes,
+)
 from ddpm_ds.data.cache import (
+    BUCKETS,
     CAPTIONS,
     DECODING,
     IMAGES,
@@ -42,6 +54,7 @@ from ddpm_ds.data.cache import (
     Look,
     Origin,
     StoredField,
+    bucket_prefix,
     damaged,
     field_of,
 )
@@ -92,11 +105,14 @@ that are scaled down while they are decoded, and did not read ``dataset.json`` i
 def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
     ("auto" means the cache that exists), the version of decoding (that of the first is empty) and, for latents, the
-    autoencoder; for residuals, the folder of the regression.
+    autoencoder; for residuals, the folder of the regression; for a bucket of aspect, the sizes of all buckets. With
+    ``data.buckets`` it is the cache of the first bucket.
 
     Raises:
         DataError: the autoencoder can't be used.
     """
+    if spec.buckets is not None and not isinstance(spec, BucketData):
+        return cache_path(buckets_of(spec)[0], version)
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
@@ -105,19 +121,26 @@ def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
         of_run = sha256(os.fsencode(os.path.realpath(spec.residual_of))).hexdigest()[:8]
         return fields.with_name(f"{fields.name}-residual-{of_run}")
     name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
-    keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
-    keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
-    if (beside := keys.pop("data.condition.path", None)) is not None:
-        keys["data.condition.path"] = os.path.realpath(beside)
-    named = {key: value for key, value in keys.items() if value is not None}
-    path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
-    if path or named:  # else the source has pixels, and no files to decode
-        read = path + (json.dumps(named).encode() if named else b"") + (f"\0{version}".encode() if version else b"")
-        name += f"-{sha256(read).hexdigest()[:8]}"
+    name += _source_key(spec, version)
     pixels, encoded = spec.store_root / name, spec.store_root / f"{name}-encoded"
     if spec.store == "auto":
         return encoded if os.path.exists(encoded) and not os.path.exists(pixels) else pixels
     return encoded if spec.store == "encoded" else pixels
+
+
+def _source_key(spec: DataSpec, version: str) -> str:
+    """Return the end of a cache's name: a hash of what the source reads, empty if it always has the same pixels."""
+    keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
+    keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
+    if (beside := keys.pop("data.condition.path", None)) is not None:
+        keys["data.condition.path"] = os.path.realpath(beside)
+    keys["data.buckets"] = spec.sizes if isinstance(spec, BucketData) else None
+    named = {key: value for key, value in keys.items() if value is not None}
+    path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
+    if not (path or named):  # the source has pixels, and no files to decode
+        return ""
+    read = path + (json.dumps(named).encode() if named else b"") + (f"\0{version}".encode() if version else b"")
+    return f"-{sha256(read).hexdigest()[:8]}"
 
 
 def class_names(spec: RunSpec) -> Sequence[str]:
@@ -140,9 +163,11 @@ def prepare(
     encode_on: torch.device | None = None,
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
+    group: int = 1,
 ) -> DatasetCache:
     """Return the data-set cache of ``spec`` with its encoded captions, if it has some, making what is missing;
-    ``progress`` shows bars.
+    ``progress`` shows bars. With ``data.buckets`` it is that of the first bucket with those of all others that have
+    images, each ``group`` or more.
 
     An existing cache is used as it is, also if its source has gone. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
@@ -155,9 +180,22 @@ def prepare(
         DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
             ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
             or full, the cache is damaged, the autoencoder or an encoder of text can't be used, images have no captions,
-            latents or residuals are of other pixels, fields or weights, or what is made without ``encode_on`` or
-            ``regression`` is missing.
+            latents or residuals are of other pixels, fields or weights, what is made without ``encode_on`` or
+            ``regression`` is missing, or a bucket has too few images.
     """
+    if spec.buckets is not None and not isinstance(spec, BucketData):
+        first, *others = (
+            prepare(
+                bucket,
+                progress,
+                together=together,
+                verify=verify,
+                encode_on=encode_on,
+                learned=None if learned is None else _of_bucket(learned, bucket),
+            )
+            for bucket in _filled_buckets(spec, group, progress)
+        )
+        return first.with_buckets(others)
     of_images = None if learned is None else without_text(learned)
     encoders = None
     if spec.text is not None:
@@ -186,7 +224,9 @@ def prepare_images(
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
 ) -> DatasetCache:
-    """Return the cache of :func:`prepare` without encoded captions."""
+    """Return the cache of :func:`prepare` without encoded captions; with ``data.buckets`` that of the first bucket."""
+    if spec.buckets is not None and not isinstance(spec, BucketData):
+        spec = buckets_of(spec)[0]
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
         if learned is not None and CacheMeta.read(earlier := cache_path(spec, "")).sha256 == learned:
@@ -240,6 +280,60 @@ def prepare_images(
         print(f"{path.name}: {made.summary}", file=sys.stderr)
     check_fields(spec, made.meta)
     return made
+
+
+def _of_bucket(learned: Mapping[str, str], bucket: BucketData) -> dict[str, str]:
+    """Return the checksums of a bucket, of those of all buckets."""
+    if bucket.number == 0:
+        return {name: checksum for name, checksum in learned.items() if not name.startswith(BUCKETS)}
+    prefix = bucket_prefix(bucket.shape)
+    return {name.removeprefix(prefix): checksum for name, checksum in learned.items() if name.startswith(prefix)}
+
+
+def _filled_buckets(spec: DataSpec, group: int, progress: bool) -> list[BucketData]:
+    """Return the buckets that have images.
+
+    Raises:
+        DataError: one has fewer than ``group``, or the first has none; or the source fails.
+    """
+    buckets = buckets_of(spec)
+    found = read_shapes(_shapes_path(spec)) if any(cache_path(each).exists() for each in buckets) else None
+    if found is not None:  # the source may be gone
+        shapes = found[1]
+    else:
+        try:
+            spec.store_root.mkdir(parents=True, exist_ok=True)
+            shapes = _shapes(spec, open_source(spec, progress), progress)
+        except OSError as error:
+            raise _unwritable(spec, error) from error
+    counts = np.bincount(numbers_of(shapes, buckets[0].sizes), minlength=len(buckets)).tolist()
+    check_buckets(counts, buckets[0].sizes, group)
+    return [bucket for bucket, count in zip(buckets, counts, strict=True) if count]
+
+
+def _shapes_path(spec: DataSpec) -> Path:
+    """Return the file of the shapes of a source's images, which all its buckets share."""
+    source = DataSpec(**{name: value for name, value in spec if name in DataSpec.model_fields})
+    return spec.store_root / f"{spec.source}-shapes{_source_key(source, DECODING_VERSION)}.npz"
+
+
+def _shapes(spec: DataSpec, source: Source, progress: bool) -> Shapes:
+    """Return the shapes of all images of an open source, from their file, which is made if it is of other images."""
+    content, path = _sampled(source)[0], _shapes_path(spec)
+    with locked(lock_of(path)):
+        if (found := read_shapes(path)) is not None and found[0] == content:
+            return found[1]
+        shapes = shapes_of(source, progress)
+        write_shapes(path, content, shapes)
+    return shapes
+
+
+def _opened(spec: DataSpec, progress: bool) -> Source:
+    """Open the source of ``spec``, or of a bucket its images in it."""
+    source = open_source(spec, progress)
+    if not isinstance(spec, BucketData):
+        return source
+    return Members(source, spec.members_of(_shapes(spec, source, progress)))
 
 
 def _unwritable(spec: DataSpec, error: OSError) -> DataError:
@@ -359,7 +453,7 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
         content, encoded_bytes, keep_encoded = fields.content, None, False
         image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
     else:
-        source = open_source(spec, progress)
+        source = _opened(spec, progress)
         captions = known_captions(source, spec)
         content, encoded_bytes = _sampled(source)
         image_bytes, keep_encoded = float(math.prod(spec.stored_shape)), spec.store == "encoded"
@@ -462,7 +556,7 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
         return
     if all(now is None or before[0] == now[0] for before, now in looks):
         try:
-            read = open_fields(spec).content if spec.reads_arrays else _sampled(open_source(spec, progress))[0]
+            read = open_fields(spec).content if spec.reads_arrays else _sampled(_opened(spec, progress))[0]
             if read == origin.content:
                 return
         except (DataError, OSError) as error:

@@ -74,13 +74,15 @@ def build_engine(
     seed: int,
     programs: Sequence[Program] | None = None,
     rate: Callable[[int, int], float] | None = None,
+    others: Sequence[Sequence[Layer]] = (),
     verbose: bool = False,
     doing: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
     ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own and
-    ``rate`` to the configuration's learning rate. The process group must exist. ``doing`` shows what is compiled.
+    ``rate`` to the configuration's learning rate. ``others`` are the lists of layers for images of other sizes, which
+    :attr:`UnetPipelineEngine.size_of` numbers from 1. The process group must exist. ``doing`` shows what is compiled.
 
     Raises:
         HostError: a build that another process of this host began does not end; raised on one rank.
@@ -91,7 +93,9 @@ def build_engine(
         across: AcrossHosts = "replicas" if resolved.layout.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
         with insides.named_builds(doing), insides.pipeline_engine(UnetPipelineEngine):
-            engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
+            engine, *_ = deepspeed.initialize(
+                model=kind(layers, bounds, seed, across, others), config=resolved.for_deepspeed()
+            )
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
     engine.gradients = gradients_of(engine, engine.wanted_gradients, resolved.gradients)

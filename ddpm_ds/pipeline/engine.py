@@ -104,6 +104,9 @@ class UnetPipelineEngine(PipelineEngine):
     rate: Callable[[int, int], float] | None = None
     """Function of the images before a step and the images in it that returns the learning rate; None leaves it to
     DeepSpeed's scheduler. Set by :func:`build_engine`."""
+    size_of: Callable[[int], int] = staticmethod(lambda index: 0)
+    """Function of an image index that returns the number of its image's size, that of the layers of
+    ``module.sized_layers``; one for all images of a micro-batch on all replicas."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -160,7 +163,7 @@ class UnetPipelineEngine(PipelineEngine):
         self._channels: list[StageChannels] = []
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
-        self._warm: set[tuple[int, bool, int, bool]] = set()
+        self._warm: set[tuple[int, bool, int, bool, int]] = set()
         self._has_stepped = False
         """Whether this process has changed the weights, for which the optimizer allocates its moments."""
 
@@ -205,9 +208,11 @@ class UnetPipelineEngine(PipelineEngine):
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
             if source is None or target is None:
                 return None
-            carried = sent_shapes(self.module.unet_layers, cut, phase=phase, schedule=self.module.schedule)
-            shapes = [(images, *shape) for shape in carried]
-            return self.channel(Edge(kind, phase, source, target), shapes, self._message_dtype())
+            shapes, *others = (
+                [(images, *shape) for shape in sent_shapes(layers, cut, phase=phase, schedule=self.module.schedule)]
+                for layers in self.module.sized_layers
+            )
+            return self.channel(Edge(kind, phase, source, target), shapes, self._message_dtype(), others)
 
         return StageChannels(
             activations_in=channel("activations", first, before, own),
@@ -216,9 +221,15 @@ class UnetPipelineEngine(PipelineEngine):
             gradients_out=channel("gradients", first, own, before),
         )
 
-    def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
-        """Return this rank's end of an edge."""
-        return Channel(shapes, dtype, self.device, self._connected[edge], most_in_flight(self.programs))
+    def channel(
+        self,
+        edge: Edge,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        others: Sequence[Sequence[tuple[int, ...]]] = (),
+    ) -> Channel:
+        """Return this rank's end of an edge; ``others`` are the shapes for images of other sizes."""
+        return Channel(shapes, dtype, self.device, self._connected[edge], most_in_flight(self.programs), others)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -247,17 +258,18 @@ class UnetPipelineEngine(PipelineEngine):
         On a synchronous device such as a CPU, nothing is run unless layers are compiled.
         """
         every = {
-            (images, gradients, phase, waits)
+            (images, gradients, phase, waits, size)
+            for size in range(len(self.module.sized_layers) if gradients else 1)
             for phase in range(self.phases)
             for waits in (self._waiting.ways(phase, self.micro_batches) if gradients else {False})
         }
         cold = sorted(every - self._warm)
         self._warm |= every
-        for *_, phase, waits in cold if runs_behind(self.device) or self.compiled else ():
+        for *_, phase, waits, size in cold if runs_behind(self.device) or self.compiled else ():
             self._waiting.open = waits
             warm_up(
                 self.own_layers(phase),
-                self.module.unet_layers,
+                self.module.sized_layers[size],
                 images,
                 gradients=gradients,
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
@@ -353,7 +365,7 @@ class UnetPipelineEngine(PipelineEngine):
         self.loss_sum = torch.zeros((), device=self.device)
         self.gradients.clear()
         for channels in self._channels:
-            channels.begin(self.micro_batches, by_host=by_host, start=start)
+            channels.begin(self.micro_batches, by_host=by_host, start=start, sizes=self.sizes_of_step())
         self._flights.clear()
         for instruction in self.programs[self.stage_id]:
             self._run(instruction)
@@ -361,6 +373,13 @@ class UnetPipelineEngine(PipelineEngine):
         for channels in self._channels:
             channels.drain()
         return self.loss_sum / self.micro_batches
+
+    def sizes_of_step(self) -> list[int]:
+        """Return the number of the size of each micro-batch's images in the next step; [] if all have one size."""
+        if len(self.module.sized_layers) == 1:
+            return []
+        first, turn = self.next_index, self.micro_batch_size * self.dp_world_size
+        return [self.size_of(first + number * turn) for number in range(self.micro_batches)]
 
     def is_unobserved(self) -> bool:
         """Return whether the next step may be a graph; the same on all ranks.

@@ -41,6 +41,7 @@ class Steps(Protocol):
     """What a graph uses of :class:`ddpm_ds.pipeline.engine.UnetPipelineEngine`, or of DeepSpeed's engine below it."""
 
     device: Any
+    module: Any
     num_stages: Any
     gradients: Any
     micro_batches: Any
@@ -307,6 +308,8 @@ def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
         return "only flat gradients can be captured, which ZeRO-1, ZeRO-2 and bf16 have"
     if not engine.gradients.decides_itself:
         return "only PyTorch's fused Adam can be captured (optimizer.params.torch_adam and fused)"
+    if len(engine.module.sized_layers) > 1:
+        return "images come in several sizes"
     if engine.wall_clock_breakdown():
         return "wall_clock_breakdown times each instruction"
     if asked == "auto" and torch.distributed.get_world_size() > 1:

@@ -23,6 +23,7 @@ waits for it too: an allocator short of memory, a profiler, or code that is comp
 Steps in which this may happen send their messages from host to host over gloo instead.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -106,6 +107,8 @@ class P2PGroup:
 class Channel:
     """End of an edge, which decides when messages are posted and waited for; shapes include the micro-batch.
 
+    ``others`` are the shapes for images of other sizes, of which :meth:`begin` says which message has which.
+
     A send returns at once, unless ``most_in_flight`` messages are not known to be delivered: then it waits for the
     oldest, since gloo does not report delivery before a wait. Receives are posted one message ahead, so that a message
     travels while its receiver computes.
@@ -118,41 +121,49 @@ class Channel:
         device: torch.device,
         p2p: P2PGroup,
         most_in_flight: int,
+        others: Sequence[Sequence[tuple[int, ...]]] = (),
     ) -> None:
-        self._shapes = tuple(shapes)
-        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self._shapes = (tuple(shapes), *map(tuple, others))
         self._dtype, self._device, self.p2p = dtype, device, p2p
         self._most_in_flight = most_in_flight
         self.begin(by_host=False)
 
-    def begin(self, *, by_host: bool, start: Start = at_once) -> None:
-        """Forget all messages, which a graph that could not be captured leaves here, and how they were sent."""
+    def begin(self, *, by_host: bool, start: Start = at_once, sizes: Sequence[int] = ()) -> None:
+        """Forget all messages, which a graph that could not be captured leaves here, and how they were sent.
+
+        ``sizes`` has for each message from now on the number of its images' size, 0 or one more than that in
+        ``others``; without it all are 0.
+        """
         self.by_host = by_host
         """Whether messages go from host to host, so that waiting for the device does not wait for them."""
         self._start = start
         self._in_flight: deque[Posted] = deque()
         self._to_post = 0
         self._receives: deque[Posted] = deque()
+        shapes = [self._shapes[size] for size in sizes]
+        self._of_sends, self._of_posts, self._of_receives = (
+            iter(shapes) if shapes else itertools.repeat(self._shapes[0]) for _ in range(3)
+        )
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one message."""
-        return sum(self._sizes) * self._dtype.itemsize
+        """Bytes of one message, with images of the first size."""
+        return elements_of(self._shapes[0]) * self._dtype.itemsize
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send ``tensors`` (of the channel's shapes, in order) as one message."""
+        """Send ``tensors`` (of the message's shapes, in order) as one message."""
+        expected = elements_of(next(self._of_sends))
         parts = [as_in_memory(tensor.detach()).reshape(-1) for tensor in tensors]
         message = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if message.numel() != sum(self._sizes) or message.dtype != self._dtype:
-            raise RuntimeError(
-                f"boundary expected {sum(self._sizes)} x {self._dtype}, got {message.numel()} x {message.dtype}"
-            )
+        if message.numel() != expected or message.dtype != self._dtype:
+            raise RuntimeError(f"boundary expected {expected} x {self._dtype}, got {message.numel()} x {message.dtype}")
         self.post_message(message)
 
     def receive(self) -> tuple[Tensor, ...]:
         """Wait for the next message; return views of one buffer."""
-        message = self.next_message().to(self._device)
-        return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
+        message, shapes = self.next_message().to(self._device), next(self._of_receives)
+        parts = message.split([math.prod(shape) for shape in shapes])
+        return tuple(_view(part, shape) for part, shape in zip(parts, shapes, strict=True))
 
     def post_message(self, message: Tensor) -> None:
         """Post a send, after waiting for the oldest if too many are in flight."""
@@ -191,7 +202,8 @@ class Channel:
 
     def post_receive(self) -> Posted:
         """Post a receive of the next message, which has its memory from now on."""
-        message = torch.empty(sum(self._sizes), dtype=self._dtype, device="cpu" if self.by_host else self._device)
+        count, device = elements_of(next(self._of_posts)), "cpu" if self.by_host else self._device
+        message = torch.empty(count, dtype=self._dtype, device=device)
         operation: Any = partial(dist.irecv, message, src=self.p2p.peer, **self._way())
         return Posted(self._start(operation), message)
 
@@ -199,6 +211,11 @@ class Channel:
         if self.by_host and self.p2p.host_group is not None:
             return {"group": self.p2p.host_group, "tag": self.p2p.tag}
         return {"group": self.p2p.group}
+
+
+def elements_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the number of elements of tensors of these shapes."""
+    return sum(map(math.prod, shapes))
 
 
 def as_in_memory(tensor: Tensor) -> Tensor:
@@ -229,14 +246,22 @@ class StageChannels:
     gradients_in: Channel | None = None
     gradients_out: Channel | None = None
 
-    def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True, start: Start = at_once) -> None:
+    def begin(
+        self,
+        micro_batches: int,
+        *,
+        by_host: bool,
+        gradients: bool = True,
+        start: Start = at_once,
+        sizes: Sequence[int] = (),
+    ) -> None:
         """Begin forward passes of ``micro_batches`` micro-batches, and with ``gradients`` also backward passes.
 
-        Either all ranks send ``by_host`` or none.
+        Either all ranks send ``by_host`` or none. ``sizes`` has the number of each micro-batch's size of images.
         """
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
-                channel.begin(by_host=by_host, start=start)
+                channel.begin(by_host=by_host, start=start, sizes=sizes)
         for channel in (self.activations_in, self.gradients_in if gradients else None):
             if channel is not None:
                 channel.start_receiving(micro_batches)

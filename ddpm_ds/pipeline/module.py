@@ -34,7 +34,8 @@ class UnetPipelineModule(PipelineModule):
 
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
     are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).
-    ``first`` and ``stop`` are the layers that :meth:`forward` walks.
+    ``first`` and ``stop`` are the layers that :meth:`forward` walks. ``others`` are the lists of layers for images of
+    other sizes.
     """
 
     schedule: Schedule = "1f1b"
@@ -42,9 +43,16 @@ class UnetPipelineModule(PipelineModule):
     """Number of stages that a rank holds."""
 
     def __init__(
-        self, layers: Sequence[Layer], bounds: Sequence[int], seed: int, across: AcrossHosts = "stages"
+        self,
+        layers: Sequence[Layer],
+        bounds: Sequence[int],
+        seed: int,
+        across: AcrossHosts = "stages",
+        others: Sequence[Sequence[Layer]] = (),
     ) -> None:
         self.unet_layers = tuple(layers)
+        self.sized_layers = (self.unet_layers, *map(tuple, others))
+        """List of layers by the number of the images' size."""
         self._bounds = tuple(bounds)
         stages = (len(bounds) - 1) // self.phases
         super().__init__(

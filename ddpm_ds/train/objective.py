@@ -88,7 +88,8 @@ class Denoising:
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        size, stored = spec.data.size, batch.images.shape[2:]
+        height, width = stored = batch.images.shape[2:]
+        size = spec.data.size if spec.data.buckets is None else (height, width)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0 = self._clean(batch, moves)
@@ -199,6 +200,7 @@ def replica_batches(
         among=among,
         seed=spec.train.seed,
         window=spec.data.shuffle_images,
+        group=spec.bucket_group,
         batch_images=layout.batch_images,
         micro_batch_images=layout.micro_batch_images,
         replicas=replicas,

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ddpm_ds.data.cache import CONSTANTS
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.loader import Residence
+from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.prompts import PROMPTS
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
@@ -46,6 +48,7 @@ from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
 from ddpm_ds.train.validation import HeldOutLoss, Validation
+from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import Kernels
 
 
@@ -96,10 +99,13 @@ def run_training(
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
+            others=[_layers_of(plan.spec, bucket) for bucket in store.buckets],
             verbose=asked.verbose,
             doing=doing,
         )
         engine.averages = ema = Ema(engine, plan.spec.ema)
+        if (group := plan.spec.bucket_group) is not None:
+            engine.size_of = BucketOrder(store.counts, plan.spec.train.seed, group).bucket_at
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
         recording = _recorded(prepared, engine.kernels, asked, progress, files, sender)
@@ -110,6 +116,12 @@ def run_training(
         if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
         yield _train(prepared, engine, ema, recorder, watchdog, asked)
+
+
+def _layers_of(spec: RunSpec, bucket: DatasetCache) -> tuple[Layer, ...]:
+    """Return the U-Net's layers for the images of a bucket of aspect."""
+    height, width = bucket.images.shape[2:]
+    return unet_layers(spec.unet, replace(spec.data.interface, size=(height, width)))
 
 
 def _recorded(
@@ -229,7 +241,7 @@ def _train(
             engine.device,
             replicas=layout.replicas,
             replica=engine.grid.get_data_parallel_id(),
-            among=among,
+            among=None if store.buckets else among,
             start_images=engine.next_index,
             first=engine.is_first_stage(),
             last=engine.stage_id == engine.loss_stage,

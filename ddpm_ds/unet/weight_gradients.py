@@ -110,13 +110,16 @@ class WaitingGradients:
 
 
 def _joined(waiting: Sequence[Waiting]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the factors of several micro-batches, small ones joined."""
+    """Yield the factors of several micro-batches, small ones that follow each other joined if their images have one
+    size.
+    """
     pairs: list[tuple[Tensor, Tensor]] = []
     pixels = 0
     for number, (_, x, gradient) in enumerate(waiting, 1):
         pairs.append((x, gradient))
         pixels += gradient.numel() // gradient.shape[1 if gradient.ndim == 4 else -1]
-        if pixels >= ENOUGH_PIXELS[x.device.type] or number == len(waiting):
+        ends = number == len(waiting) or waiting[number].x.shape[1:] != x.shape[1:]
+        if ends or pixels >= ENOUGH_PIXELS[x.device.type]:
             xs, gradients = zip(*pairs, strict=True)
             yield pairs[0] if len(pairs) == 1 else (torch.cat(xs), torch.cat(gradients))
             pairs, pixels = [], 0

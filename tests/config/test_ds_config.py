@@ -335,6 +335,16 @@ def test_what_can_not_be_shared_out_is_named_with_its_fix(
         assert word in message
 
 
+def test_a_group_of_a_bucket_has_whole_micro_batches_of_all_replicas() -> None:
+    buckets = ("data.image_size=48", "data.buckets.step=8", "unet.attention_resolutions=[]", "unet.dropout=0")
+    whole, held = config(train_micro_batch_size_per_gpu=4), "data.held_out_images=0"
+    for images in ("null", "8", "24"):
+        filled(whole, *buckets, held, f"data.buckets.images={images}", world_size=2, stages=1)
+    message = refusal(whole, *buckets, held, "data.buckets.images=12", world_size=2, stages=1)
+    assert "data.buckets.images = 12 is no multiple of 8" in message and "--set data.buckets.images=16" in message
+    assert "graphs = true needs images of one size" in refusal(config(graphs=True), *buckets, held)
+
+
 @settings(deadline=None)
 @given(
     batch=st.integers(1, 96),

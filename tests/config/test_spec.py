@@ -125,6 +125,36 @@ def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any
         assert word in problem["msg"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__crop_from": 56}, ["data.crop_from = 56", "several sizes", "leave it at null"]),
+        ({"data__shuffle_images": 100}, ["data.shuffle_images = 100", "leave it at null"]),
+        ({"data__held_out_images": 9}, ["data.held_out_images = 9", "leave it at 0"]),
+        ({"unet__dropout": 0.1}, ["unet.dropout = 0.1", "leave it at 0"]),
+        ({"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "leave it at 0"]),
+        ({"unet__colour_augmentation": 0.1}, ["unet.colour_augmentation = 0.1", "leave it at 0"]),
+        ({"unet__attention_resolutions": [24]}, ["attention_resolutions = [24]", "[], or unet.attention_levels"]),
+        ({"data__condition": {"kind": "reduced", "factor": 2}}, ["data.condition does not go", "use null"]),
+        ({"data__image_size": 52}, ["data.image_size = 52 is no multiple of data.buckets.step = 8"]),
+        (
+            {"unet__multipliers": [1] * 5, "data__image_size": 48},
+            ["data.buckets.step = 8 can't be halved 4 times", "a multiple of 16"],
+        ),
+    ],
+)
+def test_what_has_one_size_does_not_go_with_buckets(changes: dict[str, Any], words: list[str]) -> None:
+    buckets: dict[str, Any] = {"data__buckets": {"step": 8}, "data__image_size": 48, "unet__attention_resolutions": []}
+    assert spec(**buckets).bucket_group == 64 and spec().bucket_group is None
+    assert spec(**buckets, data__horizontal_flips=True).data.buckets is not None
+    with pytest.raises(ValidationError) as caught:
+        spec(**buckets | changes)
+    (problem,) = caught.value.errors()
+    assert "\n" not in problem["msg"]
+    for word in words:
+        assert word in problem["msg"]
+
+
 @pytest.mark.parametrize("size", [33, 1, (33, 48), (30, 50), (3, 8191)])
 def test_the_sizes_named_for_one_that_can_not_be_halved_can_be(size: int | tuple[int, int]) -> None:
     unet = {"unet__multipliers": (1,) * 4, "unet__attention_resolutions": []}

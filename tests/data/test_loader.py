@@ -25,7 +25,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import Memory, MicroBatch, Order, Residence, _Reads, micro_batches, split
+from ddpm_ds.data.loader import Memory, MicroBatch, Residence, _Reads, micro_batches, split
+from ddpm_ds.data.order import RUNS, Order, _runs
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, SpecError
 from tests.launching import PATIENCE_SECONDS, tiny_spec
@@ -78,7 +79,7 @@ def test_order_is_the_same_on_every_machine_and_version() -> None:
 
 def test_a_window_is_256_runs_of_neighbours_from_anywhere_shuffled_together() -> None:
     order = Order(100_003, 0, 2560)  # runs of 10 images, and one of 3
-    images, limits = order.image_at(np.arange(100_003)), [*loader._runs(order, 0)[1][:-1:256].tolist(), 100_003]
+    images, limits = order.image_at(np.arange(100_003)), [*_runs(order, 0)[1][:-1:256].tolist(), 100_003]
     windows = [images[first:last] for first, last in pairwise(limits)]
     runs = [set((window // 10).tolist()) for window in windows]
     assert [len(found) for found in runs] == [256] * 39 + [10_001 - 39 * 256]
@@ -106,7 +107,7 @@ def test_every_image_is_read_ahead_once_before_it_is_used_and_not_before_its_win
             assert asked[position] >= 1
             asked[position] -= 1
         # What waits is at most the rest of this window and the next one, or two where a step passes a window's end.
-        assert sum(asked.values()) <= 2 * order.run_images * loader.RUNS + step
+        assert sum(asked.values()) <= 2 * order.run_images * RUNS + step
 
 
 def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:

@@ -43,6 +43,32 @@ def objective_of(spec: RunSpec) -> Denoising:
     return Denoising(spec, device(), STATISTICS, constants, empty)
 
 
+BUCKETS = ((8, 8), (4, 16), (8, 6))
+"""Heights and widths of images in buckets of aspect, of unequal areas, so that messages differ."""
+GROUP = 4
+"""Consecutive images of a bucket."""
+
+
+def bucket_at(index: int) -> int:
+    """The bucket of an image index."""
+    return index // GROUP * 2 % len(BUCKETS)
+
+
+def in_bucket(batch: MicroBatch) -> MicroBatch:
+    """A micro-batch of 8x8 pixels with images of the size of its bucket, of as many of the same pixels."""
+    height, width = BUCKETS[bucket_at(int(batch.index[0]))]
+    pixels = batch.images.flatten(2)[:, :, : height * width]
+    return batch._replace(images=pixels.unflatten(2, (height, width)))
+
+
+def parts_of(spec: RunSpec, batch: MicroBatch) -> list[MicroBatch]:
+    """The parts of a step whose images have one size: the whole, or the groups of its buckets."""
+    if spec.data.buckets is None:
+        return [batch]
+    groups = (slice(first, first + GROUP) for first in range(0, len(batch.index), GROUP))
+    return [in_bucket(batch.each(itemgetter(group))) for group in groups]
+
+
 def global_batch(spec: RunSpec, step: int) -> MicroBatch:
     """The images of one step with all that belongs to them, as a function of the step."""
     batch, data, condition = spec.train.batch_images, spec.data, spec.data.condition
@@ -90,4 +116,6 @@ def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[Mic
     if not engine.readers:
         batch = batch._replace(text=None, text_scale=None)
     for first in range(engine.grid.get_data_parallel_id() * size, len(batch.index), replicas * size):
-        yield batch.each(itemgetter(slice(first, first + size)))
+        part = batch.each(itemgetter(slice(first, first + size)))
+        sized = len(engine.module.sized_layers) > 1 and part.images.numel()
+        yield in_bucket(part) if sized else part

@@ -46,15 +46,18 @@ from ddpm_ds.unet import model
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from tests.launching import tiny_spec, tiny_text_spec
-from tests.pipeline.batches import device, global_batch, micro_batches, objective_of
+from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, micro_batches, objective_of, parts_of
 from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal["plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text"]
+Process = Literal[
+    "plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text", "buckets"
+]
 """DDPM, EDM, flow matching, DDPM whose images are augmented, inputs perturbed and losses weighed, or DDPM of images
 that are wider than high; or masked fields of 8x16 pixels with weighed channels, constants, a grid, a vector and a
-condition that is stored, or made and noised, or from which they are regressed; or images with captions."""
+condition that is stored, or made and noised, or from which they are regressed; or images with captions, of one size or
+in buckets of aspect."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -136,13 +139,16 @@ class Case:
     def engine(self, spec: RunSpec, **blocks: Any) -> UnetPipelineEngine:
         """This rank's engine for the U-Net of a spec; ``blocks`` replace some of the configuration."""
         resolved = self.resolved(spec.train.batch_images)
-        return build_engine(
+        engine = build_engine(
             layers_of(spec),
             self.bounds(layers_of(spec)),
             replace(resolved, blocks={**resolved.blocks, **blocks}),
             objective_of(spec),
             seed=spec.train.seed,
+            others=[layers_of(spec, size) for size in BUCKETS[1:]] if spec.data.buckets else (),
         )
+        engine.size_of = bucket_at
+        return engine
 
 
 def build_awake_layer(layer: Layer, index: int, seed: int) -> nn.Module:
@@ -174,20 +180,15 @@ class Reference:
         self.masters = [parameter.detach().clone() for parameter in self.modules.parameters()]
         self.modules.to(DTYPES[precision])
         self.scale = 2.0**10 if precision == "fp16" else 1.0
-        self.objective = objective_of(spec)
+        self.spec, self.objective = spec, objective_of(spec)
         if precision != "fp32":
             self.masters = [parameter.detach().float() for parameter in self.modules.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.0)
 
     def step(self, batch: MicroBatch) -> Expected:
         """One optimizer step."""
-        model.set_image_index(self.modules, batch.index)
-        set_context(transformer_blocks(self.modules), self.objective.context(batch))
-        prepared = self.objective.prepare(batch)
-        carry: Any = self.objective.inputs(prepared)
-        for layer in self.modules:
-            carry = layer(carry)
-        loss = self.objective.loss(carry, prepared)
+        losses = [self._loss(part) for part in parts_of(self.spec, batch)]
+        loss = torch.stack(losses).mean()
         (loss * self.scale).backward()
         gradients = {}
         for name, parameter in self.modules.named_parameters():
@@ -203,6 +204,15 @@ class Reference:
                 parameter.grad = None
         moments = [self.optimizer.state[master]["exp_avg"].flatten().clone() for master in self.masters]
         return Expected(loss.item(), gradients, dict(zip(gradients, moments, strict=True)))
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        model.set_image_index(self.modules, batch.index)
+        set_context(transformer_blocks(self.modules), self.objective.context(batch))
+        prepared = self.objective.prepare(batch)
+        carry: Any = self.objective.inputs(prepared)
+        for layer in self.modules:
+            carry = layer(carry)
+        return self.objective.loss(carry, prepared)
 
 
 @functools.cache
@@ -306,10 +316,15 @@ def farthest_prediction(engine: UnetPipelineEngine, spec: RunSpec, precision: Pr
 
 def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) -> list[float]:
     """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
-    layers = layers_of(spec)
-    reductions = weight_passes(programs, case.schedule)
-    sent = run_exchange(case.resolved(spec.train.batch_images), layers, case.bounds(layers), reductions)
-    return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
+    bounds, reductions = case.bounds(layers_of(spec)), weight_passes(programs, case.schedule)
+    resolved = case.resolved(spec.train.batch_images)
+    sizes = [spec.data.size]
+    if spec.data.buckets is not None:
+        turn = resolved.layout.micro_batch_images * case.replicas
+        sizes = [BUCKETS[bucket_at(turn * number)] for number in range(case.micro_batches)]
+    exchanges = [run_exchange(resolved, layers_of(spec, size), bounds, reductions) for size in sizes]
+    messages = sum(sum(sent.messages[max(stage - 1, 0) : stage + 1]) for sent in exchanges) / len(exchanges)
+    return [float(messages), exchanges[0].gradients[stage] + exchanges[0].weights[stage]]
 
 
 def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
@@ -325,6 +340,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
     if process == "text":
         return tiny_text_spec()
+    if process == "buckets":
+        return tiny_text_spec(data={"buckets": {"step": 8}}, unet={"dropout": 0.0})
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
     if process == "rectangles":
@@ -360,8 +377,9 @@ def fields_spec(process: Process) -> RunSpec:
     )
 
 
-def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
-    return unet_layers(spec.unet, spec.data.interface)
+def layers_of(spec: RunSpec, size: tuple[int, int] | None = None) -> tuple[Layer, ...]:
+    """The layers of a spec's U-Net, for images of its size or another."""
+    return unet_layers(spec.unet, replace(spec.data.interface, size=size or spec.data.size))
 
 
 def run_case(case: Case) -> list[dict[str, Any]]:
@@ -379,7 +397,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     contexts = watch_contexts(engine) if engine.readers else []
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
-    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored", "text"), []
+    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored", "text", "buckets"), []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas

@@ -58,6 +58,10 @@ BY_TWO = [
     # text: cuts inside of transformers, intervals that begin before, at and after an entry
     Case(2, 1, 2, "fp32", 2, schedule="folded", random_programs=13, process="text", cuts=(9, 15, 20)),
     Case(2, 1, 1, "fp16", 1, random_programs=14, process="text", cuts=(21,)),
+    # micro-batches of three sizes
+    Case(2, 1, 1, "fp32", 0, process="buckets"),
+    Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(9, 15, 20)),
+    Case(1, 2, 2, "fp32", 1, process="buckets"),
 ]
 BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
@@ -73,6 +77,7 @@ BY_FOUR = [
     Case(4, 1, 0, "fp32", 1, random_programs=10, process="rectangles"),
     Case(4, 1, 1, "bf16", 3, micro_batches=8, schedule="folded", process="text", cuts=(4, 6, 10, 15, 20, 27, 31)),
     Case(2, 2, 2, "fp32", 2, reentrant=True, process="text", cuts=(14,)),
+    Case(2, 2, 0, "fp32", 0, schedule="folded", process="buckets"),
 ]
 """The core: every factor but the compiler, in both schedules the ones that their code treats differently."""
 
@@ -85,6 +90,8 @@ ONE_PROCESS = [
     Case(1, 1, 2, "fp16", 1, compile=True, random_programs=9),
     Case(1, 1, 0, "fp32", 5, micro_batches=2, process="text"),
     Case(1, 1, 1, "fp32", 0, compile=True, process="text", random_programs=17),
+    Case(1, 1, 2, "bf16", 0, process="buckets"),
+    Case(1, 1, 0, "fp32", 0, compile=True, process="buckets"),
 ]
 MORE_BY_TWO = [
     Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=11, process="regression"),
