@@ -1,9 +1,9 @@
-"""Make pictures of coloured shapes with captions, and encoders of their words: ``python launch/make_text.py``.
+"""Make pictures of coloured shapes with captions, and encoders of the words: ``python launch/make_text.py``.
 
 A picture, 16x16 pixels, shows one shape of a random size at a random place on a light grey; its caption says "a red
 circle". The encoders are a tokenizer for these words and a text model with random weights that never change. They are
 enough for few words: each becomes another direction, which a U-Net can learn to read. Their folder has `tokenizer` and
-`text_encoder`, as `data.text.encoders` asks for it.
+`text_encoder`, as `data.text.encoders` asks for it. All captions are in `prompts.txt`, to draw for.
 """
 
 import argparse
@@ -20,7 +20,7 @@ Plane = NDArray[np.float64]
 
 SIDE, FINE = 16, 8
 """Pixels of a picture, each way, and points of a pixel, each way, of which its colour is the mean."""
-SMALLEST, LARGEST = 4.0, 6.5
+SMALLEST, LARGEST = 5.0, 6.5
 """Half of a shape's height, in pixels."""
 COLOURS = {
     "red": (214, 39, 40),
@@ -34,7 +34,7 @@ SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
     "circle": lambda x, y: np.hypot(x, y),
     "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) / 0.9,
     "triangle": lambda x, y: np.maximum(y, 2.0 * np.abs(x) - y),
-    "cross": lambda x, y: np.where(np.minimum(np.abs(x), np.abs(y)) < 0.33, np.maximum(np.abs(x), np.abs(y)), np.inf),
+    "cross": lambda x, y: np.where(np.minimum(np.abs(x), np.abs(y)) < 0.3, np.maximum(np.abs(x), np.abs(y)), np.inf),
 }
 """Functions of the place, x to the right and y down, that are below 1 within a shape of height 2."""
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -158,17 +158,18 @@ def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
     return found
 
 
-def main() -> None:
-    """Read the options and write both folders."""
-    parser = argparse.ArgumentParser(description="Make pictures of coloured shapes with captions, and their encoders.")
+def main(words: Sequence[str] | None = None) -> None:
+    """Read the options and write pictures, prompts and encoders."""
+    parser = argparse.ArgumentParser(description="Make pictures of coloured shapes with captions, and encoders of the words.")
     parser.add_argument("--out", type=Path, default=Path("shapes"), help="folder to write (default shapes)")
     parser.add_argument("--count", type=int, default=6000, metavar="N", help="pictures (default 6000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws (default 0)")
-    options = parser.parse_args()
-    words = {word for caption in captions() for word in caption.split()}
+    options = parser.parse_args(words)
+    known = {word for caption in captions() for word in caption.split()}
     write_pictures(options.out / "pictures", options.count, options.seed)
-    write_encoders(options.out / "encoders", words, width=WIDTH, tokens=TOKENS, seed=options.seed)
-    print(f"{options.out / 'pictures'}: {options.count:,} pictures; {options.out / 'encoders'}: {len(words)} words")
+    (options.out / "prompts.txt").write_text("".join(caption + "\n" for caption in captions()))
+    write_encoders(options.out / "encoders", known, width=WIDTH, tokens=TOKENS, seed=options.seed)
+    print(f"{options.out / 'pictures'}: {options.count:,} pictures; {options.out / 'encoders'}: {len(known)} words")
 
 
 if __name__ == "__main__":
