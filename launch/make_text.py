@@ -1,21 +1,79 @@
-"""Write a small pipeline folder's text encoders, with random weights, for the words of a text-to-image job.
+"""Make pictures of coloured shapes with captions, and encoders of the words: ``python launch/make_text.py``.
 
-    python3 launch/make_text.py data/shapes/encoders red green blue circle square triangle a
-
-Random weights that never change are enough for few words: each becomes another direction, which a U-Net can learn to
-read. The folder has `tokenizer` and `text_encoder`, as `data.text.encoders` asks for it.
+A picture, 16x16 pixels, shows one shape of a random size at a random place on a light grey; its caption says "a red
+circle". The encoders are a tokenizer for these words and a text model with random weights that never change. They are
+enough for few words: each becomes another direction, which a U-Net can learn to read. Their folder has `tokenizer` and
+`text_encoder`, as `data.text.encoders` asks for it. All captions are in `prompts.txt`, to draw for.
 """
 
 import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+Plane = NDArray[np.float64]
+
+SIDE, FINE = 16, 8
+"""Pixels of a picture, each way, and points of a pixel, each way, of which its colour is the mean."""
+SMALLEST, LARGEST = 5.0, 6.5
+"""Half of a shape's height, in pixels."""
+COLOURS = {
+    "red": (214, 39, 40),
+    "yellow": (245, 196, 30),
+    "green": (44, 160, 68),
+    "blue": (40, 84, 212),
+    "purple": (150, 60, 180),
+    "black": (30, 30, 30),
+}
+SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
+    "circle": lambda x, y: np.hypot(x, y),
+    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) / 0.9,
+    "triangle": lambda x, y: np.maximum(y, 2.0 * np.abs(x) - y),
+    "cross": lambda x, y: np.where(np.minimum(np.abs(x), np.abs(y)) < 0.3, np.maximum(np.abs(x), np.abs(y)), np.inf),
+}
+"""Functions of the place, x to the right and y down, that are below 1 within a shape of height 2."""
 START, END = "<|startoftext|>", "<|endoftext|>"
 LAST = "</w>"
 """Mark of the last symbol of a word."""
+WIDTH, TOKENS = 64, 8
+"""Channels of the encoded tokens, and tokens of a caption with its start, end and padding."""
+
+
+def draw(colour: str, shape: str, generator: np.random.Generator) -> NDArray[np.uint8]:
+    """Draw one picture (16, 16, 3) of a shape at a random place and of a random size."""
+    half = generator.uniform(SMALLEST, LARGEST)
+    across, down = generator.uniform(half, SIDE - half, size=2)
+    points = (np.arange(SIDE * FINE) + 0.5) / FINE
+    within = SHAPES[shape]((points[None, :] - across) / half, (points[:, None] - down) / half) < 1.0
+    covered = within.reshape(SIDE, FINE, SIDE, FINE).mean(axis=(1, 3))[:, :, None]
+    ground = np.full(3, generator.uniform(215.0, 245.0))
+    painted = np.array(COLOURS[colour]) + generator.normal(0.0, 8.0, size=3)
+    return np.clip(ground + covered * (painted - ground), 0.0, 255.0).round().astype(np.uint8)
+
+
+def captions() -> list[str]:
+    """Return what pictures are called, each colour of each shape."""
+    return [f"a {colour} {shape}" for colour, shape in itertools.product(COLOURS, SHAPES)]
+
+
+def write_pictures(folder: Path, count: int, seed: int = 0) -> None:
+    """Write ``count`` pictures, which take the captions in turn, and `metadata.jsonl` with them into ``folder``."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    lines = []
+    for number, caption in zip(range(count), itertools.cycle(captions()), strict=False):
+        name = f"{number:05}.png"
+        _, colour, shape = caption.split()
+        Image.fromarray(draw(colour, shape, generator)).save(folder / name)
+        lines.append(json.dumps({"file_name": name, "text": caption}) + "\n")
+    (folder / "metadata.jsonl").write_text("".join(lines))
 
 
 def write_encoders(
@@ -100,11 +158,19 @@ def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
     return found
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    """Read the options and write pictures, prompts and encoders."""
+    parser = argparse.ArgumentParser(description="Make pictures of coloured shapes with captions, and encoders of the words.")
+    parser.add_argument("--out", type=Path, default=Path("shapes"), help="folder to write (default shapes)")
+    parser.add_argument("--count", type=int, default=6000, metavar="N", help="pictures (default 6000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws (default 0)")
+    options = parser.parse_args(words)
+    known = {word for caption in captions() for word in caption.split()}
+    write_pictures(options.out / "pictures", options.count, options.seed)
+    (options.out / "prompts.txt").write_text("".join(caption + "\n" for caption in captions()))
+    write_encoders(options.out / "encoders", known, width=WIDTH, tokens=TOKENS, seed=options.seed)
+    print(f"{options.out / 'pictures'}: {options.count:,} pictures; {options.out / 'encoders'}: {len(known)} words")
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of the pipeline, made if needed")
-    parser.add_argument("words", nargs="+", help="words that are one token each")
-    parser.add_argument("--width", type=int, default=64, help="channels of the encoded tokens; default: 64")
-    parser.add_argument("--tokens", type=int, default=77, help="tokens of a caption; default: 77")
-    options = parser.parse_args()
-    write_encoders(options.folder, options.words, width=options.width, tokens=options.tokens)
+    main()

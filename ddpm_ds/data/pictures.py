@@ -60,7 +60,7 @@ def grid(
     blank = torch.full((rows * columns - len(images), channels, height, width), GREY, dtype=torch.uint8)
     title_size = max(1, columns * width // 30)
     title_font = ImageFont.load_default(title_size)
-    font = ImageFont.load_default(max(SMALLEST_LABEL_PIXELS, min(title_size, height // 6)))
+    font = _label_font(labels, min(title_size, height // 6), width)
     label_height = _line_height(font) if labels else 0
     cells = F.pad(torch.cat([images, blank]), (0, GUTTER_PIXELS, 0, GUTTER_PIXELS + label_height), value=GREY)
     _, _, h, w = cells.shape  # size of a cell, with the gutters to its right and below
@@ -81,6 +81,15 @@ def grid(
         middle = GUTTER_PIXELS + column * w + width // 2
         pen.text((middle, top + row * h + height), short[label], fill="black", font=font, anchor="ma")
     return drawn
+
+
+def _label_font(labels: Sequence[str], size: int, width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Return the largest font up to ``size`` in which all labels fit into ``width``, or the smallest."""
+    for pixels in range(size, SMALLEST_LABEL_PIXELS, -1):
+        font = ImageFont.load_default(pixels)
+        if all(font.getlength(" ".join(label.split())) <= width for label in set(labels)):
+            return font
+    return ImageFont.load_default(SMALLEST_LABEL_PIXELS)
 
 
 def _line_height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:

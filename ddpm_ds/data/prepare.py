@@ -601,7 +601,7 @@ class Decoding:
     def chunk(self, numbers: range) -> Chunk:
         """Decode images, even if they are kept encoded, to find those that are unreadable."""
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
-        others: dict[str, list[memoryview]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
+        others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
         channels, *size = self.plan.shape
         for i in numbers:
             try:
@@ -614,8 +614,8 @@ class Decoding:
             images.append(content)
             labels.append(int(self.source.labels[i]))
             if self.captions is not None:
-                others[SIZES].append(sizes.data)
-                others[CAPTIONS].append(self.captions[i].data)
+                others[SIZES].append(sizes.tobytes())
+                others[CAPTIONS].append(self.captions[i].tobytes())
         return Chunk(images, labels, skipped, others)
 
 

@@ -113,7 +113,7 @@ class Chunk(NamedTuple):
     """What to write for each image: pixels, latents or fields (C, H, W), or an encoded file."""
     labels: list[int]
     skipped: list[tuple[str, str]]
-    others: Mapping[str, Sequence[memoryview]] = {}
+    others: Mapping[str, Sequence[bytes | memoryview]] = {}
     """What to write for each image in other fields."""
     moments: Mapping[str, Moments] = {}
     """Moments of fields, of all images in the chunk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import tarfile
@@ -22,6 +23,7 @@ from ddpm_ds import keyed
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
 from ddpm_ds.data import captions
+from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
 from ddpm_ds.data.latents import pixels_learned
@@ -262,6 +264,16 @@ def test_images_that_are_kept_encoded_have_captions_and_sizes_too(spec_of: SpecO
     expected, found = batch_of(prepare(spec_of(), encode_on=CPU)), batch_of(cache)
     for before, now in zip(expected, found, strict=True):
         assert (before is None and now is None) or torch.equal(before, now)  # type: ignore[arg-type]
+
+
+def test_processes_store_the_same_captions_and_sizes(
+    spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = prepare_images(spec_of())
+    monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
+    many = prepare_images(spec_of(store_root=tmp_path / "many"))
+    assert many.meta.sha256 == one.meta.sha256 and {"captions.npy", "sizes.npy"} <= one.meta.sha256.keys()
 
 
 def test_sizes_are_those_of_the_upright_file_and_of_its_crop_after_scaling(spec_of: SpecOf, folder: Path) -> None:

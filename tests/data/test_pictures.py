@@ -59,6 +59,15 @@ def test_title_and_labels_stand_around_the_images_and_cover_none() -> None:
     assert all((word != GREY).any() for word in (cat, dog, long)) and (long[:, 256:] == GREY).all()
 
 
+def test_labels_are_smaller_rather_than_cut() -> None:
+    images = torch.zeros((24, 3, 16, 16), dtype=torch.uint8)
+    square, squash, short = (
+        np.array(grid(images, "", [each] * 24)) for each in ("a yellow square", "a yellow squash", "a")
+    )
+    assert not np.array_equal(square, squash), "they differ at the end alone"
+    assert square.shape[0] < short.shape[0], "short ones are as large as before"
+
+
 def test_the_title_says_which_run_drew_what() -> None:
     made = SamplerSpec(kind="ddim")
     assert grid_title("digits", 128_000, made, DiffusionSpec(), "ema") == (
