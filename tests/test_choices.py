@@ -128,6 +128,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training |= {"normalise", "held_out", "flips_negate"}
     of_training |= {"held_out_path"}  # it names a store of its own: tests/data/test_held_out.py
     of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
+    of_training |= {"buckets"}  # each names a store of its own: tests/data/test_buckets.py
     others |= {"values": "float32", "variables": ("u", "v"), "mask": "nan", "text": TextSpec(encoders="x")}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
