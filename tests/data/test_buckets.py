@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, ImageFile
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.text import BucketsSpec
 from ddpm_ds.data.buckets import AREAS, bucket_of, bucket_sizes, check_steps, cropped
+from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
@@ -113,6 +114,7 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
     assert numbers[1:] == [[*range(1, 40, 4)], [*range(2, 40, 4)]]
     again = pickle.loads(pickle.dumps(store))
     assert again.meta == store.meta and again.key == store.key and again.counts == store.counts
+    assert store.with_buckets(store.buckets[:1]).key != store.key
     assert prepare_images(spec_of()).path == store.path, "alone it is the first bucket"
     assert any(name.startswith("bucket/56x40/") for name in store.meta.sha256)
     shutil.rmtree(tmp_path / "pictures")
@@ -125,6 +127,7 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
 
 def test_other_buckets_have_other_caches(spec_of: Callable[..., DataSpec]) -> None:
     paths = [prepare(spec_of(buckets={"step": 8, "widest": widest})).path for widest in (2.0, 1.2)]
+    assert prepare(spec_of(buckets={"step": 8, "widest": 2.5})).counts == (20, 10, 10), "others have no images"
     alone = cache_path(spec_of(buckets=None))
     assert len({*paths, alone}) == 3, "who is in a bucket depends on all buckets"
     assert {len(prepare(spec_of(buckets={"step": 8, "widest": 1.2}))), len(prepare(spec_of()))} == {40, 20}
@@ -138,7 +141,7 @@ def test_the_size_of_an_image_is_that_of_its_header_and_nothing_is_decoded(
     exif[ExifTags.Base.Orientation] = 8
     Image.fromarray(np.zeros((30, 20, 3), np.uint8)).save(content, kind, **({"exif": exif} if turned else {}))
     decoded = list[object]()
-    monkeypatch.setattr(ImageFile.ImageFile, "load", decoded.append)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: decoded.append(image))
     assert upright_size(content.getvalue()) == ((20, 30) if turned else (30, 20))
     assert upright_size(np.zeros((30, 20), np.uint8)) == (30, 20)
     assert not decoded
@@ -173,6 +176,9 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
         assert {tuple(row) for row in sizes[:, :2].tolist()} == shapes
         assert (sizes[:, 4:] == (height, width)).all()
         assert cache.text is not None and store.text is not None and cache.text.path == store.text.path
+    for cache, caption in zip(store.buckets, ("a", "a cat"), strict=True):  # of odd numbers, and of even ones
+        texts = texts_of(cache)
+        assert {texts[number] for number in cache.others["captions"][:][:, 0].tolist()} == {caption}
     batches = micro_batches(
         store,
         fields={"images", "text", "pooled", "sizes"},
@@ -214,6 +220,7 @@ def test_images_that_change_are_refused_and_prepared_again(spec_of: Callable[...
     with pytest.raises(DataError, match="other images") as caught:
         prepare(spec_of())
     assert str(caught.value).isprintable()
+    assert prepare(spec_of(), learned=store.meta.sha256).meta == store.meta, "a run that has begun goes on"
     for cache in (store, *store.buckets):
         shutil.rmtree(cache.path)
     assert prepare(spec_of()).counts == (20, 11, 10)
