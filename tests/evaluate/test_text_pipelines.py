@@ -399,3 +399,13 @@ def test_a_run_whose_text_no_pipeline_gives_is_not_exported(
     checkpoint = checkpoint_of(pipeline, tmp_path, "eps", layer=other)
     assert main(["export", str(checkpoint), str(tmp_path / "hub")]) == 2
     assert f"data.text.layer is {other}, and a pipeline's" in capsys.readouterr().err
+
+
+def test_encoders_that_a_pipeline_names_and_lacks_are_refused(pipeline: Path, tmp_path: Path) -> None:
+    if pipeline.name == "sd":
+        pytest.skip("it has one")
+    bad = shutil.copytree(pipeline, tmp_path / "bad")
+    for part in ("tokenizer_2", "text_encoder_2"):
+        shutil.rmtree(bad / part)
+    with pytest.raises(UserError, match="it has no folder tokenizer_2"):
+        sample(load_trained(bad), 1, prompts="a")
