@@ -113,6 +113,9 @@ examples
   ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
   deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
 
+  ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec captions.yaml --out imported
+      from the Hugging Face hub, of which the U-Net is downloaded; the encoders are when captions are prepared
+
   ddpm-ds import downloads/sd_xl_base_1.0.safetensors --spec captions.yaml --out imported
       a single file; data.text of the spec names the pipeline's text encoders
 
@@ -298,7 +301,10 @@ def add_import(verbs: Verbs) -> None:
     what = "take a model of diffusers as the start of a run"
     parser = verbs.add_parser("import", help=what, description=IMPORT_DESCRIPTION, epilog=IMPORT_EXAMPLES)
     parser.add_argument(
-        "path", type=file_path, metavar="PATH", help="folder of a pipeline or of a U-Net, or a .safetensors"
+        "path",
+        type=file_path,
+        metavar="PATH|OWNER/NAME",
+        help="folder of a pipeline or of a U-Net, a .safetensors, or a name on the Hugging Face hub",
     )
     parser.add_argument(
         "--spec", type=file_path, required=True, metavar="BASE", help="spec of the run: data, length, batch"

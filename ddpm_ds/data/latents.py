@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels, written
 from ddpm_ds.data.cache import BUCKETS, TEXTS, DatasetCache
+from ddpm_ds.data.hub import from_hub
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, open_tensors, parse_json, read_bytes, sha256_of
 
@@ -333,28 +334,19 @@ def _checksum(path: Path) -> str:
 
 
 def _from_hub(name: Path) -> Path:
-    """Return the folder of an autoencoder on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME/FOLDER``, downloading
-    it if needed.
-    """
-    import huggingface_hub  # installed with diffusers
-    from huggingface_hub.utils import logging
+    """Return the folder of an autoencoder on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME/FOLDER``."""
+    repository, inside = str(name), Path()
+    if len(name.parts) == 3:
+        repository, inside = str(name.parent), Path(name.name)
+    files = [str(inside / file) for file in (CONFIG, WEIGHTS)]
 
-    owner, *rest = name.parts or (".",)
-    if name.is_absolute() or len(rest) not in (1, 2) or owner in (".", ".."):
-        raise DataError(f"data.autoencoder = {name} does not exist; {EXPECTED}")
-    logging.set_verbosity_error()  # else it reports each attempt
-    repository = f"{owner}/{rest[0]}"
-    get = functools.partial(huggingface_hub.hf_hub_download, repository, subfolder="/".join(rest[1:]) or None)
-    try:
-        try:
-            files = [get(file, local_files_only=True) for file in (CONFIG, WEIGHTS)]
-        except OSError:
-            files = [get(file) for file in (CONFIG, WEIGHTS)]
-    except Exception as error:  # huggingface_hub raises many types
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        what = f"is no folder, and can't be had from the Hugging Face hub ({reason[0]})"
-        raise DataError(f"data.autoencoder = {name} {what}; {EXPECTED}") from None
-    return Path(files[0]).parent
+    def opened(folder: Path) -> Path:
+        for file in files:
+            if not (folder / file).is_file():
+                raise _unusable(name, f"it has no {file}")
+        return folder / inside
+
+    return from_hub(repository, files, opened, said=f"data.autoencoder = {name}", expected=EXPECTED)
 
 
 def _unusable(name: Path | str, what: str) -> DataError:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.text import TextSpec
+from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
+from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of
@@ -36,8 +37,8 @@ EXPECTED = (
 SUFFIXES = ("", "_2")
 MOST_TOKENS = 4096
 PROJECTING = "CLIPTextModelWithProjection"
-DOWNLOADED = [f"{part}{suffix}/*" for part in ("tokenizer", "text_encoder") for suffix in SUFFIXES]
-NOT_DOWNLOADED = ["*.bin", "*.msgpack", "*.onnx*", "*.xml", "*.h5", "*.fp16.*", "*.non_ema.*"]
+INDEX = "model_index.json"
+DOWNLOADED = [INDEX, *(f"{part}{suffix}/*" for part in ("tokenizer", "text_encoder") for suffix in SUFFIXES)]
 
 
 class Encoded(NamedTuple):
@@ -65,7 +66,7 @@ class _Config(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A tokenizer and its encoder, which are not loaded."""
 
     tokenizer: Path
@@ -83,7 +84,7 @@ class _Part:
 class TextEncoders:
     """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU."""
 
-    def __init__(self, spec: TextSpec, parts: Sequence[_Part], device: torch.device | None) -> None:
+    def __init__(self, spec: TextSpec, parts: Sequence[Part], device: torch.device | None) -> None:
         self.spec, self.device, self._parts = spec, device, parts
 
     @classmethod
@@ -95,10 +96,7 @@ class TextEncoders:
         """
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
-        folder = expanded(spec.encoders)
-        folder = folder if folder.exists() else _from_hub(spec.encoders)
-        parts = [_part(spec, folder, suffix) for suffix in SUFFIXES if not suffix or _is_there(folder, suffix)]
-        return cls(spec, parts, device)
+        return cls(spec, parts_of(spec), device)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -190,7 +188,18 @@ def check_text(spec: RunSpec) -> None:
     """
     if spec.data.text is None or (cross := spec.unet.text) is None:
         return
-    encoders = TextEncoders.open(spec.data.text, None)
+    wrong = misfit(TextEncoders.open(spec.data.text, None), cross)
+    if wrong is not None:
+        key, wanted, found = wrong
+        has, fix = ("none", "null") if found is None else (found, found)
+        raise SpecError(
+            f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {spec.data.text.encoders} have "
+            f"{has}; --set unet.text.{key}={fix}, or name other encoders"
+        )
+
+
+def misfit(encoders: TextEncoders, cross: CrossAttentionSpec) -> tuple[str, int, int | None] | None:
+    """Return the first key of ``unet.text`` that encoders don't fit, its value and theirs; None if they fit."""
     asked: dict[str, tuple[int | None, int | None]] = {
         "tokens": (cross.tokens, encoders.tokens),
         "context_channels": (cross.context_channels, encoders.channels),
@@ -198,22 +207,43 @@ def check_text(spec: RunSpec) -> None:
     }
     for key, (wanted, found) in asked.items():
         if wanted is not None and wanted != found:
-            has, fix = ("none", "null") if found is None else (found, found)
-            raise SpecError(
-                f"unet.text.{key} = {wanted}, but the encoders at data.text.encoders = {spec.data.text.encoders} have "
-                f"{has}; --set unet.text.{key}={fix}, or name other encoders"
-            )
+            return key, wanted, found
+    return None
 
 
-def _projects(part: _Part) -> bool:
+def parts_of(spec: TextSpec) -> list[Part]:
+    """Return the tokenizers and encoders of ``spec``, downloading them if needed.
+
+    Raises:
+        DataError: they are missing, damaged or of another kind.
+    """
+
+    def opened(folder: Path) -> list[Part]:
+        return [_part(spec, folder, suffix) for suffix in SUFFIXES if not suffix or _is_there(folder, suffix)]
+
+    folder = expanded(spec.encoders)
+    if folder.exists():
+        return opened(folder)
+    said = f"data.text.encoders = {spec.encoders}"
+    return from_hub(spec.encoders, DOWNLOADED, opened, said=said, expected=EXPECTED)
+
+
+def _projects(part: Part) -> bool:
     return part.config.architectures[0] == PROJECTING
 
 
 def _is_there(folder: Path, suffix: str) -> bool:
-    return any((folder / f"{part}{suffix}").exists() for part in ("tokenizer", "text_encoder"))
+    """Return whether a pipeline has an encoder or a tokenizer of this name, or says that it has."""
+    names = [f"{part}{suffix}" for part in ("tokenizer", "text_encoder")]
+    try:
+        index = parse_json(read_bytes(folder / INDEX))
+        said = [name for name in names if any(index.get(name) or ())]
+    except (OSError, ValueError, TypeError, AttributeError):
+        said = []  # a folder of encoders alone
+    return bool(said) or any((folder / name).exists() for name in names)
 
 
-def _part(spec: TextSpec, folder: Path, suffix: str) -> _Part:
+def _part(spec: TextSpec, folder: Path, suffix: str) -> Part:
     """Return a tokenizer and its encoder in a pipeline's folder; raises DataError."""
     tokenizer, encoder = folder / f"tokenizer{suffix}", folder / f"text_encoder{suffix}"
     for part in (tokenizer, encoder):
@@ -230,7 +260,7 @@ def _part(spec: TextSpec, folder: Path, suffix: str) -> _Part:
     variant = next((each for each in (None, "fp16") if _weights(encoder, each)), False)
     if variant is False:
         raise _unusable(spec, f"{encoder.name} has no weights in safetensors")
-    return _Part(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
+    return Part(tokenizer, encoder, config, variant)  # type: ignore[arg-type]
 
 
 def _weights(encoder: Path, variant: str | None) -> list[Path]:
@@ -238,29 +268,6 @@ def _weights(encoder: Path, variant: str | None) -> list[Path]:
     ending = rf"(\.{variant})?" if variant else ""
     whole = re.compile(rf"model{ending}(-\d+-of-\d+)?{ending}\.safetensors")
     return sorted(path for path in encoder.iterdir() if whole.fullmatch(path.name))
-
-
-def _from_hub(name: str) -> Path:
-    """Return the folder of a pipeline on the Hugging Face hub, downloading it if needed; raises DataError."""
-    import huggingface_hub  # installed with transformers
-    from huggingface_hub.utils import logging
-
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.split("/")[0] in (".", ".."):
-        raise DataError(f"data.text.encoders = {name} does not exist; {EXPECTED}")
-    logging.set_verbosity_error()  # else it reports each attempt
-    get = functools.partial(
-        huggingface_hub.snapshot_download, name, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED
-    )
-    try:
-        try:
-            folder = Path(get(local_files_only=True))
-        except OSError:
-            folder = Path(get())
-        return folder if _is_there(folder, "") else Path(get())  # another part of it may have been downloaded before
-    except Exception as error:  # huggingface_hub raises many types
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        what = f"is no folder, and can't be had from the Hugging Face hub ({reason[0]})"
-        raise DataError(f"data.text.encoders = {name} {what}; {EXPECTED}") from None
 
 
 def _unusable(spec: TextSpec, what: str) -> DataError:

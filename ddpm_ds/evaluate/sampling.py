@@ -21,7 +21,9 @@ from tqdm import tqdm
 from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
 from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import Batch, GivenPath, SamplerSpec, check_sampler
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.text import TextEncoders, misfit
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.text import Prompts
@@ -292,8 +294,7 @@ def prompts_for(
     if negative is not None and (guided or not sampler.guides):
         what = "another U-Net guides" if guided else f"--guidance is {sampler.guidance:g}"
         raise SpecError(f'--negative "{negative}" is what guidance leads away from, and {what}; leave one of them out')
-    text, device = trained.data.text, next(trained.unet.parameters()).device
-    assert text is not None, "the spec has both"
+    device = next(trained.unet.parameters()).device
     known = None
     if texts is None and trained.run_dir is not None:
         known = EncodedPrompts.read(trained.run_dir / PROMPTS)
@@ -303,8 +304,34 @@ def prompts_for(
     if known is None:
         if texts is None:
             log("no prompt is given, so it draws for the empty text")
-        known = EncodedPrompts.of(text, texts or ("",), device, log)
+        known = EncodedPrompts.of(_encoding(trained), texts or ("",), device, log)
     return trained.prompts(known, negative)
+
+
+def _encoding(trained: Trained) -> TextSpec:
+    """Return how prompts are encoded for a U-Net with text.
+
+    Raises:
+        DataError: the encoders can't be used.
+        SpecError: there are none, or the U-Net reads text of another width.
+    """
+    text, unet = trained.text, trained.unet_spec.text
+    assert unet is not None
+    if text is None:
+        raise SpecError(
+            f"{trained.origin} holds no text encoder, which prompts need; add tokenizer and text_encoder, and for SDXL "
+            "tokenizer_2 and text_encoder_2, of the pipeline that it was trained with"
+        )
+    encoders = TextEncoders.open(text, None)
+    if trained.spec is None:  # the configuration of diffusers' U-Net does not say its number of tokens
+        unet = unet.model_copy(update={"tokens": encoders.tokens})
+    if (wrong := misfit(encoders, unet)) is not None:
+        key, wanted, found = wrong
+        raise SpecError(
+            f"unet.text.{key} = {wanted} of {trained.origin}, but the encoders at {text.encoders} have "
+            f"{found or 'none'}; put those there that it was trained with"
+        )
+    return text
 
 
 def said_of(prompts: Prompts | None, negative: str | None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from ddpm_ds.config.spec import (
     SamplerSpec,
     UnetSpec,
 )
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.prompts import EncodedPrompts
@@ -90,6 +91,8 @@ class Trained:
     """Spec of the run; None for an export."""
     exported: DataSpec | None = None
     """Images and conditions of an export that says them; None for a run."""
+    exported_text: TextSpec | None = None
+    """How the encoders in an export's folder encode prompts; None for a run, and if there are none."""
     autoencoder: Autoencoder | None = None
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
     facts: FieldFacts | None = None
@@ -123,6 +126,11 @@ class Trained:
         if self.known_data is None:
             raise SpecError(f"{self.origin} is an export, which does not say its condition; name the run's folder")
         return self.known_data
+
+    @property
+    def text(self) -> TextSpec | None:
+        """How prompts are encoded; None without text, and for an export without encoders."""
+        return self.exported_text if self.spec is None else self.spec.data.text
 
     @property
     def is_conditioned(self) -> bool:
@@ -203,7 +211,7 @@ class Trained:
         Raises:
             DataError: the encoders can't be used.
         """
-        text, unet, device = self.data.text, self.unet_spec.text, next(self.unet.parameters()).device
+        text, unet, device = self.text, self.unet_spec.text, next(self.unet.parameters()).device
         assert text is not None and unet is not None
         against = no_text(text, known.empty)
         if negative is not None:
@@ -297,7 +305,7 @@ def load_trained(
     diffusion, levels = folder.process()
     if decoder is not None:
         digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
-    fields = folder.fields()
+    fields, encoding = folder.fields(), folder.encoding()
     unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
         unet=_filled(folder.layers, folder.tensors().__getitem__, found, place),
@@ -310,6 +318,7 @@ def load_trained(
         weights="export",
         autoencoder=decoder,
         exported=None if fields is None else fields.data,
+        exported_text=TextSpec.model_validate(encoding) if encoding else None,
         facts=None if fields is None else fields.facts,
         constants=None if fields is None else _constants(fields.data, found),
     )

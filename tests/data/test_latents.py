@@ -27,6 +27,7 @@ from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
 from tests.launching import REPOSITORY, tiny_spec
+from tests.model_hub import ModelHub
 
 CPU = torch.device("cpu")
 SpecOf = Callable[..., DataSpec]
@@ -282,27 +283,27 @@ def test_numbers_that_do_not_fit_are_one_line_with_those_that_do(spec_of: SpecOf
         autoencoder_of(spec_of(), {"images.npy": "0", "autoencoder": "1"})
 
 
-def test_a_name_of_the_hub_is_downloaded_once_and_without_network_is_one_line(
+def test_a_name_of_the_hub_is_downloaded_and_without_network_is_one_line(
     model: Saved, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked: list[tuple[Any, ...]] = []
-    network = True
-
-    def download(repository: str, file: str, subfolder: str | None, local_files_only: bool = False) -> str:
-        asked.append((repository, file, subfolder, local_files_only))
-        if local_files_only or not network:
-            raise OSError("Cannot find the requested files\nin the cache")
-        return str(model[0] / file)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    hub = ModelHub(tmp_path / "cache")
+    hub.repositories |= {"owner/pipeline": tmp_path / "pipeline", "owner/model": model[0]}
+    shutil.copytree(model[0], tmp_path / "pipeline" / "vae")
+    shutil.copytree(model[0], tmp_path / "pipeline" / "unet")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     found = Autoencoder.open(Path("owner/pipeline/vae"))
-    assert (found.folder, found.name, found.channels, found.factor) == (model[0], "owner/pipeline/vae", 4, 2)
-    assert asked[0] == ("owner/pipeline", "config.json", "vae", True) and asked[1][3] is False
-    network = False
+    assert (found.name, found.channels, found.factor) == ("owner/pipeline/vae", 4, 2)
+    assert found.folder == hub.cache / "owner" / "pipeline" / "vae"
+    files = {"config.json", "diffusion_pytorch_model.safetensors"}
+    assert hub.downloaded("owner/pipeline") == {f"vae/{file}" for file in files}
+    assert Autoencoder.open(Path("owner/model")).digest == found.digest and hub.downloaded("owner/model") == files
+    with pytest.raises(DataError, match=r"data.autoencoder = owner/pipeline/vea can't be used: it has no vea/config"):
+        Autoencoder.open(Path("owner/pipeline/vea"))
+    hub.has_network = False
     with pytest.raises(DataError) as caught:
-        Autoencoder.open(Path("owner/model"))
-    assert "data.autoencoder = owner/model is no folder, and can't be had from the Hugging Face hub" in str(
+        Autoencoder.open(Path("owner/other"))
+    assert "data.autoencoder = owner/other is no folder, and can't be had from the Hugging Face hub" in str(
         caught.value
     )
     assert "\\n" not in str(caught.value) and "\n" not in str(caught.value)

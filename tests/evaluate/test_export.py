@@ -455,7 +455,7 @@ def change_to_odd_widths(model: Path) -> None:
     [
         (change_to_infinity, "are not finite"),
         (change_to_odd_widths, "first level of 9 channels (diffusers: the first of block_out_channels), which is odd"),
-        (shutil.rmtree, "is no folder of diffusers"),
+        (shutil.rmtree, "does not exist; name a folder of diffusers"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_and_leaves_nothing(

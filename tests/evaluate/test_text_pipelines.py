@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,17 +16,20 @@ from make_text import write_encoders
 from safetensors.torch import load_file, save_file
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.latents import Autoencoder
+from ddpm_ds.errors import CheckpointError, UserError
 from ddpm_ds.evaluate.diffusers.original import original_names
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers, unet_spec_from_diffusers
+from ddpm_ds.evaluate.sampling import sample
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import plant
 from tests.evaluate.test_diffusers_text_unet import SD_15, SDXL
 from tests.launching import tiny_spec
+from tests.model_hub import ModelHub
 from tests.unet.variants import randomise
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
@@ -208,12 +213,13 @@ NOISE: dict[str, dict[str, Any]] = {
 OPENED = {"sd": diffusers.StableDiffusionPipeline, "sdxl": diffusers.StableDiffusionXLPipeline}
 
 
-def checkpoint_of(pipeline: Path, folder: Path, noise: str) -> Path:
-    """A checkpoint of a run that began with a pipeline, and has other weights since."""
+def checkpoint_of(pipeline: Path, folder: Path, noise: str, **text: Any) -> Path:
+    """A checkpoint of a run that began with a pipeline, and has other weights and keys of ``data.text`` since."""
     base = base_spec(folder, autoencoder=str(pipeline / "vae"))
     spec, _ = import_of(pipeline, base, folder / "imported")
     values = spec.model_dump(mode="json")
     values["diffusion"] |= NOISE[noise]
+    values["data"]["text"] |= text
     values["train"]["initial_weights"] = None
     spec = RunSpec.model_validate_json(json.dumps(values))
     unet = UNet(unet_layers(spec.unet, spec.data.interface), 0)
@@ -280,3 +286,126 @@ def test_a_single_file_that_does_not_tell_its_unet_is_refused(
     assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file"]) == 2
     assert "unet.norm_groups is 8, and who reads the file takes 32" in capsys.readouterr().err
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.fixture
+def hub(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelHub:
+    made = ModelHub(tmp_path / "cache")
+    made.repositories["owner/name"] = pipeline
+    monkeypatch.setattr("huggingface_hub.snapshot_download", made.snapshot_download)
+    return made
+
+
+def test_of_a_name_on_the_hub_an_import_downloads_what_it_reads(
+    pipeline: Path, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"))
+    spec, weights = import_of(pipeline, base, tmp_path / "of folder")
+    again, same = import_of(Path("owner/name"), base, tmp_path / "of name")
+    assert again.data.text is not None and again.data.text.encoders == "owner/name"
+    same_but = {**again.model_dump()["data"]["text"], "encoders": str(pipeline.resolve())}
+    assert same_but == spec.model_dump()["data"]["text"] and again.diffusion == spec.diffusion
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
+    second = {"text_encoder_2/config.json"} if pipeline.name == "sdxl" else set()
+    assert hub.downloaded("owner/name") == second | {
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+    }
+    hub.has_network = False
+    words = ["--spec", str(base), "--out", str(tmp_path / "no")]
+    assert main(["import", "owner/other", *words]) == 2
+    said = capsys.readouterr().err
+    assert "owner/other is no folder, and can't be had from the Hugging Face hub (Name or service" in said
+    assert said.count("\n") == 1 and not (tmp_path / "no").exists()
+    assert main(["import", "nowhere", *words]) == 2
+    assert "nowhere does not exist; name a folder of diffusers" in capsys.readouterr().err
+
+
+def test_an_export_of_a_run_with_encoders_on_the_hub_is_whole(
+    pipeline: Path, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = checkpoint_of(pipeline, tmp_path, "eps", encoders="owner/name")
+    hub.has_network = False
+    assert main(["export", str(checkpoint), str(tmp_path / "no")]) == 2
+    assert "data.text.encoders = owner/name is no folder, and can't be had" in capsys.readouterr().err
+    hub.has_network = True
+    assert main(["export", str(checkpoint), str(tmp_path / "mine")]) == 0
+    OPENED[pipeline.name].from_pretrained(tmp_path / "mine")
+    assert main(["export", str(tmp_path / "mine"), str(tmp_path / "again")]) == 0, "an export, whose encoders go along"
+    for part in ("model_index.json", "text_encoder/model.safetensors", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "again" / part).read_bytes() == (tmp_path / "mine" / part).read_bytes()
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_an_exported_pipeline_draws_what_the_run_draws_for_a_prompt(pipeline: Path, tmp_path: Path, noise: str) -> None:
+    """Its own encoders make the prompts, and what guidance leads away from, and its autoencoder decodes."""
+    checkpoint, hub = checkpoint_of(pipeline, tmp_path, noise), tmp_path / "hub"
+    assert main(["export", str(checkpoint), str(hub)]) == 0
+    run, exported = load_trained(checkpoint), load_trained(hub)
+    sampler = SamplerSpec(kind="ddim", steps=3, guidance=3.0, clip="none")
+    drawn = [sample(each, 2, sampler=sampler, prompts=["a red circle", "a"]) for each in (run, exported)]
+    assert drawn[0].shape == (2, 3, 32, 32) and (drawn[0].int() - drawn[1].int()).abs().max() <= 1
+    other = sample(exported, 2, sampler=sampler, prompts=["a red circle", "red red"])
+    assert (other[1].int() - drawn[1][1].int()).abs().max() > 5
+    shutil.rmtree(checkpoint)
+    out = tmp_path / "images.npz"
+    options = {"--sampler": "ddim", "--steps": "3", "--guidance": "3", "--clip": "none", "--out": str(out)}
+    words = [word for pair in options.items() for word in pair]
+    assert main(["sample", str(hub), "--prompt", "a red circle", "--prompt", "a", "--device", "cpu", *words]) == 0
+    found = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
+    assert torch.equal(found, drawn[1])
+
+
+def of_other_width(path: Path) -> None:
+    write_encoders(path, ["a"], width=16, second=24 if (path / "text_encoder_2").is_dir() else None, pooled=24)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: shutil.rmtree(path / "text_encoder"), "holds no text encoder, which prompts need; add tokenizer"),
+        (lambda path: shutil.rmtree(path / "tokenizer"), "it has no folder tokenizer"),
+        (of_other_width, r"unet.text.context_channels = \d+ of .*, but the encoders at .* have"),
+    ],
+    ids=["no encoder", "no tokenizer", "another width"],
+)
+def test_a_pipeline_whose_encoders_can_not_be_used_is_one_line(
+    pipeline: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    bad = shutil.copytree(pipeline, tmp_path / "bad")
+    change(bad)
+    with pytest.raises(UserError, match=said) as caught:
+        sample(load_trained(bad), 1, prompts="a")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipeline_with_an_autoencoder_of_other_latents_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(pipeline, tmp_path / "bad")
+    config = json.loads((bad / "vae" / "config.json").read_text())
+    diffusers.AutoencoderKL.from_config(config, latent_channels=8).save_pretrained(bad / "vae")
+    with pytest.raises(CheckpointError, match="draws latents of 4 channels, and those of vae have 8"):
+        load_trained(bad)
+
+
+def test_a_run_whose_text_no_pipeline_gives_is_not_exported(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "last" if pipeline.name == "sdxl" else "penultimate"
+    checkpoint = checkpoint_of(pipeline, tmp_path, "eps", layer=other)
+    assert main(["export", str(checkpoint), str(tmp_path / "hub")]) == 2
+    assert f"data.text.layer is {other}, and a pipeline's" in capsys.readouterr().err
+
+
+def test_encoders_that_a_pipeline_names_and_lacks_are_refused(pipeline: Path, tmp_path: Path) -> None:
+    if pipeline.name == "sd":
+        pytest.skip("it has one")
+    bad = shutil.copytree(pipeline, tmp_path / "bad")
+    for part in ("tokenizer_2", "text_encoder_2"):
+        shutil.rmtree(bad / part)
+    with pytest.raises(UserError, match="it has no folder tokenizer_2"):
+        sample(load_trained(bad), 1, prompts="a")

@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import RunSpec, written
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.cache import CONSTANTS
+from ddpm_ds.data.hub import from_hub
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
 from ddpm_ds.diffusion.condition import TOLD_LEVEL
@@ -72,6 +74,17 @@ t = 1000 its rounding error is 1e-5.
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
+IMPORTED = (
+    *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
+    *(
+        SCHEDULER_CONFIG,
+        f"scheduler/{SCHEDULER_CONFIG}",
+        PIPELINE,
+        f"text_encoder/{CONFIG}",
+        f"text_encoder_2/{CONFIG}",
+    ),
+)
+"""Files that are read of a model on the Hugging Face hub."""
 ANY_UNET = (
     *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
     *("head_channels=null", "norm_groups=1"),
@@ -182,7 +195,12 @@ images = pipeline(batch_size=16, num_inference_steps={{ [20, steps] | min }}).im
 `ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
 {% endif %}
 
-{% if not text %}
+{% if text and pipeline and not single_file %}
+Without diffusers, with ddpm_ds, which wrote this folder:
+
+    ddpm-ds sample . --prompt "a prompt" --guidance 5 --out samples.png
+
+{% elif not text %}
 Without diffusers, with ddpm_ds, which wrote this folder:
 
     ddpm-ds sample . --count 64 --out samples.png
@@ -373,20 +391,20 @@ def _schedule_difference(
 def import_weights(
     path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
 ) -> list[str]:
-    """Write to ``out`` the weights of the diffusers folder ``path``, and the spec ``base`` changed to start from them.
+    """Write to ``out`` the weights of the diffusers folder ``path``, or of a repository of this name on the Hugging
+    Face hub, and the spec ``base`` changed to start from them.
 
     The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting; its last label
     means "no label" unless ``last_label_is_class``. Returns lines that say what was done.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
+        DataError: there is no ``path``, and the hub has none or can't be reached.
         SpecError: ``base`` is wrong, or describes images that the model does not fit.
         OutputError: ``out`` exists already, or can't be written.
     """
     with new_folder(out) as temporary:
-        if not path.is_file() and not DiffusersFolder.at(path):
-            raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
-        folder = DiffusersFolder(path, last_label_is_class=last_label_is_class)
+        folder = _opened(path, last_label_is_class)
         before = load_spec(base, [*overrides, *_until_replaced(folder)])
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE)
         tensors = folder.tensors()
@@ -404,6 +422,21 @@ def import_weights(
         lines.append(f"the file does not say whether it predicts eps or v; diffusion.objective of {base} is kept")
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {kept}"]
+
+
+def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
+    """Return the model at ``path``, or else on the Hugging Face hub, of which what an import reads is downloaded."""
+
+    def opened(found: Path, name: str | None = None) -> DiffusersFolder:
+        if not found.is_file() and not DiffusersFolder.at(found):
+            expected = "it should hold unet/config.json or config.json"
+            raise CheckpointError(f"{name or found} is no folder of diffusers: {expected}")
+        return DiffusersFolder(found, last_label_is_class=last_label_is_class, hub_name=name)
+
+    if path.exists():
+        return opened(path)
+    name, expected = str(path), "name a folder of diffusers, a .safetensors, or OWNER/NAME on the hub"
+    return from_hub(name, IMPORTED, partial(opened, name=name), said=name, expected=expected, newest=True)
 
 
 def _until_replaced(folder: DiffusersFolder) -> list[str]:

@@ -73,14 +73,14 @@ class DiffusersFolder:
     or a single file with the original names.
 
     The last row of its class embedding, if any, means "no label", unless ``last_label_is_class``: then such a row, of
-    zeros, is added.
+    zeros, is added. ``hub_name`` is that of the repository on the Hugging Face hub that the folder is a copy of.
 
     Raises:
         CheckpointError: by any method, if a file is missing, can't be read or describes what our U-Net can't express.
     """
 
-    def __init__(self, path: Path, *, last_label_is_class: bool = False) -> None:
-        self.path, self.last_label_is_class = path, last_label_is_class
+    def __init__(self, path: Path, *, last_label_is_class: bool = False, hub_name: str | None = None) -> None:
+        self.path, self.last_label_is_class, self._hub_name = path, last_label_is_class, hub_name
         self.single = SingleFile(path) if path.is_file() else None
         """The single file with the original names, if the path names one."""
         model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
@@ -111,7 +111,13 @@ class DiffusersFolder:
         """
         for path in (self.path / AUTOENCODER_FOLDER, self.path / TEXT_AUTOENCODER):
             if path.is_dir():
-                return Autoencoder.open(path)
+                found = Autoencoder.open(path)
+                if found.channels != self.interface.channels:
+                    raise CheckpointError(
+                        f"{self.path} draws latents of {self.interface.channels} channels, and those of {path.name} "
+                        f"have {found.channels}; put the autoencoder there whose latents were learned"
+                    )
+                return found
         if self.interface.channels not in (1, 3) and not (self.path / FIELDS).is_file():
             raise CheckpointError(
                 f"{self.path} draws images of {self.interface.channels} channels, which are latents, and holds no "
@@ -140,7 +146,7 @@ class DiffusersFolder:
         zeros = index.is_file() and _read_json(index).get("force_zeros_for_empty_prompt", False)
         second = (self.path / "text_encoder_2" / CONFIG).is_file()
         return {
-            "encoders": str(self.path.resolve()),
+            "encoders": self._hub_name or str(self.path.resolve()),
             "layer": "penultimate" if second else "last",
             "drop_to": "zeros" if zeros else "empty",
         }

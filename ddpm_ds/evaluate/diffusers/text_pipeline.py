@@ -1,7 +1,7 @@
 """Export of a U-Net that reads text: what a pipeline needs beside it, in a folder or in a single file.
 
-The text encoders and their tokenizers are copied from the folder in ``data.text.encoders``, the autoencoder from
-``data.autoencoder``.
+The text encoders and their tokenizers are copied from the folder in ``data.text.encoders``, or from the Hugging Face
+hub, the autoencoder from ``data.autoencoder``.
 """
 
 import re
@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddpm_ds.data.latents import CONFIG
+from ddpm_ds.data.hub import is_hub_name
 from ddpm_ds.data.latents import WEIGHTS as AUTOENCODER_WEIGHTS
+from ddpm_ds.data.text import Part, parts_of
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER
@@ -23,24 +24,38 @@ from ddpm_ds.evaluate.diffusers.original import ZERO_SNR, SingleFile, V, origina
 from ddpm_ds.evaluate.diffusers.unet import to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.evaluate.diffusers.weights import read_weights
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import read_json
+from ddpm_ds.files import expanded
 from ddpm_ds.unet.layers import unet_layers
 
-ENCODERS = ("text_encoder", "text_encoder_2")
 ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
 NOTHING = [None, None]
 
 
-def encoders_of(trained: Trained) -> tuple[Path, list[str]]:
-    """Return the folder of the text encoders and the names of those in it; none if the folder is not on this host."""
-    spec = None if trained.spec is None else trained.spec.data.text
-    folder = Path("" if spec is None else spec.encoders)
-    return folder, [name for name in ENCODERS if (folder / name / CONFIG).is_file()] if spec else []
+def encoders_of(trained: Trained) -> list[Part]:
+    """Return the text encoders with their tokenizers; none if their folder is not on this host.
+
+    Raises:
+        CheckpointError: the pipeline of such encoders does not give the text that was learned.
+        DataError: they are damaged, or can't be had from the Hugging Face hub.
+    """
+    text = trained.text
+    if text is None or not (expanded(text.encoders).exists() or is_hub_name(text.encoders)):
+        return []
+    parts, unet = parts_of(text), trained.unet_spec.text
+    layer, pools = ("penultimate", True) if len(parts) == 2 else ("last", False)
+    fault = None if text.layer == layer else f"data.text.layer is {text.layer}"
+    if unet is not None and (unet.pooled_channels is not None) != pools:
+        fault = f"unet.text.pooled_channels is {unet.pooled_channels or 'null'}"
+    if fault:
+        gives = f"the {layer} hidden states {'and a' if pools else 'without'} pooled text"
+        count = "two text encoders give" if pools else "one text encoder gives"
+        raise CheckpointError(f"{trained.origin} can't be exported: {fault}, and a pipeline's {count} {gives}")
+    return parts
 
 
 def pipeline_of(trained: Trained) -> str | None:
     """Return the name of the pipeline whose parts are at hand; None if some are not."""
-    _, encoders = encoders_of(trained)
+    encoders = encoders_of(trained)
     if not encoders or trained.autoencoder is None:
         return None
     return "StableDiffusionXLPipeline" if len(encoders) == 2 else "StableDiffusionPipeline"
@@ -56,14 +71,12 @@ def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, An
     if trained.autoencoder is not None:
         trained.autoencoder.copy_to(folder / TEXT_AUTOENCODER)
         parts[TEXT_AUTOENCODER] = ["diffusers", "AutoencoderKL"]
-    source, encoders = encoders_of(trained)
-    for encoder in encoders:
-        tokenizer = encoder.replace("text_encoder", "tokenizer")
-        for name in (encoder, tokenizer):
-            shutil.copytree(source / name, folder / name)
-        (kind,) = read_json(source / encoder / CONFIG)["architectures"]
-        parts |= {encoder: ["transformers", kind], tokenizer: ["transformers", "CLIPTokenizer"]}
-    pipeline, text = pipeline_of(trained), trained.spec.data.text if trained.spec else None
+    for part in encoders_of(trained):
+        for source in (part.encoder, part.tokenizer):
+            shutil.copytree(source, folder / source.name)
+        (kind,) = part.config.architectures
+        parts |= {part.encoder.name: ["transformers", kind], part.tokenizer.name: ["transformers", "CLIPTokenizer"]}
+    pipeline, text = pipeline_of(trained), trained.text
     if pipeline == "StableDiffusionXLPipeline":
         parts |= {"image_encoder": NOTHING, "feature_extractor": NOTHING}
         parts["force_zeros_for_empty_prompt"] = text is not None and text.drop_to == "zeros"
@@ -93,16 +106,16 @@ def write_single_file(trained: Trained, path: Path, precision: str) -> str:
         stored = read_weights(trained.autoencoder.folder / AUTOENCODER_WEIGHTS)
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in original_autoencoder(stored)}
         parts.append(TEXT_AUTOENCODER)
-    source, encoders = encoders_of(trained)
-    for number, encoder in enumerate(encoders):
-        stored = _text_model(_encoder_weights(source / encoder))
+    encoders = encoders_of(trained)
+    for number, part in enumerate(encoders):
+        stored = _text_model(_encoder_weights(part.encoder))
         of_xl = len(encoders) == 2
         place = f"conditioner.embedders.{number}." if of_xl else "cond_stage_model."
         if number or (not of_xl and text.linear_projection):  # of SDXL's second, and of SD 2
             tensors |= {f"{place}model.{name}": tensor for name, tensor in open_clip(stored)}
         else:
             tensors |= {f"{place}transformer.{name}": tensor for name, tensor in stored.items()}
-        parts.append(encoder)
+        parts.append(part.encoder.name)
     dtype = DTYPES[precision][1]  # type: ignore[index]
     copies = {
         name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
