@@ -160,9 +160,7 @@ def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Read the options and write pictures, prompts and encoders."""
-    parser = argparse.ArgumentParser(
-        description="Make captioned pictures of coloured shapes, and encoders of the words."
-    )
+    parser = argparse.ArgumentParser(description="Make captioned pictures of coloured shapes, and text encoders.")
     parser.add_argument("--out", type=Path, default=Path("shapes"), help="folder to write (default shapes)")
     parser.add_argument("--count", type=int, default=6000, metavar="N", help="pictures (default 6000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws (default 0)")
