@@ -44,8 +44,9 @@ WIDTH, TOKENS = 64, 8
 """Channels of the encoded tokens, and tokens of a caption with its start, end and padding."""
 
 
-def draw(colour: str, shape: str, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw one picture (16, 16, 3) of a shape at a random place and of a random size."""
+def draw(caption: str, generator: np.random.Generator) -> NDArray[np.uint8]:
+    """Draw one picture (16, 16, 3) of what a caption says, at a random place and of a random size."""
+    _, colour, shape = caption.split()
     half = generator.uniform(SMALLEST, LARGEST)
     across, down = generator.uniform(half, SIDE - half, size=2)
     points = (np.arange(SIDE * FINE) + 0.5) / FINE
@@ -70,8 +71,7 @@ def write_pictures(folder: Path, count: int, seed: int = 0) -> None:
     lines = []
     for number, caption in zip(range(count), itertools.cycle(captions()), strict=False):
         name = f"{number:05}.png"
-        _, colour, shape = caption.split()
-        Image.fromarray(draw(colour, shape, generator)).save(folder / name)
+        Image.fromarray(draw(caption, generator)).save(folder / name)
         lines.append(json.dumps({"file_name": name, "text": caption}) + "\n")
     (folder / "metadata.jsonl").write_text("".join(lines))
 
@@ -160,7 +160,7 @@ def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Read the options and write pictures, prompts and encoders."""
-    parser = argparse.ArgumentParser(description="Make pictures of coloured shapes with captions, and encoders of the words.")
+    parser = argparse.ArgumentParser(description="Make captioned pictures of coloured shapes, and text encoders.")
     parser.add_argument("--out", type=Path, default=Path("shapes"), help="folder to write (default shapes)")
     parser.add_argument("--count", type=int, default=6000, metavar="N", help="pictures (default 6000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws (default 0)")

@@ -70,6 +70,7 @@ PAGES = {
         "ddpm-ds train",
         "ddpm-ds evaluate",
     ],
+    "text": ["python launch/make_text.py", "ddpm-ds prepare", "ddpm-ds train", "ddpm-ds sample"],
     "upscaling": ["python -", "ddpm-ds train", "ddpm-ds evaluate", "ddpm-ds sample"],
 }
 """Pages of docs/ that a newcomer can type, and how their commands begin."""
