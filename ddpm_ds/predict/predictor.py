@@ -1,6 +1,7 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -95,9 +96,9 @@ class Predictor:
 
         if excess(self.bounds(layout)) <= 0:
             return True
+        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
         for _ in range(SQUEEZES if layout.stages > 1 else 0):
-            room = Room(limit, lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
-            bounds = self._fastest_cut(layout, room)
+            bounds = self._fastest_cut(layout, Room(limit, sizes))
             if bounds is None:
                 return False
             if (over := excess(bounds)) <= 0:
@@ -209,8 +210,8 @@ class Predictor:
         crossing = crossing_seconds(self.job, self.machine, layout)
         layers = self.job.layers
         found: dict[Bounds, None] = {}
-        for share in HIDDEN:
-            with contextlib.suppress(LayoutError):
+        with contextlib.suppress(LayoutError):  # whether there are cuts does not depend on the share
+            for share in HIDDEN:
                 cut = weighted(layers, seconds, layout.stages, layout.schedule, crossing=share * crossing, room=room)
                 found[cut] = None
         if len(found) < 2:
