@@ -171,7 +171,7 @@ def mirrored_cuts(
     lefts, rights, turns, before = pairs.lefts, pairs.rights, pairs.turns, running_sum(weights)
     inside = before[rights] - before[lefts]
     # of each place, the turns that the last rank may have
-    within = np.logical_and(lefts[:, None] < turns, turns < rights[:, None])
+    within = np.array((lefts[:, None] < turns) & (turns < rights[:, None]))
     parts: list[npt.NDArray[np.float64]] = []
     for rank in range(ranks):
         if room is None and 1 < rank < ranks - 1:
@@ -187,8 +187,8 @@ def mirrored_cuts(
                 allowed = np.logical_and(allowed, held <= room.limit)
             else:
                 held = down[turns] - down[lefts][:, None] + up[rights][:, None] - up[turns]
-                within = np.logical_and(within, held <= room.limit)
-                allowed = within[outer].any(1)[:, None]
+                within[held > room.limit] = False
+                allowed = np.any(within[outer], axis=1, keepdims=True)
         sizes = inside[outer][:, None] - inside[inner][None, :]
         sizes += crossing * np.add.outer(pairs.elements[outer], pairs.elements[inner])
         sizes[~allowed] = math.inf

@@ -136,7 +136,7 @@ def test_without_activations_to_speak_of_the_optimizer_step_is_the_fullest_momen
 
 def test_a_fused_step_needs_no_more_than_widening_its_gradient() -> None:
     """Which needs the sum and the gradient, 2 + 4; then only the gradient is left, beside which others need 8."""
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}
+    config: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}
     layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=1, replicas=1)
     found = memory(small_job(optimizer=FUSED, **config), layout)
     update = found.gradients + found.activations + found.buffers
