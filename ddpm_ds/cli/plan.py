@@ -190,6 +190,8 @@ def why(found: Plan) -> str:
             f"{found.best.index(other) + 1} ({other.layout.words()}) takes "
             f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
         )
+    if found.without_offload:
+        sentences.append(found.without_offload)
     if machine.nodes > 1:
         sentences.append(_bytes_between_nodes(first, found.other_axis))
     if found.fastest_misfit is not None:

@@ -19,6 +19,7 @@ Both searches look for the lightest path through the possible cuts (:func:`light
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -68,33 +69,79 @@ def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[float]) -> list[int] | None:
-    """Return the nodes of the path from first to last node, one edge from each of ``weights``, whose heaviest edge is
-    lightest.
+    """Return the places between the parts of the division whose heaviest part is lightest.
 
-    Ties are broken by the smallest sum of the nodes' ``prices``. ``weights[n][a, b]`` is the weight of the n-th edge
-    from a to b, infinite if there is none. Exact dynamic programming, O(edges x nodes^2). Returns None without a path.
+    Ties are broken by the smallest sum of the places' ``prices``. ``weights[n][a, b]`` is the weight of the n-th part,
+    from place a to place b, infinite if there is none; the first part has one row, the last one column. Exact dynamic
+    programming, O(parts x places^2), of which the first and the last part take O(places). Returns None without a
+    division.
     """
     import numpy as np
 
-    nodes = len(prices)
-    lightest = np.full(nodes, math.inf)
-    lightest[0] = 0.0
-    for edge in weights:
-        lightest = np.maximum(lightest[:, None], edge).min(0)
-    limit = lightest[-1]
+    lightest = np.zeros(1)
+    for part in weights:
+        lightest = np.maximum(lightest[:, None], part).min(0)
+    limit = lightest[0]
     if not math.isfinite(limit):
         return None
-    price = np.full(nodes, math.inf)
-    price[0] = 0.0
-    choices = []
-    for edge in weights:
-        options = price[:, None] + np.where(edge <= limit, np.asarray(prices)[None, :], math.inf)
+    price, charges, choices = np.zeros(1), np.asarray(prices, np.float64), []
+    for part in weights[:-1]:
+        options = price[:, None] + np.where(part <= limit, charges, math.inf)
         choices.append(options.argmin(0))
         price = options.min(0)
-    chain = [nodes - 1]
+    place = int((price + np.where(weights[-1][:, 0] <= limit, 0.0, math.inf)).argmin())
+    chain = []
     for choice in reversed(choices):
-        chain.append(int(choice[chain[-1]]))
+        chain.append(place)
+        place = int(choice[place])
     return chain[::-1]
+
+
+def _ends(part: int, parts: int) -> tuple[slice, slice]:
+    """Return the places where a part may begin, and those where it may end, among the start, all cuts and the end."""
+    return slice(1, -1) if part else slice(1), slice(-1, None) if part == parts - 1 else slice(1, -1)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Mirrored pairs of cuts of a list of layers, between the two ends of the list and its turn as the last pair."""
+
+    lefts: npt.NDArray[np.int64]
+    rights: npt.NDArray[np.int64]
+    elements: npt.NDArray[np.float64]
+    """Elements per image that cross a pair, in both phases."""
+    nested: npt.NDArray[np.bool_]
+    """Whether a pair (row) may be around another (column)."""
+    turns: npt.NDArray[np.int64]
+
+    @functools.cached_property
+    def most(self) -> int:
+        """Maximum number of ranks."""
+        count, reached = 0, self.nested[0]
+        while reached.any():
+            count += int(reached[-1])
+            reached = (reached[:, None] & self.nested).any(0)
+        return count
+
+
+@functools.lru_cache(maxsize=64)
+def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
+    """Return what a search for mirrored cuts needs of the layers alone."""
+    import numpy as np  # only now: command lines are read without it
+
+    live, turns = live_skips(layers), _turns(layers)
+    pairs = [
+        (cut, mirror)
+        for cut in range(first_cut(layers), turns[-1])
+        for mirror in range(turns[0] + 1, len(layers))
+        if live[cut] == live[mirror] and any(cut < turn < mirror for turn in turns)
+    ]
+    down, up = ([sent_elements(layers, cut, phase, "folded") for cut in range(1, len(layers))] for phase in (0, 1))
+    crosses = [float(down[cut - 1] + up[mirror - 1]) for cut, mirror in pairs]
+    lefts, rights = (np.array(side) for side in zip((0, len(layers)), *pairs, (turns[0], turns[0]), strict=True))
+    nested = (lefts[:, None] < lefts[None, :]) & (rights[:, None] > rights[None, :])
+    nested[:-1, -1], nested[-1] = True, False
+    return _Pairs(lefts, rights, np.array([0.0, *crosses, 0.0]), nested, np.array(turns))
 
 
 def mirrored_cuts(
@@ -113,55 +160,49 @@ def mirrored_cuts(
     Raises:
         LayoutError: there are too few mirrored pairs, or none fits every rank into the ``room``.
     """
-    import numpy as np  # only now: command lines are read without it
+    import numpy as np
 
-    live, turns = live_skips(layers), _turns(layers)
-    pairs = [
-        (cut, mirror)
-        for cut in range(first_cut(layers), turns[-1])
-        for mirror in range(turns[0] + 1, len(layers))
-        if live[cut] == live[mirror] and any(cut < turn < mirror for turn in turns)
-    ]
-    nodes = [(0, len(layers)), *pairs]
-    crosses = (
-        sent_elements(layers, cut, 0, "folded") + sent_elements(layers, mirror, 1, "folded") for cut, mirror in pairs
-    )
-    prices = [0.0, *crosses, 0.0]
-    before = running_sum(weights)
-    lefts, rights = (np.array(side) for side in zip(*nodes, strict=True))
-    parts = np.full((len(prices), len(prices)), math.inf)  # [outer pair, inner pair]; the last is the middle
-    nested = (lefts[:, None] < lefts[None, :]) & (rights[:, None] > rights[None, :])
-    inside = before[rights] - before[lefts]
-    parts[:-1, :-1] = np.where(nested, inside[:, None] - inside[None, :], math.inf)
-    parts[:-1, -1] = inside
-    parts += crossing * np.add.outer(prices, prices)
-    pairs_at_most = len(layers) // 2  # each rank has a layer of either half
-    if ranks > pairs_at_most or lightest_chain([parts] * ranks, prices) is None:
-        fewer = range(min(ranks - 1, pairs_at_most), 0, -1)
-        most = next(count for count in fewer if lightest_chain([parts] * count, prices))
+    pairs = _mirrored_pairs(tuple(layers))
+    if ranks > pairs.most:
         raise LayoutError(
-            f"pipeline.stages = {ranks}, but a fold of this U-Net has mirrored cuts for {most} at most; "
+            f"pipeline.stages = {ranks}, but a fold of this U-Net has mirrored cuts for {pairs.most} at most; "
             'use fewer stages, or "1f1b" as pipeline.schedule'
         )
-    edges = [parts.copy() for _ in range(ranks)]
-    middles = {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
-    if room is not None:
-        for rank, edge in enumerate(edges):
+    lefts, rights, turns, before = pairs.lefts, pairs.rights, pairs.turns, running_sum(weights)
+    inside = before[rights] - before[lefts]
+    # of each place, the turns that the last rank may have
+    within = np.array((lefts[:, None] < turns) & (turns < rights[:, None]))
+    parts: list[npt.NDArray[np.float64]] = []
+    for rank in range(ranks):
+        if room is None and 1 < rank < ranks - 1:
+            parts.append(parts[-1])
+            continue
+        outer, inner = _ends(rank, ranks)
+        allowed = pairs.nested[outer, inner]
+        if room is not None:
             down, up = (running_sum(room.layer_bytes(rank, phase)) for phase in (0, 1))
-            held = (down[lefts][None, :] - down[lefts][:, None]) + (up[rights][:, None] - up[rights][None, :])
-            edge[:-1, :-1][held > room.limit] = math.inf
-        middles = {  # of the last rank
-            (left, right): [turn for turn in within if down[turn] - down[left] + up[right] - up[turn] <= room.limit]
-            for (left, right), within in middles.items()
-        }
-        edges[-1][:-1, -1][[not middles[node] for node in nodes]] = math.inf
-    chain = lightest_chain(edges, prices)
+            if rank < ranks - 1:
+                lower, upper = down[lefts], up[rights]
+                held = (lower[inner][None, :] - lower[outer][:, None]) + (upper[outer][:, None] - upper[inner][None, :])
+                allowed = np.logical_and(allowed, held <= room.limit)
+            else:
+                held = down[turns] - down[lefts][:, None] + up[rights][:, None] - up[turns]
+                within[held > room.limit] = False
+                allowed = np.any(within[outer], axis=1, keepdims=True)
+        sizes = inside[outer][:, None] - inside[inner][None, :]
+        sizes += crossing * np.add.outer(pairs.elements[outer], pairs.elements[inner])
+        sizes[~allowed] = math.inf
+        parts.append(sizes)
+    chain = lightest_chain(parts, pairs.elements[1:-1].tolist())
     if chain is None:
         raise LayoutError(f"the layers can't be folded onto {ranks} ranks that hold no more than their memory")
-    chosen = [nodes[number] for number in chain[1:-1]]
-    first, last = chosen[-1] if chosen else nodes[0]
-    turn = min(middles[first, last], key=lambda turn: abs(2 * before[turn] - before[first] - before[last]))
-    return (0, *(cut for cut, _ in chosen), turn, *(mirror for _, mirror in reversed(chosen)), len(layers))
+    chosen = [1 + number for number in chain]
+    last = chosen[-1] if chosen else 0
+    turn = min(
+        turns[within[last]].tolist(),
+        key=lambda turn: abs(2 * before[turn] - before[lefts[last]] - before[rights[last]]),
+    )
+    return (0, *lefts[chosen].tolist(), turn, *rights[chosen[::-1]].tolist(), len(layers))
 
 
 def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
@@ -267,8 +308,13 @@ def weighted(
         raise LayoutError(
             f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers{together}; use at most {most} stages"
         )
-    elements = [sent_elements(layers, cut) for cut in range(1, len(layers))]
-    return balanced(weights, stages, elements, crossing, room, first)
+    return balanced(weights, stages, _crossing_elements(tuple(layers)), crossing, room, first)
+
+
+@functools.lru_cache(maxsize=64)
+def _crossing_elements(layers: tuple[Layer, ...]) -> list[int]:
+    """Return the elements per image that cross before each layer but the first."""
+    return [sent_elements(layers, cut) for cut in range(1, len(layers))]
 
 
 def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
@@ -324,10 +370,10 @@ def balanced(
     if room is not None:
         sums = [running_sum(room.layer_bytes(rank, 0)) for rank in range(stages)]
         edges = [np.where(held[None, :] - held[:, None] <= room.limit, parts, math.inf) for held in sums]
-    chain = lightest_chain(edges, cut.tolist())
+    chain = lightest_chain([edge[_ends(rank, stages)] for rank, edge in enumerate(edges)], elements)
     if chain is None:
         raise LayoutError(f"the layers can't be cut into {stages} stages that hold no more than their memory")
-    return tuple(chain)
+    return (0, *(place + 1 for place in chain), len(weights))
 
 
 def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:

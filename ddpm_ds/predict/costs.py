@@ -12,7 +12,7 @@ from ddpm_ds.config.ds_config import AcrossHosts, Layout
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import Grid, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
-from ddpm_ds.predict.layouts import Machine, Workload, rank_stages
+from ddpm_ds.predict.layouts import PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import (
     PASSES_PER_STEP,
@@ -62,18 +62,19 @@ def planned_costs(
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
+    copying = min(machine.host_bandwidth, PCIE_BANDWIDTH)
 
     def reduce(rank: int, parameters: int) -> float:
         seconds = ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
         if layout.zero_stage == 2 and layout.offload:  # added up on the host, through the device
-            seconds += 2 * parameters / replicas * job.stored_bytes / machine.host_bandwidth
+            seconds += 2 * parameters / replicas * job.stored_bytes / copying
         return seconds
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
         seconds = max(owned * update_bytes(job) / bandwidth, UPDATE * launch_seconds(job, machine))
         if layout.offload:
-            seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
+            seconds += owned * (4 + job.stored_bytes) / copying
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
 
     costs = []

@@ -45,6 +45,8 @@ class Plan:
     """Fastest layout that doesn't fit, if it would beat the best."""
     other_axis: Prediction | None = None
     """Best layout with the other axis across nodes, if there are several nodes."""
+    without_offload: str = ""
+    """What layouts without offload lack, in a sentence, if none of them fits."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
         """Return the DeepSpeed JSON that trains with layout ``number`` of the best.
@@ -73,10 +75,14 @@ def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None
     if (across := best[0].layout.across_hosts) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
+    lacking = ""
+    if all(layout.offload for layout in fitting):
+        nearest, device = _nearest(predictor, [layout for layout in misfits if not layout.offload])
+        lacking = f"Without offload nothing fits: {nearest}; devices of {device} would do."
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
-    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis)
+    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, lacking)
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
@@ -173,15 +179,24 @@ def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
             f"--processes {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; "
             f"use --set train.batch_images={-(-batch // devices) * devices} or another number of devices"
         )
-    nearest = min(misfits, key=lambda layout: _needs(predictor, layout))
-    totals = [memory.total for memory in pipeline_memory(job, nearest, predictor.bounds(nearest))]
-    needs, rank = max(totals), totals.index(max(totals))
-    device = machine.memory_bytes * needs / max(machine.usable_bytes, 1)
+    nearest, device = _nearest(predictor, misfits)
     return LayoutError(
         f"nothing fits {devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it usable); "
-        f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {rank}; use more "
-        f"devices, devices of {_rounded_up(device)} or a smaller train.batch_images"
+        f"{nearest}; use more devices, devices of {device} or a smaller train.batch_images"
     )
+
+
+def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
+    """Return words about the layout and cuts nearest to fitting, and the device's memory with which they would."""
+    kinds: dict[tuple[int, str], Layout] = {}
+    for layout in sorted(misfits, key=lambda one: _needs(predictor, one)):
+        kinds.setdefault((layout.stages, layout.schedule), layout)
+    found = [(layout, pipeline_memory(predictor.job, layout, predictor.tightest(layout))) for layout in kinds.values()]
+    machine, totals = predictor.machine, [[memory.total for memory in ranks] for _, ranks in found]
+    needs, number = min((max(total), number) for number, total in enumerate(totals))
+    device = machine.memory_bytes * needs / max(machine.usable_bytes, 1)
+    over, rank = gib(needs - machine.usable_bytes), totals[number].index(needs)
+    return f"the nearest, {found[number][0].words()}, is {over} over on rank {rank}", _rounded_up(device)
 
 
 def _rounded_up(size: float) -> str:

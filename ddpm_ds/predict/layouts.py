@@ -38,6 +38,12 @@ REACHED_MEMORY = 0.8
 """Share of the data sheet's memory bandwidth that normalisations and activations reach."""
 REACHED_LINK = 0.7
 """Share of a link's nominal bandwidth that long messages reach."""
+HOST_BANDWIDTH = 6.4e10
+"""Bytes per second of a host's memory that steps of Adam reach, which all of its devices share. It is 1.4 billion
+parameters a second with averaged weights, and 1.9 without. Published are 11.6 billion in 8.2 s (DeepSpeed's pull
+request 735) and, on hosts of 8 A100, 18 billion in 10 s (its issue 6834)."""
+PCIE_BANDWIDTH = 2.2e10
+"""Bytes per second between a device and its host, at most."""
 USABLE_MEMORY = 0.94
 """Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
 MOST_MICRO_BATCHES_PER_STAGE = 64
@@ -97,7 +103,7 @@ class Machine:
     network_bandwidth: float
     """Bytes per second from one device to another node."""
     host_bandwidth: float
-    """Bytes per second between a device and its share of the host's memory."""
+    """Bytes per second of the host's memory that each device of a node has, to step there and to copy."""
     layer_seconds: float
     """Fixed seconds of a layer's forward: on a CPU, which computes and calls Python in turn."""
     launch_seconds: float
@@ -164,7 +170,7 @@ def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
         memory_bandwidth=REACHED_MEMORY * sheet.memory_gigabytes_per_second * 1e9,
         link_bandwidth=REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
         network_bandwidth=REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,
-        host_bandwidth=8e9,
+        host_bandwidth=HOST_BANDWIDTH * nodes / devices,
         layer_seconds=2e-4 if kind == "cpu" else 0.0,
         launch_seconds=0.0 if kind == "cpu" else LAUNCH_SECONDS,
     )
@@ -234,6 +240,11 @@ class Workload:
     def is_replayed(self) -> bool:
         """Whether the JSON asks for each step as one CUDA graph, which the host launches as a whole."""
         return self.config.get("graphs") is True
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether PyTorch's fused Adam steps, in place."""
+        return bool(self.config.get("optimizer", {}).get("params", {}).get("fused", False))
 
     @property
     def flat_gradients(self) -> bool:

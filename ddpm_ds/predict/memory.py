@@ -28,7 +28,7 @@ ACTIVATION_SHARE = 0.5
 STOCK_BUCKET_ELEMENTS = 500_000_000
 """Number of gradient elements that DeepSpeed's own way reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
-"""Bytes per parameter that PyTorch's Adam needs during its step in addition to its state."""
+"""Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2
@@ -152,6 +152,7 @@ class _State:
         self.ema = 4 * owned * job.spec.ema.averages
         summed = job.accumulated_bytes if zero else stored
         self.gradients = (owned if zero == 2 else parameters) * summed
+        self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
         elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)
@@ -168,7 +169,7 @@ class _State:
             averaged = elements * stored if layout.replicas > 1 else 0
             wide = 4 * parameters if job.precision == "fp16" else 0
             # a CPU steps one tensor after the other
-            intermediates = 0 if job.on_cpu else ADAM_INTERMEDIATES * owned
+            intermediates = 0 if job.on_cpu else self._intermediates
             self.update = self.gradients + max(averaged, wide + intermediates)
         else:
             reduces = zero == 2 and layout.replicas > 1
@@ -177,7 +178,7 @@ class _State:
             alias = summed == 4 and (owned == parameters or reduces)  # the sum is the fp32 gradient
             released = 0 if zero else self.gradients  # BF16_Optimizer's sum stays
             widening = self.gradients if alias else self.gradients + 4 * owned
-            stepping = ADAM_INTERMEDIATES * owned + (self.gradients if alias else 4 * owned + released)
+            stepping = self._intermediates + (self.gradients if alias else 4 * owned + released)
             scattering = elements * summed if zero == 1 and layout.replicas > 1 else 0
             self.update = max(self.gradients + scattering, widening, stepping) + scratch
 
@@ -189,12 +190,12 @@ class _State:
             # ZeRO-2: a micro-batch's gradients, which are added to the sum after its activations are freed
             again = owned * stored if zero == 2 and layout.micro_batches > 1 else 0
             reducing = self.gradients + self.bucket + max(again, owned * stored if zero == 1 else 0)
-            self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # gradients are in fp32 by then
+            self.update = max(reducing, 4 * owned + self._intermediates)  # gradients are in fp32 by then
             return
         self.gradients += parameters * stored if job.precision == "bf16" else 0  # BF16_Optimizer has a sum besides
         flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
         wide = 4 * owned if stored < 4 else 0
-        intermediates = 0 if job.on_cpu else ADAM_INTERMEDIATES * owned
+        intermediates = 0 if job.on_cpu else self._intermediates
         self.update = self.gradients + max(flat, wide + intermediates)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Predictions of one step of a layout on a machine: cuts, memory, time, traffic."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,8 @@ HIDDEN = (0.0, 0.3, 1.0)
 """Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
 SQUEEZES = 4
 """Maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers."""
+HALVINGS = 8
+"""Number of searches for the cuts that need least memory, each with half of the uncertainty of the one before."""
 FEW_PER_RANK = 4
 """Number of micro-batches per rank for comparing cuts."""
 SIMULATED = 2048
@@ -95,9 +98,9 @@ class Predictor:
 
         if excess(self.bounds(layout)) <= 0:
             return True
+        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
         for _ in range(SQUEEZES if layout.stages > 1 else 0):
-            room = Room(limit, lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
-            bounds = self._fastest_cut(layout, room)
+            bounds = self._fastest_cut(layout, Room(limit, sizes))
             if bounds is None:
                 return False
             if (over := excess(bounds)) <= 0:
@@ -105,6 +108,23 @@ class Predictor:
                 return True
             limit -= over
         return False
+
+    def tightest(self, layout: Layout) -> Bounds:
+        """Return the cuts with about the least memory of the fullest rank."""
+
+        def needs(bounds: Bounds) -> int:
+            return peak_bytes(self.job, layout, bounds)
+
+        best = self.bounds(layout)
+        sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
+        least, most = 0.0, float(needs(best))
+        for _ in range(HALVINGS if layout.stages > 1 else 0):
+            limit = (least + most) / 2
+            if (bounds := self._fastest_cut(layout, Room(limit, sizes))) is None:
+                least = limit
+            else:
+                best, most = min(best, bounds, key=needs), limit
+        return best
 
     def improve(self, layout: Layout) -> None:
         """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and it still fits.
@@ -209,8 +229,8 @@ class Predictor:
         crossing = crossing_seconds(self.job, self.machine, layout)
         layers = self.job.layers
         found: dict[Bounds, None] = {}
-        for share in HIDDEN:
-            with contextlib.suppress(LayoutError):
+        with contextlib.suppress(LayoutError):  # whether there are cuts does not depend on the share
+            for share in HIDDEN:
                 cut = weighted(layers, seconds, layout.stages, layout.schedule, crossing=share * crossing, room=room)
                 found[cut] = None
         if len(found) < 2:

@@ -137,7 +137,7 @@ class _Greedy:
         most_held: int,
         together: int,
     ) -> None:
-        self._micro_batches, self._costs, self._link = micro_batches, costs, link
+        self._micro_batches, self._costs, self._link = micro_batches, costs, functools.cache(link)
         self._preference, self._most_held, self._together = preference, most_held, together
         self._last = phases_of(schedule) - 1
         ranks = len(costs)

@@ -10,6 +10,7 @@ import pytest
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.config.spec import Interface
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline import cuts as search
 from ddpm_ds.pipeline.cuts import Room, balanced, describe, neighbouring, partition, sent_shapes, weighted
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
@@ -111,3 +112,11 @@ def test_impossible_cuts_are_refused_with_the_fix(stages: int, method: object, s
     with pytest.raises(LayoutError, match=said) as error:
         partition(LAYERS, stages, method)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+def test_what_a_search_needs_of_the_layers_alone_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner searches thousands of times for cuts of one U-Net."""
+    schedules: tuple[Schedule, ...] = "1f1b", "planned"
+    found = [weighted(LAYERS, [1.0] * len(LAYERS), 2, schedule) for schedule in schedules]
+    monkeypatch.setattr(search, "sent_elements", None)
+    assert found == [weighted(LAYERS, [1.0] * len(LAYERS), 2, schedule) for schedule in schedules]

@@ -11,6 +11,7 @@ from ddpm_ds.predict.predictor import Predictor
 from tests.launching import tiny_spec
 
 ADAMW = {"type": "AdamW", "params": {"torch_adam": True}}
+FUSED = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 
 
 def small_job(spec: RunSpec | None = None, *, on_cpu: bool = False, **config: Any) -> Workload:

@@ -13,7 +13,7 @@ from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
-from ddpm_ds.predict.layouts import ds_config, rank_stages
+from ddpm_ds.predict.layouts import ds_config, machine, rank_stages
 from ddpm_ds.predict.scheduler import typical_programs
 from tests.launching import tiny_spec
 from tests.predict.small import small_job, small_machine
@@ -111,3 +111,17 @@ def test_every_average_is_read_and_written_in_a_step() -> None:
         bounds, times = (0, len(job.layers)), [LayerSeconds(1.0, 10.0)] * len(job.layers)
         seconds.append(planned_costs(job, machine, layout, bounds, times)[0].optimizer_seconds)
     assert seconds[1] / seconds[0] == pytest.approx((34 + 3 * 12) / (34 + 12))
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])
+def test_all_devices_of_a_host_share_its_memory_when_adam_steps_there(devices: int, nodes: int) -> None:
+    """With DeepSpeed's Adam a host steps one to two billion parameters a second, however many processes it has."""
+    job = small_job()
+    layout = Layout(1, devices, "1f1b", 1, 1, 0, 1, True)
+    parameters = sum(layer.parameters for layer in job.layers)
+    gpus = replace(machine("l4", half=False, devices=devices, nodes=nodes), launch_seconds=0.0, link_bandwidth=1e30)
+    gpus = replace(gpus, network_bandwidth=1e30)
+    (costs,) = planned_costs(job, gpus, layout, (0, len(job.layers)), [LayerSeconds(0.0, 0.0)] * len(job.layers))
+    copying = parameters / devices * 8 / min(gpus.host_bandwidth, 2.2e10)
+    latency = costs.reduce_seconds / 2
+    assert 1e9 < parameters / nodes / (costs.optimizer_seconds - copying - latency) < 2e9

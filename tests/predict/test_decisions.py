@@ -9,15 +9,17 @@ from typing import Any, Literal
 import pytest
 
 from ddpm_ds.cli.plan import report, why
-from ddpm_ds.config.ds_config import Layout
+from ddpm_ds.command_line import gib
+from ddpm_ds.config.ds_config import Layout, read_ds_config
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
 from ddpm_ds.planning.run_plan import plan_run
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.decisions import candidates, choose_stages, fitted, search, sort_out
-from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine_like
+from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine, machine_like
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
 from tests.launching import REPOSITORY, tiny_spec
@@ -238,3 +240,31 @@ def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_acti
     assert found(enough) == (4, 0) and found(enough - 1) == found(fewest) == (2, 0)
     assert found(fewest - 2)[1] == 1
     assert found(enough - 1, in_flight=4)[0] == 4 and found(enough, in_flight=1)[0] == 1
+
+
+def sdxl(devices: int) -> Predictor:
+    """Predicts SDXL's U-Net on cards of 24 GB."""
+    spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures"])
+    config = read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", [])
+    return Predictor(Workload(spec, config, on_cpu=False), machine("rtx4090", half=True, devices=devices, nodes=1))
+
+
+def test_sdxl_fits_four_cards_of_24_gb_with_fp32_adam_and_averages() -> None:
+    predictor, layout = sdxl(4), Layout(4, 1, "1f1b", 1, 64, 0, 0, False)
+    (best,) = search(predictor, 1, [layout]).best
+    parameters = sum(layer.parameters for layer in predictor.job.layers)
+    assert parameters == 2_567_463_684
+    assert sum(rank.optimizer + rank.ema for rank in best.memory) == (12 + 4) * parameters
+    assert best.peak.total <= predictor.machine.usable_bytes
+
+
+def test_sdxl_on_two_cards_of_24_gb_says_what_it_lacks_without_offload() -> None:
+    predictor, held = sdxl(2), Layout(2, 1, "1f1b", 1, 64, 1, 1, False)
+    found = search(predictor, 1, [held, replace(held, offload=True)])
+    assert [one.layout.offload for one in found.best] == [True]
+    nearest = max(rank.total for rank in pipeline_memory(predictor.job, held, predictor.tightest(held)))
+    over = nearest - predictor.machine.usable_bytes
+    assert f"Without offload nothing fits: the nearest, {held.words()}, is {gib(over)} over on rank " in why(found)
+    # of 22 bytes for a parameter of weights, gradients, optimizer and averages, half is on each
+    parameters = sum(layer.parameters for layer in predictor.job.layers)
+    assert 20 / 2 * parameters < nearest < 1.3 * 22 / 2 * parameters

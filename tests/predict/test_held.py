@@ -29,7 +29,7 @@ from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
-from tests.predict.small import small_job, small_predictor
+from tests.predict.small import FUSED, small_job, small_predictor
 
 SPEC = tiny_spec(
     data={"image_size": 16},
@@ -44,6 +44,7 @@ CASES: list[tuple[dict[str, Any], Layout]] = [
     ({}, Layout(2, 1, "folded", 4, 4, 0, 1, False)),
     ({}, Layout(2, 1, "folded", 4, 4, 1, 1, False)),
     ({}, Layout(1, 2, "1f1b", 4, 2, 2, 2, False)),
+    ({"fp16": {"enabled": True}, "optimizer": FUSED}, Layout(1, 2, "1f1b", 1, 8, 1, 1, False)),
 ]
 
 

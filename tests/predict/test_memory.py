@@ -23,7 +23,7 @@ from ddpm_ds.predict.memory import (
     pipeline_memory,
 )
 from tests.launching import tiny_spec, tiny_text_spec
-from tests.predict.small import small_job
+from tests.predict.small import FUSED, small_job
 
 ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
 """One stage, four replicas, two micro-batches of twenty images, whose activations outweigh an optimizer step."""
@@ -132,6 +132,15 @@ def test_without_activations_to_speak_of_the_optimizer_step_is_the_fullest_momen
     assert found.activations == 0
     # weights; fp32 weights and moments; average; gradients and as much again twice while Adam steps
     assert found.total == whole(job)[0] * (4 + 12 + 4 + 12)
+
+
+def test_a_fused_step_needs_no_more_than_widening_its_gradient() -> None:
+    """Which needs the sum and the gradient, 2 + 4; then only the gradient is left, beside which others need 8."""
+    config: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}
+    layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=1, replicas=1)
+    found = memory(small_job(optimizer=FUSED, **config), layout)
+    update = found.gradients + found.activations + found.buffers
+    assert update == pytest.approx(whole(small_job())[0] * (2 + 4), abs=50)
 
 
 def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
