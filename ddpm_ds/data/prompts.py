@@ -14,7 +14,7 @@ import numpy as np
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CAPTIONS, POOLED, TEXT, TEXT_SCALE, DatasetCache, Indices
 from ddpm_ds.data.captions import texts_of
-from ddpm_ds.data.text import Encoded, TextEncoders
+from ddpm_ds.data.text import Encoded, TextEncoders, widened
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +71,7 @@ class EncodedPrompts:
         found = {name: torch.from_numpy(store.fields[name].read(positions)) for name in names}
         scale, empty = found.get(TEXT_SCALE), store.empty_text
         assert empty is not None, "the cache has text"
-        tokens = found[TEXT] if scale is None else found[TEXT] * scale[:, :, None]
-        captions = Encoded(tokens.half(), found.get(POOLED))
+        captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
         return cls(tuple(texts[row] for row in rows), captions, empty._replace(tokens=empty.tokens.half()))
 
     @classmethod

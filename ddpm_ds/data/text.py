@@ -54,6 +54,11 @@ class Encoded(NamedTuple):
         return Encoded(self.tokens.to(device), None if self.pooled is None else self.pooled.to(device))
 
 
+def widened(tokens: Tensor, scale: Tensor | None) -> Tensor:
+    """Return stored tokens (N, tokens, channels): int8 ones times their ``scale`` (N, tokens), others as they are."""
+    return tokens if scale is None else tokens * scale[:, :, None]
+
+
 class _Config(BaseModel):
     """Part of an encoder's ``config.json`` that is read, with the defaults of transformers."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
-from ddpm_ds.data.text import Encoded
+from ddpm_ds.data.text import Encoded, widened
 from ddpm_ds.diffusion.condition import Condition
 from ddpm_ds.keyed import Stream
 
@@ -44,11 +44,6 @@ class Text:
             return stored
         drops = keyed.uniform(self._seed, Stream.TEXT_DROP, index, 1) < self._spec.drop  # (N, 1)
         return torch.where(drops.view(-1, *[1] * (stored.ndim - 1)), dropped.to(stored.dtype), stored)
-
-
-def widened(tokens: Tensor, scale: Tensor | None) -> Tensor:
-    """Return stored tokens (N, tokens, channels): int8 ones times their ``scale`` (N, tokens), others as they are."""
-    return tokens if scale is None else tokens * scale[:, :, None]
 
 
 def no_text(spec: TextSpec, empty: Encoded) -> Encoded:

@@ -16,9 +16,9 @@ from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch
+from ddpm_ds.data.text import widened
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
-from ddpm_ds.diffusion.text import widened
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
