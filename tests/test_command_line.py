@@ -18,6 +18,7 @@ from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import ConditionSpec, RunSpec
 from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.errors import SpecError, UserError
 
 
@@ -99,8 +100,10 @@ def test_two_dashes_are_no_value_of_any_option() -> None:
 
 def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_folder(home: Path) -> None:
     fields = [(name, key) for name, field in RunSpec.model_fields.items() for key in _paths(field.annotation)]
-    assert len(fields) == 5
+    assert len(fields) == 6
     assert ConditionSpec(path="~/x").path == home / "x"  # type: ignore[arg-type]
+    assert TextSpec(encoders="~/x").encoders == str(home / "x")
+    assert TextSpec(encoders="OWNER/NAME").encoders == "OWNER/NAME"
     spec = load_spec("digits")
     for section, key in ((getattr(spec, name), key) for name, key in fields):
         changed = type(section).model_validate(section.model_dump() | {key: "~/x"})

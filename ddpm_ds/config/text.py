@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ddpm_ds.config.section import Section
+from ddpm_ds.files import expanded
 
 Width = Annotated[int, Field(ge=1, le=2**16)]
 Depth = Annotated[int, Field(ge=0, le=64)]
@@ -43,7 +44,7 @@ class CrossAttentionSpec(Section):
 class TextSpec(Section):
     """Captions of the images, encoded by frozen encoders while the data are prepared."""
 
-    encoders: Annotated[str, Field(min_length=1, max_length=4096)]
+    encoders: Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(lambda name: str(expanded(name)))]
     """Folder of a pipeline of diffusers, or its name on the Hugging Face hub, with `tokenizer` and `text_encoder`, and
     for SDXL `tokenizer_2` and `text_encoder_2`."""
     layer: Literal["last", "penultimate"] = "last"

@@ -22,6 +22,7 @@ from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.diffusion.text import Prompts, no_text
 from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import broadcast_object
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.unet.layers import augmentation_numbers
@@ -167,19 +168,19 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 
     Collective over all ranks: each may hold layers that read text.
     """
-    unet, text, texts = spec.unet.text, spec.data.text, [() if encoded is None else encoded.texts]
+    unet, text = spec.unet.text, spec.data.text
     if unet is None or text is None or spec.samples.every_images is None:
         return None
-    dist.broadcast_object_list(texts, src=0, device=device)
+    texts = broadcast_object(() if encoded is None else encoded.texts, tuple[str, ...])
     shapes: list[tuple[int, ...]] = [(unet.tokens, unet.context_channels)]
     shapes += [] if unet.pooled_channels is None else [(unet.pooled_channels,)]
     parts = []
     for number, shape in enumerate(shapes):
-        whole = torch.empty(len(texts[0]) + 1, *shape, dtype=torch.float16, device=device)
+        whole = torch.empty(len(texts) + 1, *shape, dtype=torch.float16, device=device)
         if encoded is not None:
             whole.copy_(encoded.whole[number])
         dist.broadcast(whole, src=0)
         parts.append(whole)
-    known = EncodedPrompts.split(texts[0], Encoded(*parts))
+    known = EncodedPrompts.split(texts, Encoded(*parts))
     against = no_text(text, known.empty)
     return Prompts(unet, known.encoded, against, size=pixels_of(spec.data).size, device=device, texts=known.texts)

@@ -59,6 +59,7 @@ MEANT: dict[type, dict[str, str]] = {
         "_global_grad_norm": "set by that clipping, where DeepSpeed's optimizers set it",
         "was_step_applied": "the device may decide that, so it is asked",
         "skipped_steps": "brought up to date when it is read",
+        "data_iterator": "set between the first and the last rank as well, which may read text",
     },
     UnetPipelineModule: {
         "__init__": "ours calls it",

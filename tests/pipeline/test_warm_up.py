@@ -50,7 +50,7 @@ def test_memory_in_which_algorithms_were_tried_is_no_peak_of_training(
         compiled=False,
         device=torch.device("cuda"),
         own_layers=lambda phase: {},
-        module=SimpleNamespace(unet_layers=(), activation_checkpoint_interval=0),
+        module=SimpleNamespace(sized_layers=((),), activation_checkpoint_interval=0),
         _waiting=WaitingGradients(()),
         _warm=set(),
     )
