@@ -183,35 +183,34 @@ def prepare(
             latents or residuals are of other pixels, fields or weights, what is made without ``encode_on`` or
             ``regression`` is missing, or a bucket has too few images.
     """
-    if spec.buckets is not None and not isinstance(spec, BucketData):
-        first, *others = (
-            prepare(
-                bucket,
-                progress,
-                together=together,
-                verify=verify,
-                encode_on=encode_on,
-                learned=None if learned is None else _of_bucket(learned, bucket),
-            )
-            for bucket in _filled_buckets(spec, group, progress)
-        )
-        return first.with_buckets(others)
-    of_images = None if learned is None else without_text(learned)
+    is_whole = spec.buckets is not None and not isinstance(spec, BucketData)
+    parts = _filled_buckets(spec, group, progress) if is_whole else [spec]
     encoders = None
     if spec.text is not None:
         encoders = TextEncoders.open(spec.text, encode_on)
         if encode_on is not None:
             _ = encoders.models  # finds damaged ones before hours of preparation
-    images = prepare_images(
-        spec,
-        progress,
-        together=together,
-        verify=verify,
-        encode_on=encode_on,
-        regression=regression,
-        learned=of_images,
-    )
-    return images if encoders is None else images.with_text(_text(images, encoders, spec, progress, verify))
+    texts: dict[Path, DatasetCache] = {}  # one, of all buckets
+    caches = []
+    for part in parts:
+        of_part = None if learned is None else without_text(_of_part(learned, part))
+        images = prepare_images(
+            part,
+            progress,
+            together=together,
+            verify=verify,
+            encode_on=encode_on,
+            regression=regression,
+            learned=of_part,
+        )
+        if encoders is not None:
+            path = text_path(images, encoders)
+            if path not in texts:
+                texts[path] = _text(images, encoders, part, progress, verify)
+            images = images.with_text(texts[path])
+        caches.append(images)
+    first, *others = caches
+    return first.with_buckets(others) if others else first
 
 
 def prepare_images(
@@ -282,11 +281,13 @@ def prepare_images(
     return made
 
 
-def _of_bucket(learned: Mapping[str, str], bucket: BucketData) -> dict[str, str]:
-    """Return the checksums of a bucket, of those of all buckets."""
-    if bucket.number == 0:
+def _of_part(learned: Mapping[str, str], part: DataSpec) -> dict[str, str]:
+    """Return the checksums of a bucket, of those of all buckets; without buckets they are all."""
+    if not isinstance(part, BucketData):
+        return dict(learned)
+    if part.number == 0:
         return {name: checksum for name, checksum in learned.items() if not name.startswith(BUCKETS)}
-    prefix = bucket_prefix(bucket.shape)
+    prefix = bucket_prefix(part.shape)
     return {name.removeprefix(prefix): checksum for name, checksum in learned.items() if name.startswith(prefix)}
 
 

@@ -176,6 +176,7 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
         assert {tuple(row) for row in sizes[:, :2].tolist()} == shapes
         assert (sizes[:, 4:] == (height, width)).all()
         assert cache.text is not None and store.text is not None and cache.text.path == store.text.path
+        assert cache.text is store.text, "text that all buckets share is opened, and compared with its checksums, once"
     for cache, caption in zip(store.buckets, ("a", "a cat"), strict=True):  # of odd numbers, and of even ones
         texts = texts_of(cache)
         assert {texts[number] for number in cache.others["captions"][:][:, 0].tolist()} == {caption}
