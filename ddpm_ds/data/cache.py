@@ -44,7 +44,7 @@ from tqdm import tqdm
 from ddpm_ds.data.decoding import decode
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.data.text import Encoded
+from ddpm_ds.data.text import Encoded, widened
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
@@ -453,8 +453,7 @@ class DatasetCache:
         import torch
 
         found = {name: torch.from_numpy(stored[:1]) for name, stored in self.text.fields.items()}
-        tokens, scale = found[IMAGES][:, 0], found.get(TEXT_SCALE)
-        return Encoded(tokens if scale is None else tokens * scale[:, :, None], found.get(POOLED))
+        return Encoded(widened(found[IMAGES][:, 0], found.get(TEXT_SCALE)), found.get(POOLED))
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:

@@ -17,6 +17,7 @@ from ddpm_ds.evaluate.diffusers.text_config import TextArguments
 from ddpm_ds.evaluate.diffusers.unet import diffusers_config, from_diffusers, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
+from tests.evaluate.test_diffusers_unet import assert_the_same_gradients
 from tests.unet.variants import randomise, rounding
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
@@ -181,16 +182,11 @@ def assert_the_same(config: dict[str, Any], seed: int) -> None:
     # below LARGEST.
     tolerance = 4 * LARGEST * 2**-24
     torch.testing.assert_close(prediction, expected, rtol=0, atol=tolerance * expected.abs().max().item())
-    prediction.square().mean().backward()
-    expected.square().mean().backward()
-    gradients = from_diffusers({key: parameter.grad for key, parameter in theirs.named_parameters()}, layers)
-    for key, parameter in ours.layers.named_parameters():
-        assert parameter.grad is not None
-        assert (parameter.grad - gradients[key]).norm() <= tolerance * (gradients[key].norm() + 1e-3), key
+    assert_the_same_gradients(ours, theirs, (prediction, expected), layers, tolerance)
 
 
 QUICK = (1, 4, 5, 6, 9, 20)
-"""Of the thirty, some with and without each option: text_time, classes, a condition's level, linear projections."""
+"""Some of the thirty, with and without each option: text_time, classes, a condition's level, linear projections."""
 
 
 @pytest.mark.parametrize(

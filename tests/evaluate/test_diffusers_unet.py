@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.spec_file import load_spec
@@ -23,7 +24,7 @@ from ddpm_ds.evaluate.diffusers.unet import (
     to_diffusers,
     unet_spec_from_diffusers,
 )
-from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 from tests.launching import REPOSITORY
 from tests.unet.variants import (
@@ -61,6 +62,18 @@ DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
 }
 
 
+def assert_the_same_gradients(
+    ours: UNet, theirs: Any, predictions: tuple[Tensor, Tensor], layers: tuple[Layer, ...], tolerance: float
+) -> None:
+    """The gradients of the mean square of both predictions are the same by name, within a relative ``tolerance``."""
+    for prediction in predictions:
+        prediction.square().mean().backward()
+    gradients = from_diffusers({key: parameter.grad for key, parameter in theirs.named_parameters()}, layers)
+    for key, parameter in ours.layers.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad - gradients[key]).norm() <= tolerance * (gradients[key].norm() + 1e-3), key
+
+
 @pytest.fixture
 def diffusers() -> ModuleType:
     found: ModuleType = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
@@ -87,12 +100,7 @@ def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients
     prediction, expected = ours(x_t, t, *labels), theirs(x_t, t, *labels).sample
     tolerance = rounding(layers)
     torch.testing.assert_close(prediction, expected, rtol=0, atol=tolerance * expected.abs().max().item())
-    prediction.square().mean().backward()
-    expected.square().mean().backward()
-    gradients = from_diffusers({key: parameter.grad for key, parameter in theirs.named_parameters()}, layers)
-    for key, parameter in ours.layers.named_parameters():
-        assert parameter.grad is not None
-        assert (parameter.grad - gradients[key]).norm() <= 2 * tolerance * (gradients[key].norm() + 1e-3), key
+    assert_the_same_gradients(ours, theirs, (prediction, expected), layers, 2 * tolerance)
 
 
 def test_a_unet_that_is_told_of_augmentation_is_exported_as_what_it_draws_with(diffusers: ModuleType) -> None:
