@@ -364,8 +364,9 @@ class UnetPipelineEngine(PipelineEngine):
         """
         self.loss_sum = torch.zeros((), device=self.device)
         self.gradients.clear()
+        sizes = self.sizes_of_step()
         for channels in self._channels:
-            channels.begin(self.micro_batches, by_host=by_host, start=start, sizes=self.sizes_of_step())
+            channels.begin(self.micro_batches, by_host=by_host, start=start, sizes=sizes)
         self._flights.clear()
         for instruction in self.programs[self.stage_id]:
             self._run(instruction)

@@ -131,9 +131,14 @@ class Pipelines:
         self._share(unet, order, context)
         found: list[Tensor] = []
         with _noticing_losses():
-            pipeline, text = ForwardPipeline(unet, order.images), self._text_of(order)
-            take = lambda _, prediction: found.append(prediction)  # noqa: E731
-            pipeline.run(parts, given.__getitem__, take, context=text, depth=parts)
+            pipeline = ForwardPipeline(unet, order.images)
+            pipeline.run(
+                parts,
+                given.__getitem__,
+                lambda _, prediction: found.append(prediction),
+                context=self._text_of(order),
+                depth=parts,
+            )
         return torch.cat(found)
 
     def _share(self, unet: "StagedUnet", order: Order, context: Tensor | None) -> None:

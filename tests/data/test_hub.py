@@ -1,4 +1,4 @@
-"""Of models on the Hugging Face hub only what is needed is downloaded, once; what can't be had is one line."""
+"""Downloads from the Hugging Face hub: only what is needed of a model, once; what can't be had is one line."""
 
 from __future__ import annotations
 

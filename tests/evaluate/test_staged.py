@@ -65,7 +65,7 @@ def run(script: Path, run_dir: Path, stages: int, replicas: int, *words: object)
 def test_members_for_inputs_have_the_bits_of_the_whole_u_net(
     stages: int, replicas: int, fields: Path, tmp_path: Path
 ) -> None:
-    """Of five stages the first cut is where h and the newest skip are one tensor."""
+    """The first cut into five stages is where h and the newest skip are one tensor."""
     words = ("--conditions", "held-out", "--members", 2 * 2 * stages, "--out")
     run(SAMPLE, fields, 1, 1, *words, tmp_path / "whole.npy")
     said = run(SAMPLE, fields, stages, replicas, *words, tmp_path / "staged.npy")
