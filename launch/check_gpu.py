@@ -400,12 +400,12 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding("fused normalisation", "no GPU", "skipped")
         return
     found = machine.measure(kernel_times, seconds=150)
-    for precision, (chosen, trial) in found["choices"].items():
-        seconds = {way: trial[f"{way}_seconds"] for way in ("fused", "reference")}
-        words = ", ".join(f"{way} {1e3 * of:.3g} ms" for way, of in seconds.items())
+    for way, (chosen, trial) in found["choices"].items():
+        seconds = {kind: trial[f"{kind}_seconds"] for kind in ("fused", "reference")}
+        words = ", ".join(f"{kind} {1e3 * of:.3g} ms" for kind, of in seconds.items())
         taken = seconds["fused" if chosen == "fused" else "reference"]
         good = not trial["failure"] and taken <= 1.1 * min(seconds.values())
-        yield judged(f"kernels auto, {precision}", good, f"{chosen}: {words}", "the faster, within 10%")
+        yield judged(f"kernels auto, {way}", good, f"{chosen}: {words}", "the faster, within 10%")
     for shape, share in found["shares"].items():
         yield Finding(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
     words = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in found["prepared"].items())
@@ -415,8 +415,9 @@ def kernels(machine: Machine) -> Iterator[Finding]:
 
 
 def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
-    """Return the choice and times of both kinds by precision, the share of the copy bandwidth by shape, and the seconds
-    that a micro-batch takes to prepare and its masks to be drawn, by our kernels and by PyTorch's operations.
+    """Return the choice and times of both kinds by precision and way of launching, the share of the copy bandwidth by
+    shape, and the seconds that a micro-batch takes to prepare and its masks take to be drawn, by our kernels and by
+    PyTorch's operations.
     """
     import torch
 
@@ -432,8 +433,10 @@ def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     layers = unet_layers(spec.unet, spec.data.interface)
     images, choices, shares = spec.train.batch_images, {}, {}
     for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
-        chosen, _ = choose_kernels("auto", layers, device, dtype, images)
-        choices[name] = chosen, asdict(try_kernels("auto", layers, device, dtype, images))
+        for way, captured in {"launched one by one": False, "in CUDA graphs": True}.items():
+            chosen, _ = choose_kernels("auto", layers, device, dtype, images, captured=captured)
+            trial = try_kernels("auto", layers, device, dtype, images, captured=captured)
+            choices[f"{name} {way}"] = chosen, asdict(trial)
     for shape in norm_shapes(layers):
         name = f"{shape.channels} channels at {'x'.join(map(str, shape.size))} px, embedding {shape.embedding}"
         shares[name] = copy_bandwidth_share(shape, device, torch.bfloat16, images)

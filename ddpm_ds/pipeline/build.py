@@ -108,6 +108,7 @@ def build_engine(
         dtype,
         engine.micro_batch_size,
         lambda trial: all_gather_objects_by_store(trial, KernelTimes),
+        captured=not engine.graph.why_eager,
     )
     modules = list(engine.own_layers().values())
     use_kernels(modules, engine.kernels)

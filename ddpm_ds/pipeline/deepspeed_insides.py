@@ -263,8 +263,9 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
 
     Assumes that ZeRO and BF16 optimizers have one group of parameters, which are contiguous views of one flat tensor;
     that partitions are equal slices of it, by the rank in the group of replicas; that ``_grad_acc_hooks`` are all their
-    hooks on parameters; and that nothing but their hooks, their backward's prologue and epilogue and their step reads
-    gradients.
+    hooks on parameters; that nothing but their hooks, their backward's prologue and epilogue and their step reads
+    gradients; and that ``lp_fragment`` and the BF16 optimizer's flat weights, made of the parameters by autograd, are
+    only read and written as data.
     """
     optimizer: Any = engine.optimizer
     assert not offloads(engine)
@@ -274,6 +275,14 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
     optimizer._grad_acc_hooks.clear()
+    # Views that autograd made would tie all later backwards to the stream of now.
+    for parameter in parameters:
+        if (mapping := parameter._hp_mapping) is not None:
+            mapping.lp_fragment = mapping.lp_fragment.detach()
+    if not zero:
+        optimizer.bf16_groups_flat[0] = weights.detach()
+        (parts,) = optimizer.bf16_partitioned_groups
+        optimizer.bf16_partitioned_groups[0] = [part.detach() for part in parts]
     ((master,),) = (group["params"] for group in engine.basic_optimizer.param_groups)
     (group,) = optimizer.real_dp_process_group
     return FlatOptimizer(

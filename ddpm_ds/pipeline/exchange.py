@@ -17,7 +17,9 @@ _numbers = itertools.count()
 
 
 def all_gather_objects(value: Any, kind: Any) -> list[Any]:
-    """Return all ranks' values of type ``kind``, by rank."""
+    """Return all ranks' values of type ``kind``, by rank; one rank waits for nothing."""
+    if dist.get_world_size() == 1:
+        return [value]
     own = _of_one_length(_packed(value, kind))
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(messages, own)

@@ -3,7 +3,8 @@
 A graph replays the operations of a step at the same addresses and with the same numbers of the host. So it needs a step
 that is a function of tensors: micro-batches are copied into the captured ones, and what else changes from one step to
 the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Messages and reductions are in the graph too. If messages
-can't be captured, a step is several graphs, between which the host sends and receives (:class:`Graphs`)::
+can't be captured, a step is several graphs, between which the host sends and receives
+(:class:`ddpm_ds.cuda_graphs.Graphs`)::
 
     step   1  2     3                    4       5       ...  a step that is watched   next
            eager    trial, capture,      replay  replay       eager, without a graph   capture, replay
@@ -15,7 +16,6 @@ drawing. All of them need the memory of the graph, which is given back before.
 """
 
 import contextlib
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ddpm_ds.cuda_graphs import Graphs
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.pipeline.exchange import all_gather_objects
@@ -76,54 +77,6 @@ class Pace:
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self._device))
             self._ended.append(event)
-
-
-class Graphs:
-    """Operations of a step on the current stream, as one graph, or as one for each part between messages::
-
-        graph   post receive   graph   wait for it   graph   send   graph   ...
-
-    All graphs are in one pool of memory, which they use in the order of their capture. Messages between them keep their
-    memory as long as the graphs.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._calls: list[Callable[[], object]] = []
-
-    def capture(self, step: Callable[[], object]) -> None:
-        """Capture a step, without computing it."""
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two messages
-        self._begin()
-        try:
-            step()
-        finally:
-            self._graphs[-1].capture_end()
-
-    def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        self._graphs.append(graph)
-        self._calls.append(graph.replay)
-        # Threads of the loader and of NCCL ask after their events in the meantime.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def cut(self, call: Callable[[], object]) -> None:
-        """End a graph, to call this after its replay, and begin the next."""
-        self._graphs[-1].capture_end()
-        self._calls.append(call)
-        self._begin()
-
-    def replay(self) -> None:
-        """Compute the step."""
-        for call in self._calls:
-            call()
-
-    def reset(self) -> None:
-        """Give the memory back."""
-        self._calls.clear()
-        for graph in self._graphs:
-            graph.reset()
 
 
 class _BetweenGraphs:
@@ -276,7 +229,7 @@ class StepGraph:
 
     def _capture(self) -> str:
         """Capture the step; return why that failed, or nothing."""
-        self._graph, groups = Graphs(), self._engine.basic_optimizer.param_groups
+        self._graph, groups = Graphs(self._engine.device), self._engine.basic_optimizer.param_groups
         for group in groups:
             group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
         wait_for_device(self._engine.device)
@@ -284,7 +237,8 @@ class StepGraph:
         try:
             self._graph.capture(partial(self._eagerly, self._start))
         except Exception as error:  # of any operator that can't be captured
-            return f"capturing a step as a CUDA graph failed ({str(error).splitlines()[0]})"
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"capturing a step as a CUDA graph failed ({words})"
         finally:
             for group in groups:
                 group["capturable"] = False

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ddpm_ds.cuda_graphs import Graphs
 from ddpm_ds.device import runs_triton, wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.unet.fused_norm import whole
@@ -91,12 +92,14 @@ def choose_kernels(
     dtype: torch.dtype,
     images: int,
     gather: Callable[[KernelTimes], Sequence[KernelTimes]] = lambda trial: [trial],
+    *,
+    captured: bool = False,
 ) -> tuple[Kernels, str]:
     """Return the kernels for these layers and a line with the reason; ``auto`` measures on ``images`` images.
 
-    The measurement is the sum over the normalisations, host time included. Dropout masks take a dozen passes over
-    memory without their own kernel, so they use it wherever it runs. ``gather`` returns the trials of all ranks, so
-    that all choose alike.
+    The measurement is the sum over the normalisations: of the device's time if steps will be ``captured`` as CUDA
+    graphs, else host time included. Dropout masks take a dozen passes over memory without their own kernel, so they use
+    it wherever it runs. ``gather`` returns the trials of all ranks, so that all choose alike.
 
     Raises:
         DsConfigError: fused kernels were requested but don't run on some rank.
@@ -107,7 +110,7 @@ def choose_kernels(
     if device.type != "cuda":
         check_kernels(asked, device)
         return "reference", "kernels: reference (the fused ones need CUDA and Triton)"
-    trials = gather(try_kernels(asked, layers, device, dtype, images))
+    trials = gather(try_kernels(asked, layers, device, dtype, images, captured=captured))
     failed = [(rank, trial) for rank, trial in enumerate(trials) if trial.failure]
     for rank, trial in failed:
         if trial.device_lost:
@@ -123,7 +126,7 @@ def choose_kernels(
     if asked != "auto":
         return asked, f"kernels: {asked} (as asked)"
     fused, reference = (sum(getattr(trial, f"{kind}_seconds") for trial in trials) for kind in ("fused", "reference"))
-    over = "over the normalisations of this U-Net, measured"
+    over = f"over the normalisations of this U-Net, measured{' in CUDA graphs' if captured else ''}"
     if fused < reference:
         return "fused", f"kernels: fused ({reference / fused:.2f} times the speed of the reference {over})"
     slower = f"the reference has {fused / reference:.2f} times the speed of the fused ones {over}"
@@ -133,7 +136,13 @@ def choose_kernels(
 
 
 def try_kernels(
-    asked: AskedKernels, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int
+    asked: AskedKernels,
+    layers: Sequence[Layer],
+    device: torch.device,
+    dtype: torch.dtype,
+    images: int,
+    *,
+    captured: bool = False,
 ) -> KernelTimes:
     """Run the fused kernels of these layers on this process's CUDA device and, for ``auto``, time both kinds.
 
@@ -142,12 +151,12 @@ def try_kernels(
     """
     if not runs_triton(device):
         return KernelTimes(failure="Triton is not installed")
-    norms = norm_shapes(layers)
+    time_norms = partial(norm_seconds, norm_shapes(layers), device, dtype, images, captured=captured)
     probe = torch.ones(1, device=device)  # made first, so that a lack of memory is not taken for a lost device
-    reference = norm_seconds(norms, device, dtype, images, "reference") if asked == "auto" else 0.0
+    reference = time_norms("reference") if asked == "auto" else 0.0
     try:
         mask_seconds(mask_sizes(layers), device, images, "fused")
-        return KernelTimes(reference, norm_seconds(norms, device, dtype, images, "fused") if asked != "masks" else 0.0)
+        return KernelTimes(reference, time_norms("fused") if asked != "masks" else 0.0)
     except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
         failure = " ".join(str(error).split())[:120] or type(error).__name__
     return KernelTimes(failure=failure, device_lost=not answers(probe))
@@ -164,14 +173,27 @@ def answers(probe: Tensor) -> bool:
 
 
 def norm_seconds(
-    shapes: Counter[NormShape], device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
+    shapes: Counter[NormShape],
+    device: torch.device,
+    dtype: torch.dtype,
+    images: int,
+    kernels: Kernels,
+    *,
+    captured: bool = False,
 ) -> float:
     """Return the seconds of forward and backward of all the normalisations of a U-Net, each measured alone."""
-    return sum(one_norm_seconds(shape, device, dtype, images, kernels) * count for shape, count in shapes.items())
+    time_one = partial(one_norm_seconds, device=device, dtype=dtype, images=images, kernels=kernels, captured=captured)
+    return sum(time_one(shape) * count for shape, count in shapes.items())
 
 
 def one_norm_seconds(
-    shape: NormShape, device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
+    shape: NormShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    images: int,
+    kernels: Kernels,
+    *,
+    captured: bool = False,
 ) -> float:
     """Return the seconds of forward and backward of one normalisation on channels-last images, the fastest run's."""
     norm = GroupNorm(shape.groups, shape.channels, shape.epsilon).to(device, dtype)
@@ -182,7 +204,7 @@ def one_norm_seconds(
     leaves = [x, norm.weight, norm.bias, *vectors.values()]
     for leaf in leaves:
         leaf.requires_grad_()
-    return seconds(lambda: torch.autograd.grad(norm_silu(norm, x, **vectors), leaves, dy), device)
+    return seconds(lambda: torch.autograd.grad(norm_silu(norm, x, **vectors), leaves, dy), device, captured=captured)
 
 
 def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
@@ -203,22 +225,33 @@ def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dt
     copied = torch.empty_like(x)
     copy = seconds(lambda: copied.copy_(x), device)
     passes = 5 if whole(math.prod(shape.size), shape.channels, shape.groups, x.element_size()) is not None else 8
-    return passes / 2 * copy / one_norm_seconds(shape, device, dtype, images, "fused")
+    return passes / 2 * copy / one_norm_seconds(shape, device, dtype, images, "fused", captured=True)
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of some work on a CUDA device, host time included, the fastest run's."""
-    for _ in range(WARM_UP):
-        work()
-    marks = []
-    wait_for_device(device)
-    for _ in range(RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        marks.append((begin, end))
-    wait_for_device(device)
+def seconds(work: Callable[[], object], device: torch.device, *, captured: bool = False) -> float:
+    """Return the seconds of some work on a CUDA device, the fastest run's: the device's own if the work is ``captured``
+    as a CUDA graph, else host time included.
+    """
+    stream, outside = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(outside)
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            work()
+        graphs = Graphs(device)
+        if captured:
+            graphs.capture(work)
+            graphs.replay()
+        marks = []
+        wait_for_device(device)
+        for _ in range(RUNS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            (graphs.replay if captured else work)()
+            end.record()
+            marks.append((begin, end))
+        wait_for_device(device)
+        graphs.reset()
+    outside.wait_stream(stream)
     return min(begin.elapsed_time(end) for begin, end in marks) / 1000
 
 

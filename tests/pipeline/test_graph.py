@@ -8,6 +8,7 @@ makes a replay differ from an eager step. As a script, with a file of cases and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import unittest.mock
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ddpm_ds import cuda_graphs
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -117,8 +119,9 @@ class RecordedGraph(StepGraph):
         self.recordings: list[list[Recording]] = []
 
     def _capture(self) -> str:
-        on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None}
-        with self._engine.step_withheld(), unittest.mock.patch.multiple(torch.cuda, **on_cpu):
+        on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
+        no_draws = unittest.mock.patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
+        with self._engine.step_withheld(), unittest.mock.patch.multiple(torch.cuda, **on_cpu), no_draws:
             why_not = super()._capture()  # a recording runs what it records
         assert self._graph is not None
         self.recordings.append(self._graph._graphs)  # type: ignore[arg-type]
@@ -236,9 +239,25 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
         "replays": [sorted({part.replays for part in parts}) for parts in recordings_of(engine)],
         "parts": [len(parts) for parts in recordings_of(engine)],
         "said": said,
+        "lasting nodes": lasting_nodes(engine),
     }
     engine.destroy()
     return result
+
+
+def lasting_nodes(engine: UnetPipelineEngine) -> int:
+    """How many parameters keep the node that adds up their gradient: on CUDA with the stream that it was made on, for
+    which the backward of a captured step would wait.
+    """
+    for parameter in engine.module.parameters():
+        gradient_node(parameter).metadata["seen"] = True
+    return sum("seen" in gradient_node(parameter).metadata for parameter in engine.module.parameters())
+
+
+def gradient_node(parameter: Tensor) -> Any:
+    view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    return view.next_functions[0][0]
 
 
 def recordings_of(engine: UnetPipelineEngine) -> list[list[Recording]]:
@@ -317,6 +336,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones_in_every_layout(found: dict[
         for eager, replayed in ranks:
             assert replayed["steps"] == eager["steps"], name
             assert replayed["weights"] == eager["weights"], name
+            assert eager["lasting nodes"] == 0, name
             assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * (STEPS - BAD_STEP), name
 
 
@@ -365,10 +385,30 @@ def test_on_gpus_replayed_steps_of_two_ranks_train_as_eager_ones(tmp_path: Path)
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
-    if torch.cuda.nccl.version() < (2, 30):
-        pytest.skip(f"NCCL {torch.cuda.nccl.version()} does not let ranks share a GPU")
+    version = ctypes.c_int()  # of the library that is loaded; PyTorch names the one that it was built with
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    if version.value < 23000:
+        pytest.skip(f"NCCL {version.value} does not let ranks share a GPU; 23000 does")
     pairs = [case for case in CASES if case.stages * case.replicas == 2]
     check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda", **{SHARED_GPU: "1"})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_capture_that_fails_leaves_memory_and_random_numbers_usable() -> None:
+    cuda = torch.device("cuda")
+    expected = torch.rand(8, device=cuda, generator=torch.Generator(cuda).manual_seed(3))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+
+    def work() -> None:
+        float(torch.ones(2**26, device=cuda).sum())  # which the host waits for
+
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="captur"):
+        cuda_graphs.Graphs(cuda).capture(work)
+    torch.cuda.manual_seed(3)
+    assert torch.equal(torch.rand(8, device=cuda), expected)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 2**21  # a block for small tensors
 
 
 if __name__ == "__main__":

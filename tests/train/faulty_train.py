@@ -87,7 +87,7 @@ def broken(*arguments: Any, **options: Any) -> NoReturn:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def tried(*arguments: Any) -> KernelTimes:
+def tried(*arguments: Any, captured: bool) -> KernelTimes:
     """This rank's trial of the fused kernels."""
     if not IS_LAST:
         return KernelTimes(2.0, 1.0)
@@ -96,8 +96,8 @@ def tried(*arguments: Any) -> KernelTimes:
     return KernelTimes(failure="an illegal memory access was encountered", device_lost=True)
 
 
-def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any) -> Any:
-    return choose_kernels("auto", layers, torch.device("cuda"), *others)
+def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any, captured: bool) -> Any:
+    return choose_kernels("auto", layers, torch.device("cuda"), *others, captured=captured)
 
 
 def failing(name: str) -> Callable[..., NoReturn]:

@@ -254,7 +254,7 @@ ALIKE = KernelTimes(1.0, 1.0)
 
 def chosen(asked: AskedKernels, *others: KernelTimes, mine: KernelTimes = ALIKE, layers: Any = ()) -> tuple[str, str]:
     """The choice where the first rank's trial is ``mine``, and others had these trials."""
-    with patch.object(kernel_choice, "try_kernels", lambda *_: mine):
+    with patch.object(kernel_choice, "try_kernels", lambda *_, **__: mine):
         return choose_kernels(asked, layers, torch.device("cuda"), torch.float16, 8, lambda trial: [trial, *others])
 
 
@@ -308,7 +308,9 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
 ) -> None:
     """Stand-ins fail on a CPU for what would fail on a GPU: a kernel, and the wait for the device after it."""
 
-    def seconds(work: Any, device: torch.device, dtype: torch.dtype, images: int, kernels: str) -> float:
+    def seconds(
+        work: Any, device: torch.device, dtype: torch.dtype, images: int, kernels: str, captured: bool
+    ) -> float:
         if kernels == "fused" and error is not None:
             raise error
         return 3.0
@@ -350,8 +352,9 @@ def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) 
 @pytest.mark.gpu
 def test_on_a_gpu_a_choice_is_measured() -> None:
     device, shapes = torch.device("cuda"), norm_shapes(LAYERS_WITH_DROPOUT)
-    choice, why = choose_kernels("auto", LAYERS_WITH_DROPOUT, device, torch.float16, 8)
-    assert choice in why and "measured" in why
+    for captured, way in ((False, "measured)"), (True, "measured in CUDA graphs)")):
+        choice, why = choose_kernels("auto", LAYERS_WITH_DROPOUT, device, torch.float16, 8, captured=captured)
+        assert choice in why and why.endswith(way)
     assert norm_seconds(shapes, device, torch.float16, 8, "fused") > 0
     assert mask_seconds(mask_sizes(LAYERS_WITH_DROPOUT), device, 8, "fused") > 0
     assert copy_bandwidth_share(next(iter(shapes)), device, torch.float16, 8) > 0

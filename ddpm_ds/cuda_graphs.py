@@ -1,0 +1,92 @@
+"""Operations that a CUDA graph repeats, as one graph or several with calls of the host between them.
+
+PyTorch leaves a capture that failed as it is: the allocator goes on keeping memory for it and frees no other, and the
+device's random numbers stay unusable. :class:`Graphs` clears both away, so that the process can go on eagerly.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+class Graphs:
+    """Operations on the current stream, which is not the default one, as one graph or as one for each part::
+
+        graph   post receive   graph   wait for it   graph   send   graph   ...
+
+    All graphs are in one pool of memory, which they use in the order of their capture. What is sent or received between
+    them keeps its memory as long as the graphs.
+
+    Args:
+        device: CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._calls: list[Callable[[], object]] = []
+
+    def capture(self, work: Callable[[], object]) -> None:
+        """Capture some work, without computing it. It may draw none of PyTorch's random numbers.
+
+        Raises:
+            Exception: of an operation that can't be captured; the memory is given back.
+        """
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two calls
+        with _spare_generator(self._device):
+            try:
+                self._begin()
+                work()
+                self._graphs[-1].capture_end()
+            except Exception:
+                self._abandon()
+                raise
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
+        self._calls.append(graph.replay)
+        # Threads of the loader and of NCCL ask after their events in the meantime.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _abandon(self) -> None:
+        """End the capture that failed and give all memory back."""
+        try:
+            self._graphs[-1].capture_end()
+        except RuntimeError:  # the failure once more, before the allocator hears of the end
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device, self._pool)
+            torch._C._cuda_releasePool(self._device, self._pool)
+        self.reset()
+
+    def cut(self, call: Callable[[], object]) -> None:
+        """End a graph, to call this after its replay, and begin the next."""
+        self._graphs[-1].capture_end()
+        self._calls.append(call)
+        self._begin()
+
+    def replay(self) -> None:
+        """Compute the work."""
+        for call in self._calls:
+            call()
+
+    def reset(self) -> None:
+        """Give the memory back."""
+        self._calls.clear()
+        for graph in self._graphs:
+            graph.reset()
+
+
+@contextlib.contextmanager
+def _spare_generator(device: int) -> Iterator[None]:
+    """Give captures in this context random numbers of their own, which a failure may spoil."""
+    generator = torch.cuda.default_generators[device]
+    kept = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(torch.Generator(f"cuda:{device}").graphsafe_get_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(kept)
