@@ -16,8 +16,10 @@ drawing. All of them need the memory of the graph, which is given back before.
 """
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -36,6 +38,8 @@ STEPS_AHEAD = 2
 SPREADS = 4
 """A replay may differ from an eager step by as many times what two eager steps differ by, whose sums may have different
 orders, or by a rounding of the gradients' precision."""
+PIECE = 2**24
+"""Number of gradients that are compared at a time, in twice to four times their memory."""
 
 
 class Steps(Protocol):
@@ -180,11 +184,12 @@ class StepGraph:
     def _begin(self) -> bool:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
         self._gradients().keep_memory(True)
-        eager = [] if self._proven else [self._tried(self._eagerly) for _ in range(2)]
-        why_not = self._captured(eager)
+        trial = None if self._proven else self._try_eagerly()
+        why_not = self._captured(trial)
         if why_not and self._engine.num_stages > 1 and not self._apart:
             self._apart = True
-            why_not = self._captured(eager)
+            why_not = self._captured(trial)
+        del trial
         if not why_not:
             if not self._proven:
                 self.say(
@@ -218,12 +223,12 @@ class StepGraph:
         assert self._graph is not None
         return _BetweenGraphs(self._graph, operation) if self._apart else operation()
 
-    def _captured(self, eager: list[list[Tensor]]) -> str:
+    def _captured(self, trial: "Trial | None") -> str:
         """Capture the step and compare it with eager ones, if there are any; return why that failed; collective."""
         why_not = self._agreed(self._capture())
-        if eager and not why_not:
+        if trial is not None and not why_not:
             assert self._graph is not None
-            why_not = differences(eager, self._tried(self._graph.replay), self._gradients().precision)
+            why_not = trial.differences(self._tried(self._graph.replay), self._gradients().precision)
             why_not = self._agreed(why_not)
         return why_not
 
@@ -244,12 +249,46 @@ class StepGraph:
                 group["capturable"] = False
         return ""
 
+    def _try_eagerly(self) -> "Trial":
+        """Return what two eager steps on the loaded micro-batches give."""
+        first = [value.clone() for value in self._tried(self._eagerly)]
+        return Trial(first, [norm(*pair) for pair in zip(first, self._tried(self._eagerly), strict=True)])
+
     def _tried(self, step: Callable[[], None]) -> list[Tensor]:
-        """Return the loss and gradients of a step on the loaded micro-batches that changes nothing."""
+        """Return the loss and gradients of a step on the loaded micro-batches that changes nothing, where they lie."""
         with self._engine.step_withheld():
             step()
             assert self._loss is not None
-            return [self._loss.clone(), self._gradients().own_sum.clone()]
+            return [self._loss, self._gradients().own_sum]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Loss and gradients of an eager step, and how far those of another are from them."""
+
+    values: list[Tensor]
+    spreads: list[float]
+
+    def differences(self, replayed: list[Tensor], precision: torch.dtype) -> str:
+        """Return how a replay's loss and gradients differ from the eager steps' beyond rounding, or nothing."""
+        for what, first, spread, other in zip(("loss", "gradients"), self.values, self.spreads, replayed, strict=True):
+            off, size = norm(first, other), norm(first)
+            allowed = max(SPREADS * spread, torch.finfo(precision).eps * size)
+            if not off <= allowed:  # NaN differs too
+                by = f"{off:.2g} in {size:.2g}, where rounding is {allowed:.2g}"
+                return f"its {what} differ from an eager step's by {by}"
+        return ""
+
+
+def norm(tensor: Tensor, less: Tensor | None = None) -> float:
+    """Return the norm of a tensor, or of its difference from another, in double precision, a piece at a time."""
+    squared = 0.0
+    for first in range(0, tensor.numel(), PIECE):
+        piece = tensor.view(-1)[first : first + PIECE].double()
+        if less is not None:
+            piece -= less.view(-1)[first : first + PIECE]
+        squared += float(piece.square_().sum())
+    return math.sqrt(squared)
 
 
 def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
@@ -268,15 +307,4 @@ def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
         return "wall_clock_breakdown times each instruction"
     if asked == "auto" and torch.distributed.get_world_size() > 1:
         return "graphs of several processes are taken only if graphs is true"
-    return ""
-
-
-def differences(eager: list[list[Tensor]], replayed: list[Tensor], precision: torch.dtype) -> str:
-    """Return how a replay's loss and gradients differ from those of two eager steps beyond rounding, or nothing."""
-    for what, first, second, other in zip(("loss", "gradients"), *eager, replayed, strict=True):
-        spread, off = (float((one.double() - first.double()).norm()) for one in (second, other))
-        size = float(first.double().norm())
-        allowed = max(SPREADS * spread, torch.finfo(precision).eps * size)
-        if not off <= allowed:  # NaN differs too
-            return f"its {what} differ from an eager step's by {off:.2g} in {size:.2g}, where rounding is {allowed:.2g}"
     return ""

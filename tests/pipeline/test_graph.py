@@ -390,7 +390,8 @@ def test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones(tmp_p
     if version.value < 23000:
         pytest.skip(f"NCCL {version.value} does not let ranks share a GPU; 23000 does")
     pairs = [case for case in CASES if case.stages * case.replicas == 2]
-    check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda", **{SHARED_GPU: "1"})
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each as if on a host of its own
+    check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda", **alone, **{SHARED_GPU: "1"})
 
 
 @pytest.mark.gpu
