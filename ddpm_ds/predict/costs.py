@@ -36,6 +36,9 @@ EMA_BYTES = 12
 DRAWS, UPDATE = 10, 30
 """Launches that draw a micro-batch's noise, timesteps and flips, and those of the optimizer's step with averages."""
 
+PRODUCTS = 1.75
+"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block, which is products of
+matrices. It fits what was measured and published of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
@@ -134,7 +137,7 @@ def launches(layer: Layer) -> tuple[int, int]:
 
 def launch_seconds(job: Workload, machine: Machine) -> float:
     """Return the seconds of the host for each kernel; none in a graph, which has launched them all."""
-    return 0.0 if job.is_replayed else machine.launch_seconds
+    return 0.0 if job.is_replayed(machine.devices) else machine.launch_seconds
 
 
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
@@ -143,7 +146,8 @@ def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
     """
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
-        arithmetic = 2 * layer.macs * images / machine.flops
+        products = isinstance(layer, TransformerBlockLayer) and job.precision != "fp32" and not machine.is_cpu
+        arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
         moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
         forward, backward = (count * launch_seconds(job, machine) for count in launches(layer))

@@ -32,8 +32,9 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
 """Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
 precision, and of a processor core's. The first two fit what was measured and published (docs/planner.md)."""
-LAUNCH_SECONDS = 8e-5
-"""Seconds in which a host prepares and launches one of a GPU's kernels, as measured beside an H100 (docs/gpu.md)."""
+LAUNCH_SECONDS = 5.5e-5
+"""Seconds in which a host prepares and launches one of a GPU's kernels: 45 to 80 microseconds were measured beside an
+H100 and an H200 (docs/gpu.md)."""
 REACHED_MEMORY = 0.8
 """Share of the data sheet's memory bandwidth that normalisations and activations reach."""
 REACHED_LINK = 0.7
@@ -236,10 +237,10 @@ class Workload:
         wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return 4 if wide else self.stored_bytes
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether the JSON asks for each step as one CUDA graph, which the host launches as a whole."""
-        return self.config.get("graphs") is True
+    def is_replayed(self, devices: int) -> bool:
+        """Return whether each step on so many devices is one CUDA graph, which the host launches as a whole."""
+        asked = self.config.get("graphs", "auto")
+        return asked is True or (asked == "auto" and devices == 1 and self.is_fused and self.flat_gradients)
 
     @property
     def is_fused(self) -> bool:
@@ -263,7 +264,11 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
 
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
-    batch, wanted, zeros = job.spec.train.batch_images, job.spec.train.accumulation, _zero_choices(job, offload)
+    batch, wanted, zeros = (
+        job.spec.train.batch_images,
+        job.spec.train.accumulation,
+        _zero_choices(job, devices, offload),
+    )
     for stages in divisors(devices):
         replicas = devices // stages
         if stages > len(job.layers) or batch % replicas:
@@ -312,9 +317,11 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
     return config
 
 
-def _zero_choices(job: Workload, offload: bool) -> list[tuple[int, bool]]:
+def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int, bool]]:
     """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
     needs_zero = "grad_accum_dtype" in job.config.get("data_types", {}) or fp16_needs_zero(job.config)
+    # Graphs need flat gradients, which only bf16 has without ZeRO.
+    needs_zero |= not job.on_cpu and job.is_replayed(devices) and job.precision != "bf16"
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload else [])
 
