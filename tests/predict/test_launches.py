@@ -86,10 +86,8 @@ def test_speeds_of_gpus_are_those_that_were_measured(
 @pytest.mark.parametrize(("spec", "images", "measured"), [("cifar10", 128, 5670), ("sdxl", 2, 12.4)])
 def test_a_graph_costs_the_host_no_launches(spec: str, images: int, measured: float) -> None:
     """And is as fast as it was measured on an H200 (docs/gpu.md)."""
-    given, layout = (
-        load_spec(SPECS / f"{spec}.yaml", ["data.path=photos"]),
-        Layout(1, 1, "1f1b", images, 1, 0, 2, False),
-    )
+    given = load_spec(SPECS / f"{spec}.yaml", PHOTOS.get(spec, []))
+    layout = Layout(1, 1, "1f1b", images, 1, 0, 2, False)
     blocks = {"bf16": {"enabled": True}, "optimizer": {"params": {"fused": True}}}
     eager, replayed = (
         Predictor(
