@@ -173,6 +173,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
     except json.JSONDecodeError as error:
         before, found = error.doc[: error.pos].rstrip(), error.doc[error.pos : error.pos + 1]
+        if "trailing comma" in error.msg:  # since Python 3.13 the place is that of the comma
+            before, found = error.doc[: error.pos + 1], error.doc[error.pos + 1 :].lstrip()[:1]
         if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault is at what stands before
             comma = found and before.endswith(",")
             message = f"a comma before {found}; remove it" if comma else error.msg

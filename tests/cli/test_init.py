@@ -62,11 +62,11 @@ def test_a_folder_that_is_used_or_can_not_be_written_is_refused_in_one_line(
     assert file.read_text() == "mine" and not (tmp_path / "two").exists()
 
 
-SHORT = "--set train.images=64 --set optimizer.warmup_images=32 --set samples.count=2"
-SMALL = "--set unet.channels=64 --set unet.multipliers=[1,1] --set train.batch_images=16"
+SHORT = "--set train.images=64 --set optimizer.warmup_images=32 --set samples.count=6"
+SMALL = "--set unet.channels=64 --set unet.multipliers=[1,1,1] --set unet.attention_resolutions=[16]"
 SHORTER = {
-    "digits": (SHORT, "--count 2", ""),
-    "images": ("", f"{SHORT} {SMALL}", "--count 2 --steps 2"),
+    "digits": (f"{SHORT} --trace-steps 1-1", "--count 2", ""),
+    "images": ("", f"{SHORT} {SMALL} --set train.batch_images=16", "--count 2 --steps 2"),
     "text": ("--count 200", "", SHORT),
     "upscaling": ("", SHORT, "--steps 2"),
     "fields": ("--count 300", SHORT, "--steps 2"),
