@@ -1,4 +1,4 @@
-"""The batch script of Slurm with stand-ins for Slurm: what it starts, what it passes on, when it queues itself again."""
+"""The batch script of Slurm with stand-ins for Slurm: what it starts and passes on, and when it queues itself again."""
 
 from __future__ import annotations
 
