@@ -77,7 +77,10 @@ class Root:
         ]
         script = " && ".join([*mounts, f"exec {shlex.join(inside)}"])
         done = subprocess.run(["unshare", "--mount", "sh", "-ec", script], capture_output=True, text=True)
-        assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-4000:])
+        if done.returncode != 0:
+            pytest.fail(
+                f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+            )
         return done.stdout
 
 
@@ -87,7 +90,8 @@ def root(tmp_path: Path) -> Iterator[Root]:
         pytest.skip("needs root, for debootstrap and mounts")
     folder, cache = tmp_path / "root", tmp_path / "cache"
     release = dict(steps())["FROM"].partition(":")[2].partition(".")[0]
-    subprocess.run(["debootstrap", "--variant=minbase", SUITES[release], str(folder)], check=True, capture_output=True)
+    made = ["unshare", "--mount", "debootstrap", "--variant=minbase", SUITES[release], str(folder)]
+    subprocess.run(made, check=True, capture_output=True)
     for file in map(Path, HOSTS_WAY_OUT):
         if file.is_file():
             (folder / file.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
