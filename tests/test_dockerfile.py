@@ -21,8 +21,8 @@ from tests.forking import REPOSITORY
 FILE = REPOSITORY / "launch" / "clusters" / "Dockerfile"
 SUITES = {"12": "bookworm", "13": "trixie"}
 """Names of Debian's releases."""
-HOSTS_WAY_OUT = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
-"""Files with which this machine reaches registries of packages."""
+WAY_OUT = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf")
+"""Files with which this machine reaches registries of packages, beside pip's variables."""
 
 
 def steps() -> list[tuple[str, str]]:
@@ -51,6 +51,9 @@ class Root:
         self._variables = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         self._variables |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         self._working = "/"
+        if certificates := os.environ.get("PIP_CERT"):  # a step may install Debian's in the same place
+            shutil.copy(certificates, folder / "certificates.pem")
+            self._variables["PIP_CERT"] = "/certificates.pem"
 
     def take(self, name: str, text: str) -> None:
         if name == "RUN":
@@ -92,7 +95,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
     release = dict(steps())["FROM"].partition(":")[2].partition(".")[0]
     made = ["unshare", "--mount", "debootstrap", "--variant=minbase", SUITES[release], str(folder)]
     subprocess.run(made, check=True, capture_output=True)
-    for file in map(Path, HOSTS_WAY_OUT):
+    for file in map(Path, WAY_OUT):
         if file.is_file():
             (folder / file.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, folder / file.relative_to("/"))
