@@ -1,7 +1,8 @@
-"""Packages of a wheel: those of ddpm_ds, and the presets, which a clone has beside them."""
+"""Packages of a wheel: those of ddpm_ds, and its presets and examples, which a clone has beside them."""
 
 from setuptools import find_packages, setup
 
-PRESETS = {"ddpm_ds.presets.specs": "launch/specs", "ddpm_ds.presets.ds_configs": "ds_configs"}
+BESIDE = ("launch/specs", "launch/examples", "ds_configs")
+PRESETS = {f"ddpm_ds.presets.{folder.rpartition('/')[2]}": folder for folder in BESIDE}
 
 setup(packages=[*find_packages(include=["ddpm_ds", "ddpm_ds.*"]), *PRESETS], package_dir=PRESETS)

@@ -16,11 +16,14 @@ import math
 import os
 import shutil
 import stat
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import psutil
 from tqdm import tqdm
+
+from ddpm_ds.errors import SpecError
 
 CHUNK_BYTES = 2**20
 MOST_CONFIG_BYTES = 2**16
@@ -71,7 +74,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 def presets(folder: str) -> Path:
     """Return a folder of presets, such as ``launch/specs``: that of the clone, or its copy in an installed package."""
-    package = Path(__file__).resolve().parent
+    package = Path(str(resources.files("ddpm_ds"))).resolve()
     clone = package.parent / folder
     return clone if clone.is_dir() else package / "presets" / Path(folder).name
 
@@ -80,10 +83,15 @@ def preset(path: Path | str, folder: Path) -> Path:
     """Return a path that a user gave, or the preset in ``folder`` that it means if there is no such file.
 
     ``digits``, ``digits.yaml`` and ``launch/specs/digits.yaml`` mean the preset, wherever the program is started.
+
+    Raises:
+        SpecError: no such file is there, and the package was installed without its presets.
     """
     given = expanded(path)
     if os.path.exists(given) or given.parent.name not in ("", folder.name):
         return given
+    if not folder.is_dir():
+        raise SpecError(f"{folder} is missing: ddpm_ds was installed without its data; reinstall it from a whole wheel")
     return next((found for found in folder.glob("*.*") if given.name in (found.name, found.stem)), given)
 
 
@@ -165,6 +173,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
     except json.JSONDecodeError as error:
         before, found = error.doc[: error.pos].rstrip(), error.doc[error.pos : error.pos + 1]
+        if "trailing comma" in error.msg:  # since Python 3.13 the place is that of the comma
+            before, found = error.doc[: error.pos + 1], error.doc[error.pos + 1 :].lstrip()[:1]
         if found in ("", "}", "]") or "delimiter" in error.msg:  # the fault is at what stands before
             comma = found and before.endswith(",")
             message = f"a comma before {found}; remove it" if comma else error.msg

@@ -14,7 +14,7 @@ from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, Verbs, file_path, grace_seconds, natural, port, processes, without
 from ddpm_ds.errors import SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
-from ddpm_ds.processes.launcher import Place, gpus
+from ddpm_ds.processes.launcher import Node, Place, gpus
 from ddpm_ds.processes.supervisor import supervise
 from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
@@ -76,6 +76,13 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--hostfile", type=file_path, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
     )
+    parser.add_argument(
+        "--nodes", type=processes, default=1, metavar="N", help="hosts on each of which this is typed (default 1)"
+    )
+    parser.add_argument(
+        "--node-rank", type=natural, default=0, metavar="K", help="this one's place among them, from 0 (default 0)"
+    )
+    parser.add_argument("--master-addr", metavar="HOST", help="name or address of the first of them")
     filters.add_argument("--include", default="", metavar="HOST:0,1@HOST", help="only these hosts and slots of it")
     filters.add_argument("--exclude", default="", metavar="HOST:0,1@HOST", help="all but these hosts and slots of it")
     parser.add_argument(
@@ -90,7 +97,14 @@ def _place(options: argparse.Namespace, device: str) -> Place:
     if count is None and options.hostfile is None:
         asked = os.environ.get("DS_ACCELERATOR", device) if device == "auto" else device
         count = 1 if asked == "cpu" else max(1, gpus())
-    return Place(count or 0, options.hostfile, options.include, options.exclude, options.port)
+    if options.nodes > 1 and options.hostfile is not None:
+        raise SpecError(
+            "--nodes and --hostfile both say where ranks run; a hostfile names all hosts, so leave --nodes out"
+        )
+    if options.nodes > 1 and options.master_addr is None:
+        raise SpecError(f"--nodes {options.nodes} needs --master-addr HOST, the address of the host with --node-rank 0")
+    node = Node(options.node_rank, options.nodes, options.master_addr or Node.master)
+    return Place(count or 0, node, options.hostfile, options.include, options.exclude, options.port)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -101,6 +115,8 @@ def _train(options: argparse.Namespace) -> int:
     check_experiment(plan.spec.logging.experiment, run_dir.parent)
     if not options.dry_run:
         place.check()
+    if options.run_dir is None and place.node.of > 1:
+        raise SpecError(f"--nodes {place.node.of} needs --run-dir DIR, a folder that all hosts share")
     if options.run_dir is None and not options.dry_run:
         run_dir = make_run_dir(run_dir)
     check_output(run_dir, options.resume)

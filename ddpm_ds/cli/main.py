@@ -21,6 +21,7 @@ from ddpm_ds.version import __version__
 
 EPILOG = """\
 training
+  ddpm-ds init FOLDER
   ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
   deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
 
@@ -46,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     from ddpm_ds.cli.checkpoint import add_checkpoint, add_ema
     from ddpm_ds.cli.doctor import add_doctor
     from ddpm_ds.cli.fit import add_fit
+    from ddpm_ds.cli.init import add_init
     from ddpm_ds.cli.launch import add_run, add_train
     from ddpm_ds.cli.plan import add_plan
     from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note, add_send
@@ -62,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ddpm_ds {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for add in (
+        add_init,
         add_train,
         add_run,
         add_doctor,

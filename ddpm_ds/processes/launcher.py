@@ -35,15 +35,34 @@ def gpus() -> int:
     return count.value if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)) else 0
 
 
-def rank_environments(processes: int, port: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the environment of each rank of a run on this host: ``environment``, and what DeepSpeed's launcher sets.
+@dataclass(frozen=True)
+class Node:
+    """One of the hosts of a run, on each of which the same command is typed."""
 
-    Each rank sees all GPUs that ``environment`` shows, and takes the one with its local rank's number.
+    rank: int = 0
+    """Its place among the hosts."""
+    of: int = 1
+    """Number of hosts; each has as many processes."""
+    master: str = "127.0.0.1"
+    """Address of the first host."""
+
+
+def rank_environments(
+    processes: int, port: int, environment: Mapping[str, str], node: Node = Node()
+) -> list[dict[str, str]]:
+    """Return the environment of each rank on this host: ``environment``, and what DeepSpeed's launcher sets.
+
+    If it is the only host, its ranks share a secret. Each rank sees all GPUs that ``environment`` shows, and takes the
+    one with its local rank's number.
     """
-    size, secret = str(processes), environment.get(RUN_SECRET) or secrets.token_hex()
-    world = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), RUN_SECRET: secret}
-    return [{**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    size = str(processes)
+    world = {"WORLD_SIZE": str(node.of * processes), "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    world |= {"CROSS_RANK": str(node.rank), "CROSS_SIZE": str(node.of)}
+    world |= {"MASTER_ADDR": node.master, "MASTER_PORT": str(port)}
+    if node.of == 1:
+        world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
+    first = node.rank * processes
+    return [{**environment, **world, "RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 class Processes:
@@ -81,9 +100,14 @@ class Processes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a run are: some processes of this host, or those that a hostfile names."""
+    """Where the ranks of a run are: processes of this host, perhaps one of several hosts on each of which the same
+    command is typed; or those that a hostfile names.
+    """
 
     processes: int = 1
+    """Processes of this host."""
+    node: Node = Node()
+    """This host among others without a hostfile."""
     hostfile: Path | None = None
     include: str = ""
     exclude: str = ""
@@ -101,7 +125,14 @@ class Place:
                     "--include and --exclude choose hosts of a --hostfile; GPUs of this host are chosen by "
                     "CUDA_VISIBLE_DEVICES=0,1"
                 )
-            return {"localhost": self.processes}
+            if self.node.rank >= self.node.of:
+                raise SpecError(
+                    f"--node-rank {self.node.rank} of --nodes {self.node.of}: hosts are numbered from 0 to "
+                    f"{self.node.of - 1}; give each its own number"
+                )
+            if self.node.of == 1:
+                return {"localhost": self.processes}
+            return {f"node-{rank}": self.processes for rank in range(self.node.of)}
         pool = read_hostfile(self.hostfile)
         option, text = ("--include", self.include) if self.include else ("--exclude", self.exclude)
         named: dict[str, set[str]] = {}
@@ -131,7 +162,7 @@ class Place:
                 f"none of {', '.join(hosts)} of hostfile {self.hostfile} is this host; start it on one of them, best "
                 "on the first, whose ranks can be seen to end"
             )
-        if len(hosts) > 1 and shutil.which("pdsh") is None:
+        if self.hostfile is not None and len(hosts) > 1 and shutil.which("pdsh") is None:
             raise SpecError("pdsh is not installed; install it, or start on each host: deepspeed --no_ssh --node_rank")
 
     def deepspeed(self, program: Sequence[str]) -> list[str]:

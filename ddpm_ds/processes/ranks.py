@@ -20,7 +20,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,17 +75,17 @@ def set_environment() -> None:
         os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
-    for name, value in (started or alone).items():
-        os.environ.setdefault(name, value)
+    unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
+    os.environ.update(unknown)
     for name, value in (find_environment() | _handed_on()).items():
         os.environ.setdefault(name, value)
-    _check_environment()
+    _check_environment([name for name in alone if started or name not in unknown])
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         raise SpecError(
             f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
-            "not set; see launch/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
+            "not set; see launch/clusters/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
         )
     if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
@@ -93,11 +93,11 @@ def set_environment() -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def _check_environment() -> None:
-    """Check the rank numbers in the environment.
+def _check_environment(given: Collection[str]) -> None:
+    """Check the rank numbers in the environment; those ``given`` by a launcher also among each other.
 
     Raises:
-        SpecError: one is not a number or out of its range.
+        SpecError: one is not a number or out of its range, or two contradict each other.
     """
     ranges = {
         name: (1, MOST_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE")
@@ -109,9 +109,20 @@ def _check_environment() -> None:
             whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
         except argparse.ArgumentTypeError as error:
             raise SpecError(f"{name} in the environment: {error}; unset it, or start with a launcher") from None
-    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+    number = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    if number["RANK"] >= number["WORLD_SIZE"]:
         rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
         raise SpecError(f"RANK = {rank} in the environment is none of WORLD_SIZE = {world} ranks; unset both")
+    for small, large, least in (
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE", 1),
+        ("LOCAL_RANK", "RANK", 0),
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0),
+    ):
+        if {small, large} <= set(given) and number[small] + least > number[large]:
+            raise SpecError(
+                f"{small} = {number[small]} and {large} = {number[large]} in the environment contradict each other; "
+                "correct the launcher's numbers, or unset all and let ddpm-ds train start the ranks"
+            )
 
 
 def _handed_on() -> dict[str, str]:

@@ -20,6 +20,7 @@ import hmac
 import ipaddress
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -163,6 +164,7 @@ class Rendezvous:
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
+        self._host, self._process = host_name(), secrets.token_hex(4)
         self._beating = threading.Thread(target=self._beat, name="rendezvous", daemon=True)
         if self._store is not None:
             self._beating.start()
@@ -288,11 +290,17 @@ class Rendezvous:
                 raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
 
     def _beat(self) -> None:
+        """Beat, and refuse the run if another process that lives beats for the same rank."""
         assert self._store is not None
-        count = 0
+        key, count = f"beat/{self.rank}", 0
         with contextlib.suppress(dist.DistError):  # rank 0 has gone
             while True:
-                self._store.set(f"beat/{self.rank}", str(count := count + 1))
+                found = self._store.get(key).decode().split() if count else []
+                if found and found[1] != self._process:
+                    why = f"it was started twice, here and on host {found[2]}; give each host its own --node-rank"
+                    refusal = json.dumps({"rank": self.rank, "host": self._host, "why": why})
+                    self._store.compare_set(REFUSAL, "", refusal)
+                self._store.set(key, f"{(count := count + 1)} {self._process} {self._host}")
                 if self._closed.wait(BEAT_SECONDS):
                     return
 

@@ -64,9 +64,10 @@ def supervise(
     """Start the ranks of a training program, again if that helps; return the last exit code.
 
     ``program`` is ``-m MODULE`` or a script, with its options. A start that wrote a checkpoint resets the count of
-    restarts; the next one resumes from the newest, whatever ``--resume`` says. Each start reads the hostfile again; on
-    several hosts each restart uses another port, so that no straggler of the last start can join. Must run in the main
-    thread, and as the last of a process: from its end on stop signals are ignored.
+    restarts; the next one resumes from the newest, whatever ``--resume`` says. Each start reads the hostfile again, and
+    each restart of its hosts uses another port, so that no straggler of the last start can join. Without a hostfile
+    several hosts start again on their own, at different times, and so at the same port. Must run in the main thread,
+    and as the last of a process: from its end on stop signals are ignored.
 
     Raises:
         SpecError: ``program`` has no --run-dir; see also :meth:`Place.check` and :func:`find_environment`.
@@ -77,7 +78,8 @@ def supervise(
         while True:
             before = _written(latest)
             place.check()
-            port = place.port or free_port() if place.hostfile is None else (place.port or DEFAULT_PORT) + starts
+            port = place.port or (DEFAULT_PORT if place.hostfile or place.node.of > 1 else free_port())
+            port += starts if place.hostfile else 0
             code = _Start(tuple(program), replace(place, port=port), heard, grace_seconds, log).run()
             if code in FINAL or heard:
                 return code
@@ -182,7 +184,7 @@ class _Start:
         self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
         assert self.place.port is not None
         given = {**os.environ, EXIT_FILE_VARIABLE: self._exits.name}
-        environments = rank_environments(self.place.processes, self.place.port, given)
+        environments = rank_environments(self.place.processes, self.place.port, given, self.place.node)
         return Processes([sys.executable, "-u", *self.program], environments)
 
     def _launcher(self, cleanup: contextlib.ExitStack) -> Processes:
@@ -247,19 +249,23 @@ class _Start:
             return LOSING_SECONDS if record.failure == EXIT_PEER_LOST else None
         if self._processes.failed is None:
             return None
-        rank, code = self._processes.failed
+        rank, code = self._failed_rank(*self._processes.failed)
         if code < 0:  # it can't have said so itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
         if not record.training:
             _send(signal.SIGTERM, self._alive_ranks())
         return 0.0 if rank == 0 and code in SAID_BY_RANK_0 else LOSING_SECONDS
 
+    def _failed_rank(self, local: int, code: int) -> tuple[int, int]:
+        """Return the rank and the exit code of this host's process that was the first to fail."""
+        return self.place.node.rank * self.place.processes + local, code
+
     def _end_the_others(self) -> int:
         """End the ranks that have not ended after another one; return the exit code of this start."""
         if self._processes.failed is None:
             self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
             return EXIT_PEER_LOST
-        rank, code = self._processes.failed
+        rank, code = self._failed_rank(*self._processes.failed)
         if rank != 0 or code not in SAID_BY_RANK_0:
             self.log(f"rank {rank} has ended {LOSING_SECONDS:g} s ago and others have not: ending them")
         return exit_code(code, self._exits.read(), stopping=bool(self.heard), orphaned=False)

@@ -61,7 +61,7 @@ PAGES = {
         "ddpm-ds diagnose",
     ],
     "fields": [
-        "python launch/make_fields.py",
+        "python launch/examples/make_fields.py",
         "ddpm-ds train",
         "ddpm-ds evaluate",
         "ddpm-ds sample",
@@ -70,7 +70,7 @@ PAGES = {
         "ddpm-ds train",
         "ddpm-ds evaluate",
     ],
-    "text": ["python launch/make_text.py", "ddpm-ds prepare", "ddpm-ds train", "ddpm-ds sample"],
+    "text": ["python launch/examples/make_text.py", "ddpm-ds prepare", "ddpm-ds train", "ddpm-ds sample"],
     "upscaling": ["python -", "ddpm-ds train", "ddpm-ds evaluate", "ddpm-ds sample"],
 }
 """Pages of docs/ that a newcomer can type, and how their commands begin."""

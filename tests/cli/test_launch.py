@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import shlex
@@ -18,7 +17,7 @@ import yaml
 
 from ddpm_ds.cli import launch, train
 from ddpm_ds.cli.launch import _outcome, _place
-from ddpm_ds.cli.main import main
+from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.launcher import Place
 from tests.forking import REPOSITORY
@@ -103,7 +102,8 @@ def test_a_hostfile_counts_processes_and_hosts(spec: Path, tmp_path: Path, capsy
 def test_without_a_number_there_is_a_process_for_each_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus", lambda: 4)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    options = argparse.Namespace(processes=None, hostfile=None, include="", exclude="", port=None)
+    words = ["train", "--deepspeed_config", str(CONFIG)]
+    options = make_parser().parse_args(words)
     assert [_place(options, asked).processes for asked in ("auto", "cuda", "cpu")] == [4, 4, 1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert [_place(options, asked).processes for asked in ("auto", "cuda", "cpu")] == [1, 4, 1]

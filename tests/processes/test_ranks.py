@@ -235,6 +235,33 @@ def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
     assert str(caught.value).isprintable()
 
 
+CONTRADICTIONS = {
+    "LOCAL_RANK=4": "LOCAL_RANK = 4 and LOCAL_WORLD_SIZE = 4 in the environment contradict each other; correct",
+    "LOCAL_RANK=3 RANK=2": "LOCAL_RANK = 3 and RANK = 2 in the environment contradict each other",
+    "LOCAL_WORLD_SIZE=9": "LOCAL_WORLD_SIZE = 9 and WORLD_SIZE = 8 in the environment contradict each other",
+    "RANK=8": "RANK = 8 in the environment is none of WORLD_SIZE = 8 ranks",
+}
+
+
+@pytest.mark.parametrize("wrong", CONTRADICTIONS)
+def test_numbers_of_a_launcher_that_contradict_each_other_are_refused(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = TORCHRUN | {"HOME": str(tmp_path)} | dict(word.split("=") for word in wrong.split())
+    monkeypatch.setattr(os, "environ", given)
+    with pytest.raises(SpecError, match=CONTRADICTIONS[wrong]):
+        set_environment()
+
+
+def test_a_launcher_that_does_not_count_the_ranks_of_a_host_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "HOME": str(tmp_path)}
+    monkeypatch.setattr(os, "environ", given)
+    set_environment()
+    assert given["LOCAL_RANK"] == "1"
+
+
 def test_what_is_made_for_good_is_never_looked_through_again_even_if_making_it_fails() -> None:
     with pytest.raises(KeyError), for_good():
         assert not gc.isenabled()

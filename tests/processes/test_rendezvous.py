@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -192,6 +193,23 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     ended = meet(agree, agree, seconds=0.5)
     assert all(isinstance(error, PeerLostError) for error in ended)
     assert any("rank 2 did not come within 0.5 s" in str(error) for error in ended)
+
+
+def test_a_rank_that_was_started_twice_is_named_and_one_that_takes_the_place_of_another_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "TELL_SECONDS", 0.5)
+    with ThreadPoolExecutor(4) as pool:
+        ended = [rank.result() for rank in [pool.submit(take_part, rank, agree) for rank in (0, 1, 1)]]
+    twice = r"rank 1 \(host worker-1\): it was started twice, here and on host worker-1; give each host its own"
+    assert all(isinstance(error, HostError) and re.match(twice, str(error)) for error in ended)
+
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(take_part, rank, agree) for rank in (0, 1)]
+        assert pool.submit(take_part, 2, lambda together: together.close()).result() is None
+        assert [rank.result() for rank in [*waiting, pool.submit(take_part, 2, agree)]] == [[{}, {}, {}]] * 3
 
 
 def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""launch/slurm.sh with stand-ins for Slurm: what it starts, which signals it passes on, when it queues itself again."""
+"""The batch script of Slurm with stand-ins for Slurm: what it starts and passes on, and when it queues itself again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
-SCRIPT = REPOSITORY / "launch" / "slurm.sh"
+SCRIPT = REPOSITORY / "launch" / "clusters" / "slurm.sh"
 SRUN = """#!/bin/bash
 echo "srun $MASTER_ADDR:$MASTER_PORT $*" >>"$LOG"
 trap 'echo "got USR1" >>"$LOG"; sleep 0.5; exit 75' USR1

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.processes import signals as processes_signals
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED
-from ddpm_ds.processes.launcher import Place
+from ddpm_ds.processes.launcher import DEFAULT_PORT, Node, Place
 from ddpm_ds.processes.ranks import (
     EXIT_FILE_VARIABLE,
     ExitFile,
@@ -104,6 +105,31 @@ def one_of_deepspeed(run_dir: Path) -> Place:
     program(run_dir, "ssh", "echo 127.0.0.1")
     (run_dir.parent / "hostfile").write_text(f"{socket.gethostname()} slots=1\n")
     return Place(hostfile=Path("hostfile"), port=free_port())
+
+
+def test_hosts_that_start_again_on_their_own_meet_at_the_same_port(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Place] = []
+
+    class Start:
+        def __init__(self, program: tuple[str, ...], place: Place, *others: object) -> None:
+            places.append(place)
+
+        def run(self) -> int:
+            return 76 if len(places) < 3 else 0
+
+    monkeypatch.setattr(supervisor, "_Start", Start)
+    place = Place(2, Node(1, 2, "node-1"))
+    code = supervise(
+        ["train.py", "--run-dir", str(run_dir)],
+        place,
+        max_restarts=2,
+        grace_seconds=1.0,
+        pause_seconds=0.0,
+        log=lambda line: None,
+    )
+    assert code == 0 and places == [replace(place, port=DEFAULT_PORT)] * 3
 
 
 def program(run_dir: Path, name: str, script: str) -> None:

@@ -1,4 +1,4 @@
-"""Make pictures of coloured shapes with captions, and encoders of the words: ``python launch/make_text.py``.
+"""Make pictures of coloured shapes with captions, and encoders of the words: ``python make_text.py``.
 
 A picture, 16x16 pixels, shows one shape of a random size at a random place on a light grey; its caption says "a red
 circle". The encoders are a tokenizer for these words and a text model with random weights that never change. They are

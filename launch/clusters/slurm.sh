@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train under Slurm on any number of nodes. Type in the repository, with the options of launch/train.py:
 #
-#     sbatch launch/slurm.sh --deepspeed_config ds_configs/zero2_fp16.json -p 4
+#     sbatch launch/clusters/slurm.sh --deepspeed_config ds_configs/zero2_fp16.json -p 4
 #
 # Before the time limit, and when it is preempted, the job saves, ends and queues itself again; it then resumes from its
 # newest checkpoint. After losing ranks it does the same, at most LOST_IN_A_ROW times without a new checkpoint between.

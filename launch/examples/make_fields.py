@@ -1,4 +1,4 @@
-"""Make pairs of coarse and fine temperature fields, to learn downscaling from: ``python launch/make_fields.py``.
+"""Make pairs of coarse and fine temperature fields, to learn downscaling from: ``python make_fields.py``.
 
 A day's fine field, 32x32 pixels of 2.5 km, is the sum of weather that varies slowly in space, of weather that varies
 within a few pixels, and of the land's height times the day's lapse rate. Its coarse field is the mean of each block of

@@ -1,0 +1,92 @@
+"""``ddpm-ds init``: what it writes is a preset, and what it prints can be typed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpm_ds.cli.init import KINDS
+from ddpm_ds.cli.main import main, make_parser
+from ddpm_ds.config.ds_config import DS_CONFIGS, read_ds_config
+from ddpm_ds.config.spec_file import SPECS, load_spec
+from ddpm_ds.errors import EXIT_BAD_INPUT
+from tests.terminal import Terminal
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_has_a_commented_spec_a_json_and_the_three_commands_that_are_printed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, folder = KINDS[name], tmp_path / "deep" / "my job"
+    assert main(["init", *([] if name == "digits" else [f"--{name}"]), str(folder)]) == 0
+    said = capsys.readouterr().out
+    spec = (folder / "spec.yaml").read_text()
+    assert spec.count("\n# ") >= 1 and spec.startswith("# yaml-language-server: $schema=run.schema.json\n")
+    assert (folder / "run.schema.json").read_bytes() == (SPECS / "run.schema.json").read_bytes()
+    preset = SPECS / f"{kind.spec}.yaml"
+    own_path = ["data.path=pictures"] if "FOLDER" in preset.read_text() else []
+    assert load_spec(folder / "spec.yaml") == load_spec(preset, own_path)
+    assert read_ds_config(folder / "ds_config.json") == read_ds_config(DS_CONFIGS / f"{kind.ds_config}.json")
+    readme = (folder / "README.md").read_text()
+    first, *commands = [line.strip() for line in said.splitlines() if line.startswith("    ")]
+    assert shlex.split(first) == ["cd", str(folder)] and len(commands) == 3
+    assert [line.strip() for line in readme.splitlines() if line.startswith("    ")] == commands
+    assert max(map(len, readme.splitlines())) <= 120
+    for command in commands:
+        program, *words = shlex.split(command)
+        if program == "python":
+            assert (folder / words[0]).is_file()
+        else:
+            assert program == "ddpm-ds" and make_parser().parse_args(words)
+
+
+def test_a_folder_that_is_used_or_can_not_be_written_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used, empty, file = tmp_path / "used", tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.write_text("mine")
+    assert main(["init", str(used)]) == main(["init", str(empty)]) == 0
+    before = {path.name: path.read_bytes() for path in used.iterdir()}
+    capsys.readouterr()
+    for folder, why in ((used, "is not empty"), (file, "can't be written"), (file / "in it", "can't be written")):
+        assert main(["init", "--fields", str(folder)]) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert f"{folder} {why}" in error and error.count("\n") == 1
+    assert main(["init", "--fields", "--text", str(tmp_path / "two")]) == EXIT_BAD_INPUT
+    assert {path.name: path.read_bytes() for path in used.iterdir()} == before
+    assert file.read_text() == "mine" and not (tmp_path / "two").exists()
+
+
+SHORT = "--set train.images=64 --set optimizer.warmup_images=32 --set samples.count=6"
+SMALL = "--set unet.channels=64 --set unet.multipliers=[1,1,1] --set unet.attention_resolutions=[16]"
+SHORTER = {
+    "digits": (f"{SHORT} --trace-steps 1-1", "--count 2", ""),
+    "images": ("", f"{SHORT} {SMALL} --set train.batch_images=16", "--count 2 --steps 2"),
+    "text": ("--count 200", "", SHORT),
+    "upscaling": ("", SHORT, "--steps 2"),
+    "fields": ("--count 300", SHORT, "--steps 2"),
+}
+"""What is appended to the commands of kinds that need no network, so that they do less."""
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHORTER)
+def test_the_three_commands_work_as_they_are_printed(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    assert main(["init", f"--{name}", str(folder)]) == 0
+    if name in ("images", "upscaling"):
+        pictures = load_spec(folder / "spec.yaml").data.path
+        assert pictures is not None
+        (folder / pictures).mkdir()
+        for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (128, 64, 64, 3), dtype=np.uint8)):
+            Image.fromarray(pixels).save(folder / pictures / f"{number:03}.png")
+    for command, shorter in zip(KINDS[name].commands, SHORTER[name], strict=True):
+        terminal = Terminal(["bash", "-ec", f"{command} {shorter}"], folder)
+        assert terminal.ended() == 0, terminal.text
+    assert (folder / "runs" / "first" / "checkpoints" / "latest").is_file()

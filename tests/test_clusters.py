@@ -1,0 +1,260 @@
+"""The files of launch/clusters: each platform's variables make the ranks of one run, its signals and grace periods save
+it, and its file is what the platform reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet, TrainerV1alpha1TrainJob
+
+from ddpm_ds.checkpoint.folder import LATEST
+from ddpm_ds.cli import launch
+from ddpm_ds.cli.main import main
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED
+from ddpm_ds.processes.launcher import DEFAULT_PORT, Place, rank_environments
+from ddpm_ds.processes.ranks import RUN_SECRET, free_port, on_several_hosts, set_environment
+from ddpm_ds.tracking.run_folder import checkpoints_of
+from ddpm_ds.version import __version__
+from tests.forking import ONE_THREAD, REPOSITORY, Forked
+from tests.launching import place_digits, wait_for
+from tests.train.ranks import TINY
+
+CLUSTERS = REPOSITORY / "launch" / "clusters"
+JOBSET = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
+TRAINJOB = yaml.safe_load((CLUSTERS / "trainjob.yaml").read_text())
+SKYPILOT = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
+JOB = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
+POD = JOB["template"]["spec"]
+MASTER = "ddpm-ds-node-0-0.ddpm-ds"
+VARIABLES: dict[str, list[dict[str, str]]] = {
+    "jobset": [{"JOB_COMPLETION_INDEX": str(node)} for node in range(2)],
+    "trainjob": [
+        {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "auto",
+            "PET_NODE_RANK": str(node),
+            "PET_MASTER_ADDR": MASTER,
+            "PET_MASTER_PORT": "29500",
+        }
+        for node in range(2)
+    ],
+    "skypilot": [
+        {
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(node),
+            "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        }
+        for node in range(2)
+    ],
+}
+"""Variables of each platform on two nodes, in the order of their ranks."""
+MASTERS = {"jobset": MASTER, "trainjob": MASTER, "skypilot": "10.0.0.7"}
+
+
+def typed(platform: str, variables: dict[str, str], home: Path) -> list[str]:
+    """The words after ``ddpm-ds`` on a node: Kubernetes itself puts variables into a command, the script of SkyPilot
+    runs in a shell, here with a stand-in for ``ddpm-ds``."""
+    if platform == "skypilot":
+        program = home / "ddpm_ds" / "bin" / "ddpm-ds"
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+        program.chmod(0o755)
+        given = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
+        done = subprocess.run(["bash", "-c", SKYPILOT["run"]], env=given, stdout=subprocess.PIPE, check=True)
+        return list(json.loads(done.stdout))
+    command = POD["containers"][0]["command"] if platform == "jobset" else TRAINJOB["spec"]["trainer"]["command"]
+    assert command[0] == "ddpm-ds"
+    return [re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word) for word in command[1:]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], Place]]:
+    """What ``ddpm-ds train`` would start: the program and its place. Nobody has started this process."""
+    found: list[tuple[list[str], Place]] = []
+
+    def supervised(program: Sequence[str], place: Place, **options: object) -> int:
+        found.append((list(program), place))
+        return 0
+
+    monkeypatch.setattr(launch, "supervise", supervised)
+    monkeypatch.setattr(launch, "gpus", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return found
+
+
+def environments(place: Place, given: dict[str, str]) -> list[dict[str, str]]:
+    return rank_environments(place.processes, place.port or DEFAULT_PORT, given, place.node)
+
+
+@pytest.mark.parametrize("platform", VARIABLES)
+def test_the_variables_of_a_platform_make_the_ranks_of_one_run(
+    platform: str, started: list[tuple[list[str], Place]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variables in VARIABLES[platform]:
+        words = [word.replace("/runs/digits", str(tmp_path / "run")) for word in typed(platform, variables, tmp_path)]
+        assert main([*words, "--device", "cpu", "--processes", "2"]) == 0
+    ranks = [
+        rank
+        for variables, (_, place) in zip(VARIABLES[platform], started, strict=True)
+        for rank in environments(place, {"PATH": "", "HOME": str(tmp_path), **variables})
+    ]
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["CROSS_RANK"]) for rank in ranks] == [
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    ]
+    assert all(str(tmp_path / "run") in " ".join(program) for program, _ in started)
+    for rank in ranks:
+        monkeypatch.setattr(os, "environ", rank)
+        set_environment()
+        world = (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["CROSS_SIZE"])
+        assert world == ("4", "2", "2") and on_several_hosts() and RUN_SECRET not in rank
+        assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == (MASTERS[platform], "29500")
+
+
+CONTRADICTIONS = {
+    "jobset": ({"JOB_COMPLETION_INDEX": "2"}, "--node-rank 2 of --nodes 2: hosts are numbered from 0 to 1"),
+    "trainjob": ({"PET_NNODES": "1"}, "--node-rank 1 of --nodes 1: hosts are numbered from 0 to 0"),
+    "skypilot": ({"SKYPILOT_NODE_RANK": ""}, "argument --node-rank: "),
+}
+
+
+@pytest.mark.parametrize("platform", CONTRADICTIONS)
+def test_a_platform_that_contradicts_itself_gets_one_line_and_nothing_is_started(
+    platform: str, started: list[tuple[list[str], Place]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, said = CONTRADICTIONS[platform]
+    words = typed(platform, {**VARIABLES[platform][1], **wrong}, tmp_path)
+    assert main(words) == EXIT_BAD_INPUT and started == []
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nodes 2 --run-dir run", "--nodes 2 needs --master-addr HOST"),
+        ("--nodes 2 --master-addr a", "--nodes 2 needs --run-dir DIR, a folder that all hosts share"),
+        ("--nodes 2 --master-addr a --hostfile hosts --run-dir run", "--nodes and --hostfile both say where ranks run"),
+        ("--nodes two --master-addr a", "argument --nodes: "),
+    ],
+)
+def test_half_of_what_several_hosts_need_is_refused_in_one_line(
+    options: str, said: str, started: list[tuple[list[str], Place]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--deepspeed_config", "zero2_fp16", *options.split()]) == EXIT_BAD_INPUT and started == []
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def small(words: list[str], folder: Path, port: int, images: int) -> list[str]:
+    """The words of a node, with a tiny run on this machine in the place of the platform's."""
+    words = [word.replace("/runs/digits", str(folder / "run")).replace(MASTER, "127.0.0.1") for word in words]
+    changes = (*TINY, f"data.store_root={folder / 'data'}", "logging.trackers=[]", f"train.images={images}")
+    return [*words, "--port", str(port), "--device", "cpu", *(part for change in changes for part in ("--set", change))]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("platform", ["jobset", "trainjob"])
+def test_ranks_with_exactly_these_variables_train_together(
+    platform: str, started: list[tuple[list[str], Place]], tmp_path: Path
+) -> None:
+    place_digits(tmp_path)
+    port = free_port()
+    for variables in VARIABLES[platform]:
+        main(small(typed(platform, variables, tmp_path), tmp_path, port, images=64))
+    output, ranks = tmp_path / "output", []
+    for (program, place), variables in zip(started, VARIABLES[platform], strict=True):
+        words = [str(REPOSITORY / "launch" / "train.py"), *program[2:]]
+        for environment in environments(place, {**os.environ, **ONE_THREAD, **variables}):
+            ranks.append(Forked.script(words, env=environment, stdout=output, stderr=output))
+    assert [rank.wait() for rank in ranks] == [0, 0], output.read_text()[-4000:]
+    assert (checkpoints_of(tmp_path / "run") / LATEST).is_file()
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_pod_that_is_asked_to_leave_saves_the_run_which_goes_on_when_both_are_back(tmp_path: Path) -> None:
+    place_digits(tmp_path)
+    port, starts = free_port(), 0
+
+    def start(images: int) -> list[subprocess.Popen[bytes]]:
+        nonlocal starts
+        starts += 1
+        pods = []
+        for node, variables in enumerate(VARIABLES["jobset"]):
+            words = small(typed("jobset", variables, tmp_path), tmp_path, port, images)
+            command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
+            with (tmp_path / f"said-{starts}-{node}").open("wb") as said:
+                pods.append(
+                    subprocess.Popen(
+                        command,
+                        env={**os.environ, **ONE_THREAD, "HOME": str(tmp_path), **variables},
+                        stdout=said,
+                        stderr=said,
+                        cwd=tmp_path,
+                    )
+                )
+        return pods
+
+    def said() -> str:
+        return "".join(path.read_text() for path in sorted(tmp_path.glob("said-*")))
+
+    pods = start(80000)
+    try:
+        wait_for(lambda: re.search(r"\d/80,000 images", said()), said=said, pause=0.1)
+        pods[1].send_signal(signal.SIGTERM)
+        assert [pod.wait() for pod in pods] == [EXIT_PREEMPTED, EXIT_PREEMPTED], said()
+        saved = (checkpoints_of(tmp_path / "run") / LATEST).read_text().strip()
+        pods += start(int(saved.removeprefix("images-")) + 64)
+        assert [pod.wait() for pod in pods[2:]] == [0, 0] and f"resuming from {tmp_path / 'run'}" in said(), said()
+    finally:
+        for pod in pods:
+            pod.kill()
+
+
+def test_grace_periods_and_exit_codes_are_ours() -> None:
+    patch = TRAINJOB["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    grace = patch["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for command, seconds in (
+        (POD["containers"][0]["command"], POD["terminationGracePeriodSeconds"]),
+        (TRAINJOB["spec"]["trainer"]["command"], grace),
+    ):
+        assert int(re.search(r"--grace-seconds=(\d+)", shlex.join(command))[1]) + 30 <= seconds  # type: ignore[index]
+    rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in JOB["podFailurePolicy"]["rules"][:2]}
+    assert rules == {"FailJob": [EXIT_BAD_INPUT, EXIT_BAD_NUMBERS], "Ignore": [EXIT_PREEMPTED]}
+    assert SKYPILOT["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_PREEMPTED, EXIT_PEER_LOST]
+    images = {POD["containers"][0]["image"], TRAINJOB["spec"]["trainer"]["image"]}
+    assert images == {f"REGISTRY/ddpm_ds:{__version__}"}
+
+
+@pytest.mark.parametrize(("model", "given"), [(JobsetV1alpha2JobSet, JOBSET), (TrainerV1alpha1TrainJob, TRAINJOB)])
+def test_kubernetes_files_have_the_keys_and_types_of_their_api(model: Any, given: dict[str, Any]) -> None:
+    """The API's models drop a key that they don't know, so all that was given has to come back."""
+
+    def comes_back(given: Any, read: Any) -> None:
+        if isinstance(given, dict):
+            assert given.keys() <= read.keys()
+            for key in given:
+                comes_back(given[key], read[key])
+        elif isinstance(given, list):
+            for one, other in zip(given, read, strict=True):
+                comes_back(one, other)
+        else:
+            assert given == read
+
+    comes_back(given, model.from_dict(given).to_dict())
