@@ -324,8 +324,8 @@ def planned_bytes(work: Path) -> int:
 
 def one_device(machine: Machine) -> Iterator[Finding]:
     """``bench.py --one-device``: predictions and gradients of all rows but our compiled one, and their speed."""
-    names = "diffusers,diffusers-randn,diffusers-compiled,plain,channels-last,fused-kernels,fused-adamw,bare,engine,engine-eager"
-    names += ",lucidrains,lucidrains-randn,ours-dim64"
+    names = "diffusers,diffusers-randn,diffusers-compiled,lucidrains,lucidrains-randn"
+    names += ",plain,channels-last,fused-kernels,fused-adamw,bare,engine,engine-eager,ours-dim64"
     options: list[str | Path] = ["--spec", SPECS / "cifar10.yaml", *CIFAR10_SIZED, "--steps-per-round", "5"]
     if not machine.on_gpu:
         names, options = "plain,bare,engine", ["--images", "16", "--steps-per-round", "1"]

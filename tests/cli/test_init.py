@@ -14,6 +14,7 @@ from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import DS_CONFIGS, read_ds_config
 from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.errors import EXIT_BAD_INPUT
+from tests.forking import REPOSITORY
 from tests.terminal import Terminal
 
 
@@ -88,5 +89,44 @@ def test_the_three_commands_work_as_they_are_printed(name: str, tmp_path: Path) 
             Image.fromarray(pixels).save(folder / pictures / f"{number:03}.png")
     for command, shorter in zip(KINDS[name].commands, SHORTER[name], strict=True):
         terminal = Terminal(["bash", "-ec", f"{command} {shorter}"], folder)
+        assert terminal.ended() == 0, terminal.text
+    assert (folder / "runs" / "first" / "checkpoints" / "latest").is_file()
+
+
+def test_the_readme_has_the_commands_of_its_three_doors() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    for name, folder in {"images": "mine", "sdxl": "xl", "fields": "weather"}.items():
+        commands = (f"ddpm-ds init --{name} {folder} && cd {folder}", *KINDS[name].commands)
+        assert "".join(f"    {command}\n" for command in commands) in readme
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_the_commands_for_sdxl_work_with_a_tiny_pipeline_in_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.evaluate.test_text_pipelines import write_pipeline_of
+
+    pipeline, folder = write_pipeline_of(tmp_path / "pipeline", "sdxl"), tmp_path / "xl"
+    assert main(["init", "--sdxl", str(folder)]) == 0
+    tiny = {
+        "madebyollin/sdxl-vae-fp16-fix": f"{pipeline}/vae",
+        "stabilityai/stable-diffusion-xl-base-1.0": str(pipeline),
+        "image_size: 128 ": "image_size: 8 ",
+    }
+
+    def replaced(text: str) -> str:
+        for large, small in tiny.items():
+            text = text.replace(large, small)
+        return text
+
+    spec = folder / "spec.yaml"
+    spec.write_text(replaced(spec.read_text()))
+    (folder / "pictures").mkdir()
+    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3), dtype=np.uint8)):
+        Image.fromarray(pixels).save(folder / "pictures" / f"{number:02}.png")
+        (folder / "pictures" / f"{number:02}.txt").write_text("a red circle")
+    shorter = ("", "", "--set train.images=16 --set train.batch_images=8 --set optimizer.warmup_images=0 --device cpu")
+    for command, more in zip(KINDS["sdxl"].commands, shorter, strict=True):
+        terminal = Terminal(["bash", "-ec", f"{replaced(command)} {more}"], folder)
         assert terminal.ended() == 0, terminal.text
     assert (folder / "runs" / "first" / "checkpoints" / "latest").is_file()
