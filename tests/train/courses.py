@@ -35,6 +35,7 @@ class Layout:
     recompute: int = 0
     schedule: str = "1f1b"
     gradients: str = "flat"
+    optimizer: str = "AdamW"
 
 
 LAYOUTS = {
@@ -78,6 +79,7 @@ class Courses:
         config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
+        config["optimizer"]["type"] = layout.optimizer
         config["pipeline"] |= {
             "activation_checkpoint_interval": layout.recompute,
             "schedule": layout.schedule,

@@ -84,7 +84,7 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
 
 def write_weights(engine: UnetPipelineEngine, ema: Ema, folder: Path) -> None:
     """This rank's share of the weights of this moment, for averages by the definition."""
-    own = {f"{name}@{start}": values for kind, name, start, values in state_fragments(engine, ema) if kind == "master"}
+    own = {f"{one.name}@{one.start}": one.values for one in state_fragments(engine, ema) if one.kind == "master"}
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(own, folder / f"{engine.images_seen}-rank{dist.get_rank()}.pt")
 
