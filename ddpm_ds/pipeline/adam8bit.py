@@ -82,7 +82,7 @@ class Adam8bit(torch.optim.Optimizer):
             for piece in sorted((one for one in pieces if one.master is master), key=lambda one: one.offset):
                 if gap := piece.offset - sum(sizes):
                     sizes.append(gap)
-                if piece.dimensions == 1:
+                if piece.dimensions <= 1:
                     self._firsts[piece.name] = elements
                     vectors.append((part + len(sizes), piece.of(master), elements))
                     elements += piece.length

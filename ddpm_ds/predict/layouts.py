@@ -264,7 +264,7 @@ class Workload:
         sizes = [0] * len(self.layers)
         for name, shape in parameter_shapes(self.layers).items():
             elements = math.prod(shape)
-            wide = len(shape) == 1
+            wide = len(shape) <= 1
             sizes[int(name.split(".")[0])] += 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
         return tuple(sizes)
 

@@ -29,7 +29,7 @@ STOCK_BUCKET_ELEMENTS = 500_000_000
 """Number of gradient elements that DeepSpeed's own way reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
-EIGHT_BIT_INTERMEDIATES = 21
+EIGHT_BIT_INTERMEDIATES = 17
 """Bytes that Adam in 8 bits needs for each element that it steps at a time."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
