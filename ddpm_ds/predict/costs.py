@@ -46,9 +46,13 @@ def weight_share(layer: Layer) -> float:
     return 0.5 * layer.weight_macs / layer.macs
 
 
-def update_bytes(job: Workload) -> int:
-    """Return the bytes per parameter that the optimizer's step and the averages of the weights read and write."""
-    return ADAM_BYTES + EMA_BYTES * job.spec.ema.averages
+def update_bytes(job: Workload, layout: Layout) -> int:
+    """Return the bytes per parameter that the optimizer's step and the averages of the weights read and write.
+
+    Averages that the host updates meanwhile are not counted.
+    """
+    beside = job.spec.ema.on_host and not layout.offload
+    return ADAM_BYTES + (0 if beside else EMA_BYTES * job.spec.ema.averages)
 
 
 def planned_costs(
@@ -72,7 +76,7 @@ def planned_costs(
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
-        seconds = max(owned * update_bytes(job) / bandwidth, UPDATE * launch_seconds(job, machine))
+        seconds = max(owned * update_bytes(job, layout) / bandwidth, UPDATE * launch_seconds(job, machine))
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / copying
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)

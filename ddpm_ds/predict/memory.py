@@ -56,7 +56,7 @@ class Memory:
     communicators: int = 0
     """Bytes of NCCL's own buffers."""
     host: int = 0
-    """Bytes in host memory, with offload."""
+    """Bytes in host memory, of what is offloaded and of averages that are kept there."""
 
     @property
     def total(self) -> int:
@@ -157,6 +157,8 @@ class _State:
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
         self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
         self.ema = 4 * owned * job.spec.ema.averages
+        if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
+            self.ema, self.host = 0, self.ema + 4 * owned
         summed = job.accumulated_bytes if zero else stored
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned

@@ -25,12 +25,11 @@ from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
 from ddpm_ds.pipeline import adam8bit
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
-from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.pipeline.own_step import OwnStep
 from tests.launching import run_ranks, write_json
-from tests.pipeline.batches import global_batch, micro_batches, objective_of
-from tests.pipeline.ladder_worker import Case, layers_of, report_cases, spec_of
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, report_cases, spec_of
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 4
@@ -284,13 +283,7 @@ def test_ranks_step_as_one_parameter_at_a_time(processes: int, tmp_path: Path) -
 def compared(case: Case) -> dict[str, Any]:
     """Train a case, and each owned piece by the reference, from the gradients with which the optimizer steps."""
     spec = spec_of(False)
-    resolved = case.resolved(spec.train.batch_images)
-    params = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
-    blocks = {**resolved.blocks, "optimizer": {"type": "AdamW8bit", "params": params}}
-    layers = layers_of(spec)
-    engine = build_engine(
-        layers, case.bounds(layers), replace(resolved, blocks=blocks), objective_of(spec), seed=spec.train.seed
-    )
+    engine = replace(case, eight_bit=True).engine(spec)
     optimizer, pieces = engine.basic_optimizer, insides.owned_pieces(engine)
     assert isinstance(optimizer, Adam8bit) and optimizer.param_groups[0]["weight_decay"] == 0.1
     first = {one.name: one.of(one.master).clone() for one in pieces}

@@ -133,6 +133,16 @@ def test_averages_of_other_lengths_take_as_much_as_the_one_that_is_always_there(
     assert offloaded[1].total == offloaded[0].total
 
 
+def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weights_there() -> None:
+    spec = tiny_spec(ema={"profiles": [0.05], "snapshot_images": 64, "on_host": True})
+    layout = replace(ONE, zero_stage=2)
+    usual, found = memory(small_job(tiny_spec()), layout), memory(small_job(spec), layout)
+    assert (found.ema, found.total, found.host) == (0, usual.total - usual.ema, 3 * usual.ema)
+    job, wanted = (small_job(tiny_spec(ema={"on_host": on_host})) for on_host in (True, False))
+    offloaded = replace(layout, offload=True)
+    assert memory(job, offloaded) == memory(wanted, offloaded), "there they are in any case"
+
+
 def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:
     job = small_job(fp16={"enabled": True})
     found = memory(job, replace(ONE, zero_stage=2, offload=True))

@@ -36,6 +36,7 @@ class Layout:
     schedule: str = "1f1b"
     gradients: str = "flat"
     optimizer: str = "AdamW"
+    on_host: bool = False
 
 
 LAYOUTS = {
@@ -94,6 +95,7 @@ class Courses:
             ds_config=str(write_json(self._folder / f"{name}.json", config)),
             stages=layout.stages,
             accumulation=layout.accumulation,
+            on_host=layout.on_host,
             overflow=precision == "fp16" if overflow is None else overflow,
             sources={source: str(self._checkpoint(source, WHOLE, STEPS)) for source in sources},
         )

@@ -146,6 +146,7 @@ LAYOUTS = {
     "1x2": (Layout(1, 2, zero=2, accumulation=2, optimizer="AdamW8bit"), "fp32"),
     "2x1": (Layout(2, 1, zero=1, accumulation=4, schedule="folded", optimizer="AdamW8bit"), "fp16"),
     "usual": (Layout(1, 1, zero=1, accumulation=2), "fp32"),
+    "usual on host": (Layout(1, 1, zero=1, accumulation=2, on_host=True), "fp32"),
 }
 
 
@@ -154,6 +155,7 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
     found = Courses(tmp_path_factory.mktemp("courses"))
     found.train([found.course(name, *kind) for name, kind in LAYOUTS.items()])
     sources = {"1x1": ["1x1", "1x2", "usual"], "1x2": ["1x2", "1x1"], "2x1": ["2x1"], "usual": ["1x1"]}
+    sources["usual on host"] = ["usual"]
     found.train([found.course(f"resumed-{name}", *LAYOUTS[name], sources[name]) for name in LAYOUTS])
     return found
 
@@ -176,3 +178,9 @@ def test_other_layouts_and_fp32_moments_go_on_near_the_curve(layout: str, source
         assert difference <= sum(rates), name
     for loss, expected in zip(courses.losses(f"resumed-{layout}", source), courses.losses(source), strict=True):
         assert loss == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.launch
+def test_averages_in_host_memory_are_those_of_the_device_and_go_on_from_them(courses: Courses) -> None:
+    assert the_same(courses.end("usual on host"), courses.end("usual"))
+    assert the_same(courses.end("resumed-usual on host", "usual"), courses.end("usual"))
