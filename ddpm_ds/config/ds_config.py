@@ -299,8 +299,6 @@ def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -
 
 BUCKET_ELEMENTS = 2**23
 """Elements of ZeRO's buckets set to "auto": large enough for a network, small enough for a CPU's memory."""
-EIGHT_BIT_ELEMENTS = 2**22
-"""Elements that Adam in 8 bits steps at a time: few launches, and little memory beside its state."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a weight, a gradient or an element of a message between stages, by precision."""
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from ddpm_ds.checkpoint.eight_bits import code_of
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS, blocks_of
 from ddpm_ds.checkpoint.writer import Fragment
-from ddpm_ds.config.ds_config import EIGHT_BIT_ELEMENTS
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 
-CHUNK_BLOCKS = EIGHT_BIT_ELEMENTS // BLOCK
+CHUNK_BLOCKS = BUCKET_ELEMENTS // BLOCK
 """Number of blocks that are stepped at a time."""
 
 Picks = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, EIGHT_BIT_ELEMENTS, Layout, Schedule
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
@@ -30,7 +30,7 @@ STOCK_BUCKET_ELEMENTS = 500_000_000
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
 EIGHT_BIT_INTERMEDIATES = 17
-"""Bytes that Adam in 8 bits needs for each element that it steps at a time."""
+"""Bytes that Adam in 8 bits needs for each element of those that it steps at a time."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2
@@ -163,7 +163,7 @@ class _State:
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
         if job.is_8bit:
-            self._intermediates = EIGHT_BIT_INTERMEDIATES * min(EIGHT_BIT_ELEMENTS, owned)
+            self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
         elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)

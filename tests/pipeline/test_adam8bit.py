@@ -19,6 +19,7 @@ import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpm_ds.checkpoint.eight_bits import SMALLEST, Code
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
@@ -27,6 +28,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.pipeline.own_step import OwnStep
+from ddpm_ds.predict.costs import EIGHT_BIT_UPDATE
 from tests.launching import run_ranks, write_json
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases, spec_of
@@ -209,6 +211,30 @@ def test_without_rounding_it_is_pytorchs_adamw(monkeypatch: pytest.MonkeyPatch) 
         optimizer.take([gradient], None)
         adam.step()
     torch.testing.assert_close(flat[:-5], weights.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_launches_are_those_that_the_planner_counts_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parameters there are."""
+    counts = []
+    for blocks in (2**14, 1):
+        monkeypatch.setattr(adam8bit, "CHUNK_BLOCKS", blocks)
+        optimizer, flat, _ = optimizer_of(CUTS[0])
+        with Launches() as launches:
+            optimizer.take([gradient_of(0, flat)], torch.ones(()))
+        counts.append((launches.count, len(optimizer._chunks)))
+    (few, one), (many, chunks) = counts
+    assert one == 1 and (many - few) / (chunks - one) == EIGHT_BIT_UPDATE
+    assert few < 2 * EIGHT_BIT_UPDATE, "norms and biases are stepped together"
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are neither views nor allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def state_of(optimizer: Adam8bit, flat: Tensor) -> list[Tensor]:
