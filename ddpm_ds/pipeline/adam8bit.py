@@ -71,8 +71,7 @@ class Adam8bit(torch.optim.Optimizer):
         device = self._masters[0].device
         self._codes = {moment: code_of(moment, device) for moment in MOMENTS}
         self._steps = torch.zeros((), device=device)
-        self._rows: dict[str, int] = {}  # first row of a weight
-        self._firsts: dict[str, int] = {}  # first element of a norm or bias
+        self._first: dict[str, int] = {}  # place of a piece's first element, in the rows or among norms and biases
         self._sizes: list[list[int]] = []  # of the parts of each gradient
         weights: list[tuple[int, Tensor, int]] = []  # part of the gradients, weights in it, first place in the rows
         vectors: list[tuple[int, Tensor, int]] = []
@@ -83,12 +82,12 @@ class Adam8bit(torch.optim.Optimizer):
                 if gap := piece.offset - sum(sizes):
                     sizes.append(gap)
                 if piece.dimensions <= 1:
-                    self._firsts[piece.name] = elements
+                    self._first[piece.name] = elements
                     vectors.append((part + len(sizes), piece.of(master), elements))
                     elements += piece.length
                     sizes.append(piece.length)
                     continue
-                self._rows[piece.name], place = rows, rows * BLOCK + piece.first % BLOCK
+                self._first[piece.name] = place = rows * BLOCK + piece.first % BLOCK
                 rows += len(blocks_of(piece.first, piece.length))
                 left = piece.of(master)
                 while len(left):  # a chunk ends within large weights
@@ -154,28 +153,24 @@ class Adam8bit(torch.optim.Optimizer):
 
     def fragments(self, piece: OwnedPiece) -> list[Fragment]:
         """Return the moments of a piece, views of them: codes with their scales, or fp32."""
-        about = piece.name, piece.first
-        if piece.name in self._firsts:
-            first = self._firsts[piece.name]
-            return [Fragment(kind, *about, all_[first : first + piece.length]) for kind, all_ in self._plain.items()]
-        rows, places = self._places(piece)
+        (places, rows), about = self._places(piece), (piece.name, piece.first)
+        if piece.dimensions <= 1:
+            return [Fragment(moment, *about, values[places]) for moment, values in self._plain.items()]
         return [
-            Fragment(kind, *about, codes.view(-1)[places], scales[rows])
-            for kind, (codes, scales) in self._state.items()
+            Fragment(moment, *about, codes.view(-1)[places], scales[rows])
+            for moment, (codes, scales) in self._state.items()
         ]
 
     @torch.no_grad()
-    def load(self, piece: OwnedPiece, kind: str, values: Tensor) -> None:
+    def load(self, piece: OwnedPiece, moment: str, values: Tensor) -> None:
         """Set a moment of a piece to fp32 values in host memory, rounded unless they are in 8 bits already."""
-        if piece.name in self._firsts:
-            first = self._firsts[piece.name]
-            self._plain[kind][first : first + piece.length].copy_(values)
+        (places, rows), (codes, scales) = self._places(piece), self._state[moment]
+        if piece.dimensions <= 1:
+            self._plain[moment][places].copy_(values)
             return
-        rows, _ = self._places(piece)
-        (codes, scales), begin = self._state[kind], piece.first % BLOCK
         blocks = torch.zeros_like(codes[rows], dtype=torch.float32)
-        blocks.view(-1)[begin : begin + piece.length].copy_(values)
-        codes[rows], scales[rows] = self._codes[kind].encode(blocks)
+        blocks.view(-1)[places.start % BLOCK :][: piece.length].copy_(values)
+        codes[rows], scales[rows] = self._codes[moment].encode(blocks)
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps taken, and forget the moments if it is 0."""
@@ -187,10 +182,10 @@ class Adam8bit(torch.optim.Optimizer):
                 self._plain[moment].zero_()
 
     def _places(self, piece: OwnedPiece) -> tuple[slice, slice]:
-        """Return the rows of a piece of a weight, and the places of its elements in all rows."""
-        row, begin = self._rows[piece.name], piece.first % BLOCK
-        rows = slice(row, row + len(blocks_of(piece.first, piece.length)))
-        return rows, slice(row * BLOCK + begin, row * BLOCK + begin + piece.length)
+        """Return the places of a piece's elements, in all rows or among norms and biases, and the rows they are in."""
+        first = self._first[piece.name]
+        blocks = blocks_of(first, piece.length)
+        return slice(first, first + piece.length), slice(blocks.start, blocks.stop)
 
 
 def _chunk(parts: Sequence[tuple[int, Tensor, int]], rows: slice, width: int = BLOCK) -> _Chunk:

@@ -123,15 +123,15 @@ class HostEma(Ema):
         thread                                    └─ averages of step n
 
     Every step counts, by the operations of :class:`Ema`, and the averages have the same bits as on a device that
-    rounds as the host does. The host waits for the averages of a step before it copies the weights of the next. The
-    copy is no part of a CUDA graph; the optimizer's wait for it is.
+    rounds as the host does. The copy is page-locked, and no part of a CUDA graph; the optimizer's wait for it is. The
+    host waits for the averages of a step before it copies the weights of the next.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._thread, self._running = ThreadPoolExecutor(1), Future[None]()
         self._running.set_result(None)
         super().__init__(engine, spec)
-        self._new = [self._copy_of(master.detach()) for master in self._masters]
+        self._new = [torch.empty(master.shape, pin_memory=master.is_cuda) for master in self._masters]
         self._stream = self._copied = None
         if self._masters[0].is_cuda:
             self._stream = torch.cuda.Stream(engine.device)
@@ -139,7 +139,7 @@ class HostEma(Ema):
             self._copied.record()
 
     def _copy_of(self, master: Tensor) -> Tensor:
-        return torch.empty(master.shape, pin_memory=master.is_cuda).copy_(master)
+        return master.to("cpu", copy=True)
 
     @property
     def averages(self) -> dict[str, list[Tensor]]:
