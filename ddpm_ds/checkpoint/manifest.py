@@ -28,6 +28,17 @@ BAR_BYTES = 10**9
 _BLANK = "0" * 64
 
 StoredDtype = Literal["F32", "F16"]
+CODES = "U8"
+"""Data type of codes of 8 bits (:mod:`ddpm_ds.checkpoint.eight_bits`), which stand beside their blocks' scales."""
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Kinds of Adam's moments, which may be codes, and whether they have signs."""
+BLOCK = 256
+"""Number of elements that share a scale. A parameter's first block begins at its first element."""
+
+
+def blocks_of(first: int, length: int) -> range:
+    """Return the blocks of a parameter that hold ``length`` elements from ``first`` on."""
+    return range(first // BLOCK, -(-(first + length) // BLOCK))
 
 
 class Span(NamedTuple):
@@ -49,6 +60,11 @@ class Span(NamedTuple):
     def key(self) -> str:
         """Name of this tensor in a checkpoint's file."""
         return f"{self.kind}/{self.name}@{self.start}"
+
+    @property
+    def scales_key(self) -> str:
+        """Name of the scales of this tensor's blocks, if it holds codes."""
+        return f"{self.kind}.scales/{self.name}@{self.start}"
 
     def part(self, start: int, stop: int) -> Span:
         """Return the span of the values from ``start`` to ``stop`` of this one."""
@@ -292,15 +308,23 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
     """
     with _reading(checkpoint, name):
         file = open_tensors(checkpoint / name, "numpy")
-    found = []
+    found, scales, expected = [], {}, {}
     for key in file.keys():  # noqa: SIM118 - not a mapping
         piece = file.get_slice(key)
-        match, shape = re.fullmatch(r"([^/]+)/(.+)@(\d{1,15})", key), piece.get_shape()
-        known = piece.get_dtype() == manifest.dtype and len(shape) == 1
+        match, shape, dtype = re.fullmatch(r"([^/]+)/(.+)@(\d{1,15})", key), piece.get_shape(), piece.get_dtype()
+        if match and match[1].endswith(".scales") and dtype == "F32":
+            scales[key] = shape
+            continue
+        coded = bool(match and match[1] in MOMENTS and dtype == CODES)
+        known = (coded or dtype == manifest.dtype) and len(shape) == 1
         if not (known and match and match[1] in manifest.kinds and match[2] in manifest.parameters):
             what = {"F32": "fp32", "F16": "fp16"}[manifest.dtype]
             raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in {what}")
-        found.append(Span(match[1], match[2], int(match[3]), *shape))
+        found.append(span := Span(match[1], match[2], int(match[3]), *shape))
+        if coded:
+            expected[span.scales_key] = [len(blocks_of(span.start, span.length))]
+    if scales != expected:
+        raise unusable(checkpoint, f"{name} holds codes of 8 bits without their scales, or others")
     return found
 
 

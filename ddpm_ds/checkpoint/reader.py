@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ddpm_ds.checkpoint.eight_bits import decoded
 from ddpm_ds.checkpoint.manifest import (
+    BLOCK,
+    CODES,
     STATE,
     FileEntry,
     Manifest,
     Span,
+    blocks_of,
     check_all_here,
     check_bytes,
     check_headers,
@@ -33,7 +37,7 @@ from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import open_tensors, sync, temporary_beside
 
-STORED: dict[str, torch.dtype] = dict(DTYPES.values())
+STORED: dict[str, torch.dtype] = {**dict(DTYPES.values()), CODES: torch.uint8}
 """PyTorch's data types by their names in safetensors files."""
 
 
@@ -67,8 +71,8 @@ class Reader:
     def read(self, kind: str, name: str, start: int = 0, length: int | None = None) -> Tensor:
         """Return ``length`` values (None: up to the end) of flattened parameter ``name``, from ``start`` on.
 
-        The result is a copy, (length,) fp32 in host memory. Only the files that hold the values are checked, and only
-        the needed pages read. Raises ValueError if the parameter has no such values.
+        The result is a copy, (length,) fp32 in host memory, whatever is stored. Only the files that hold the values are
+        checked, and only the needed pages read. Raises ValueError if the parameter has no such values.
         """
         if kind not in self.manifest.kinds:
             raise unusable(self.path, f"it has no {kind}, only {', '.join(self.manifest.kinds)}")
@@ -86,6 +90,10 @@ class Reader:
                 continue
             self._check(file)
             piece = self._files[file].get_slice(span.key)[low - span.start : high - span.start]
+            if piece.dtype is STORED[CODES]:
+                blocks, first = blocks_of(low, high - low), span.start // BLOCK
+                scales = self._files[file].get_slice(span.scales_key)[blocks.start - first : blocks.stop - first]
+                piece = decoded(kind, low, piece, scales)
             values.numpy()[low - start : high - start] = piece.numpy()
             at = high
         if at != stop:
@@ -121,9 +129,11 @@ class Reader:
         return spans
 
 
-def write_tensors(
-    path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], values: Iterable[memoryview], **metadata: str
-) -> FileEntry:
+Header = tuple[str, str, tuple[int, ...]]
+"""Key, data type and shape of a tensor in a safetensors file."""
+
+
+def write_tensors(path: Path, tensors: Iterable[Header], values: Iterable[memoryview], **metadata: str) -> FileEntry:
     """Write a safetensors file, streaming its tensors, and flush it to disk.
 
     The format is the header's length as 8 little-endian bytes, the header in JSON, and the raw tensors without gaps.

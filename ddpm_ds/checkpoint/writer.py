@@ -35,6 +35,7 @@ from ddpm_ds.checkpoint.folder import (
 )
 from ddpm_ds.checkpoint.groups import CalledOff, Completion, Groups, NotSaved
 from ddpm_ds.checkpoint.manifest import (
+    CODES,
     MANIFEST,
     STATE,
     Description,
@@ -43,7 +44,7 @@ from ddpm_ds.checkpoint.manifest import (
     StoredDtype,
     manifest_of,
 )
-from ddpm_ds.checkpoint.reader import STORED, write_tensors
+from ddpm_ds.checkpoint.reader import STORED, Header, write_tensors
 from ddpm_ds.files import replace_file, write_file
 
 
@@ -53,26 +54,31 @@ class Fragment(NamedTuple):
     kind: str
     name: str
     start: int
-    values: Tensor  # (length,) fp32, any device
+    values: Tensor  # (length,) fp32, or codes of 8 bits, any device
+    scales: Tensor | None = None  # of the codes' blocks, fp32
 
 
 class HostCopy:
-    """Concatenated snapshot of tensors in ``dtype``, whose memory is reused for the next snapshot."""
+    """Concatenated snapshot of tensors in ``dtype``, and after them of codes of 8 bits, whose memory is reused for the
+    next snapshot.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._values = torch.empty(0, dtype=dtype)
+        self._dtype = dtype
+        self._bytes = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
         """Copy all values, to pinned memory if any are on CUDA; return when the tensors may change again."""
         devices = {piece.device for piece in pieces if piece.is_cuda}
-        sizes = [piece.numel() for piece in pieces]
+        dtypes = [torch.uint8 if piece.dtype is torch.uint8 else self._dtype for piece in pieces]
+        sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
         self._used = sum(sizes)
-        if self._values.numel() < self._used:
-            dtype = self._values.dtype
-            self._values = torch.empty(0, dtype=dtype)  # frees the old memory first
-            self._values = torch.empty(self._used, dtype=dtype, pin_memory=bool(devices))
-        for target, piece in zip(self._values[: self._used].split(sizes), pieces, strict=True):
+        if self._bytes.numel() < self._used:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+            self._bytes = torch.empty(self._used, dtype=torch.uint8, pin_memory=bool(devices))
+        for raw, dtype, piece in zip(self._bytes[: self._used].split(sizes), dtypes, pieces, strict=True):
+            target = raw.view(dtype)
             if piece.is_cuda:
                 target.copy_(piece.detach(), non_blocking=True)
             else:  # torch would restart its threads for every piece
@@ -83,7 +89,7 @@ class HostCopy:
 
     def raw(self) -> memoryview:
         """Return the copied bytes."""
-        return self._values.numpy()[: self._used].view("uint8").data
+        return self._bytes.numpy()[: self._used].data
 
 
 class Writer:
@@ -138,10 +144,16 @@ class Writer:
         self.wait()
         self._completion.attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
-        self._host.take([fragment.values for fragment in fragments])
-        spans = [Span(kind, name, start, values.numel()) for kind, name, start, values in fragments]
+        spans = [Span(kind, name, start, values.numel()) for kind, name, start, values, _ in fragments]
+        floats, codes = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
+        for span, fragment in zip(spans, fragments, strict=True):
+            (floats if fragment.scales is None else codes).append((span.key, fragment.values))
+            floats += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
+        self._host.take([values for _, values in floats + codes])
+        tensors: list[Header] = [(key, self._dtype, (values.numel(),)) for key, values in floats]
+        tensors += [(key, CODES, (values.numel(),)) for key, values in codes]
         text = json.dumps(dict(state), indent=2) + "\n"
-        copies = f"{part}.safetensors", spans, description.model_copy(deep=True), text
+        copies = f"{part}.safetensors", tensors, spans, description.model_copy(deep=True), text
         self._thread = threading.Thread(target=self._write, args=copies, name=self._what, daemon=True)
         self._thread.start()
         return time.monotonic() - started
@@ -153,7 +165,7 @@ class Writer:
             self._thread = None
         return self._saved
 
-    def _write(self, file: str, spans: list[Span], description: Description, state: str) -> None:
+    def _write(self, file: str, tensors: list[Header], spans: list[Span], description: Description, state: str) -> None:
         """Write a checkpoint; runs in the thread."""
         self._saved = False
         name = checkpoint_name(description.images)
@@ -162,7 +174,7 @@ class Writer:
             if self._groups.leads:
                 self._remove_earlier_attempts()
             scratch.mkdir(parents=True, exist_ok=True)
-            self._complete(scratch, self._written(scratch / file, spans), description, state)
+            self._complete(scratch, self._written(scratch / file, tensors, spans), description, state)
             self._saved = True
         except Exception as error:
             self._give_up(scratch, name, error)
@@ -194,11 +206,10 @@ class Writer:
             if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _written(self, path: Path, spans: list[Span]) -> str:
+    def _written(self, path: Path, tensors: list[Header], spans: list[Span]) -> str:
         """Write this rank's file and return its record; a rank without values writes none."""
         if not spans:
             return ""
-        tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
         entry = write_tensors(path, tensors, [self._host.raw()])
         return Part(file=path.name, entry=entry, fragments=spans).model_dump_json()
 

@@ -267,10 +267,10 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
-    offload = prediction.layout.offload
-    rows = [("rank", *prediction.peak.parts, "total", *(["(host)"] if offload else []))]
+    on_host = any(memory.host for memory in prediction.memory)
+    rows = [("rank", *prediction.peak.parts, "total", *(["(host)"] if on_host else []))]
     for rank, memory in enumerate(prediction.memory):
-        sizes = [*memory.parts.values(), memory.total, *([memory.host] if offload else [])]
+        sizes = [*memory.parts.values(), memory.total, *([memory.host] if on_host else [])]
         rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
     return rows
 

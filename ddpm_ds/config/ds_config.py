@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, counted
-from ddpm_ds.config.ds_model import DS_CONFIG, UNUSED, ZERO_ONLY_KEYS, CutMethod, DsConfig, given_at
+from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, UNUSED, ZERO_ONLY_KEYS, CutMethod, DsConfig, given_at
 from ddpm_ds.config.section import is_off, shown
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX
@@ -98,11 +98,17 @@ def offloads(config: Mapping[str, Any]) -> bool:
     return bool(offload.get("device", "none") != "none")
 
 
+def is_8bit(config: Mapping[str, Any]) -> bool:
+    """Return whether a config's Adam keeps its moments in 8 bits."""
+    return bool(config.get("optimizer", {}).get("type") == EIGHT_BIT)
+
+
 def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
     """Return whether a config is one of fp16 that ZeRO must train: with DeepSpeed's own Adam, whose fp16 optimizer
     without ZeRO flattens all weights into one.
     """
-    return precision(config) == "fp16" and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
+    own = not is_8bit(config) and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
+    return precision(config) == "fp16" and own
 
 
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
@@ -130,6 +136,7 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
 def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) -> None:
     """Find keys that contradict each other, among those that have no fault of their own; ``given`` has no defaults."""
     zero, params, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
+    eight_bit = config.optimizer.type == EIGHT_BIT
     if config.fp16.enabled and config.bf16.enabled:
         faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
@@ -141,7 +148,7 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
         if config.fp16.enabled and given_at(given, "fp16.hysteresis") not in (None, 1):
             fault = f"= {config.fp16.hysteresis} is ignored without ZeRO; write 1 or {with_zero}"
             faults.add("fp16.hysteresis", fault, stage, "fp16.enabled")
-        if config.fp16.enabled and not params.torch_adam:
+        if config.fp16.enabled and not params.torch_adam and not eight_bit:
             fault = (
                 "= false, the default, needs ZeRO in fp16, since this project can't read what DeepSpeed's own Adam "
                 f"then keeps; write true or {with_zero}"
@@ -156,11 +163,17 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
     if config.optimizer.type is None:
         faults.add("optimizer.type", "is missing; use --set ds.optimizer.type=AdamW")
     for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
-        if variant in params.model_fields_set and not params.torch_adam:
+        if variant in params.model_fields_set and not params.torch_adam and not eight_bit:
             needs = "it needs torch_adam = true, or remove it" if getattr(params, variant) else "remove it"
             faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
     if params.fused and params.foreach:
         faults.add("optimizer.params.fused", "and foreach are both true; keep one")
+    if eight_bit and zero.offload_optimizer.device != "none":
+        fault = f"= {EIGHT_BIT} steps on the device; write AdamW, or remove zero_optimization.offload_optimizer"
+        faults.add("optimizer.type", fault, device)
+    elif eight_bit and pipeline.gradients == "deepspeed":
+        fault = f'= {EIGHT_BIT} needs pipeline.gradients = "flat"; write that, or AdamW'
+        faults.add("optimizer.type", fault, "pipeline.gradients")
     if config.graphs is True:
         _check_graphs(config, faults)
     if pipeline.stages != 1:  # a planned schedule of one stage is recorded as 1F1B
@@ -182,7 +195,10 @@ def _check_graphs(config: DsConfig, faults: _Faults) -> None:
         "zero_optimization.offload_optimizer.device": (zero.offload_optimizer.device == "none", "no offload"),
         "pipeline.gradients": (config.pipeline.gradients == "flat", 'pipeline.gradients = "flat"'),
         "zero_optimization.stage": (zero.stage > 0 or config.bf16.enabled, "zero_optimization.stage = 1 or 2"),
-        "optimizer.params.fused": (params.torch_adam and params.fused, "optimizer.params.torch_adam and fused = true"),
+        "optimizer.params.fused": (
+            config.optimizer.type == EIGHT_BIT or (params.torch_adam and params.fused),
+            "optimizer.params.torch_adam and fused = true",
+        ),
         "wall_clock_breakdown": (not config.wall_clock_breakdown, "no wall_clock_breakdown"),
     }
     for key, (fits, what) in needs.items():
@@ -397,6 +413,13 @@ class ResolvedDsConfig:
         return precision(self.blocks)
 
     @property
+    def eight_bit_settings(self) -> dict[str, Any]:
+        """Settings of Adam in 8 bits, which is this project's own; empty with another optimizer."""
+        if not is_8bit(self.blocks):
+            return {}
+        return {name: self.blocks["optimizer"]["params"][name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+    @property
     def is_ordered(self) -> bool:
         """Whether the order of passes is computed for the run: its schedule is planned, or its one stage holds several
         micro-batches.
@@ -447,6 +470,9 @@ class ResolvedDsConfig:
         for name in ("in_flight", "replan", "gradients"):
             del config["pipeline"][name]
         config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
+        if self.eight_bit_settings:
+            del config["optimizer"]
+            config["zero_allow_untested_optimizer"] = True
         return config
 
     def with_layout(self, **changes: Any) -> ResolvedDsConfig:

@@ -28,6 +28,10 @@ CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
 
+EIGHT_BIT: Literal["AdamW8bit"] = "AdamW8bit"
+"""Type of the optimizer whose moments take 8 bits."""
+
+
 def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
     if any(low >= high for low, high in pairwise(cuts)):
         raise broken_rule("should rise from cut to cut, such as [3, 7]")
@@ -36,7 +40,8 @@ def _rising(cuts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _adam(kind: object) -> object:
     """Return the published spelling of an optimizer's name, which DeepSpeed reads in any case of letters."""
-    return {"adamw": "AdamW", "adam": "Adam"}.get(kind.lower(), kind) if isinstance(kind, str) else kind
+    names = {name.lower(): name for name in ("AdamW", "Adam", EIGHT_BIT)}
+    return names.get(kind.lower(), kind) if isinstance(kind, str) else kind
 
 
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
@@ -149,11 +154,11 @@ class OptimizerParams(Section):
     weight_decay: Annotated[float, Field(ge=0.0, le=1e3)] | Auto = "auto"
     """"auto" is the spec's `optimizer.weight_decay`."""
     torch_adam: bool = False
-    """true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO."""
+    """true: PyTorch's own. false: DeepSpeed's, which needs a compiler, and in fp16 ZeRO. AdamW8bit ignores it."""
     fused: bool | None = None
-    """PyTorch's variant; only with torch_adam."""
+    """PyTorch's variant; only with torch_adam. AdamW8bit ignores it."""
     foreach: bool | None = None
-    """PyTorch's variant; only with torch_adam."""
+    """PyTorch's variant; only with torch_adam. AdamW8bit ignores it."""
     adam_w_mode: Annotated[Literal[True], _why("the spec's weight decay is decoupled")] = True
     bias_correction: Annotated[Literal[True], _why("the spec means Adam as published")] = True
     amsgrad: Annotated[Literal[False], _why("its third moment is not in checkpoints")] = False
@@ -163,9 +168,12 @@ class Optimizer(Section):
     """The optimizer, which is required."""
 
     type: Annotated[
-        Literal["AdamW", "Adam"], BeforeValidator(_adam), _why("the spec's optimizer section describes AdamW")
+        Literal["AdamW", "Adam", "AdamW8bit"],
+        BeforeValidator(_adam),
+        _why("the spec's optimizer section describes AdamW"),
     ] = None  # type: ignore[assignment] # a missing type is found beside the other keys
-    """Required; in any case of letters. Both are AdamW, as in DeepSpeed: weight decay is decoupled."""
+    """Required; in any case of letters. All are AdamW, as in DeepSpeed: weight decay is decoupled. AdamW8bit, which is
+    this project's, keeps the moments of weights in 8 bits (docs/performance.md)."""
     params: OptimizerParams = OptimizerParams()
     """Its settings."""
 

@@ -533,6 +533,9 @@ class EmaSpec(Section):
     `ddpm-ds ema` makes an average of any length after training; [] keeps none."""
     snapshot_images: Images | None = None
     """Images between two snapshots of `profiles`, which are never deleted; EDM2 keeps about 64 per run."""
+    on_host: bool = False
+    """Keep the averages in host memory and update them there, each step, while the device computes the next. With
+    offload they are there in any case."""
 
     @property
     def averages(self) -> int:

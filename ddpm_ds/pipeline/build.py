@@ -6,6 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import deepspeed
 import torch
@@ -16,6 +17,7 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.ds_config import AcrossHosts, ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects_by_store
@@ -94,9 +96,13 @@ def build_engine(
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
         with insides.named_builds(doing), insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
-                model=kind(layers, bounds, seed, across, others), config=resolved.for_deepspeed()
+                model=kind(layers, bounds, seed, across, others),
+                config=resolved.for_deepspeed(),
+                optimizer=partial(Adam8bit, **resolved.eight_bit_settings) if resolved.eight_bit_settings else None,
             )
     assert isinstance(engine, UnetPipelineEngine)
+    if isinstance(engine.basic_optimizer, Adam8bit):
+        engine.basic_optimizer.own(insides.owned_pieces(engine))
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
     engine.gradients = gradients_of(engine, engine.wanted_gradients, resolved.gradients)
     engine.graph = StepGraph(engine, resolved.graphs)

@@ -573,6 +573,8 @@ class OwnedPiece:
     """Tensor that the optimizer steps: a flat partition under ZeRO, else the fp32 parameter."""
     offset: int
     """Index of the piece's first element in the flattened ``master``."""
+    dimensions: int
+    """Dimensions of the parameter: 1 of norms and biases."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor shaped as ``master``, such as one of its moments: a 1-D view."""
@@ -603,10 +605,13 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
                 group = engine.basic_optimizer.param_groups[mapping.param_group_index]
                 (flat,) = group["params"]
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                pieces.append(OwnedPiece(name, here.start, here.numel, flat, there.start))
+                pieces.append(OwnedPiece(name, here.start, here.numel, flat, there.start, parameter.dim()))
         return pieces
     wide = {id(parameter): master for parameter, master in _unfused_masters(optimizer)}
-    return [OwnedPiece(name, 0, parameter.numel(), wide.get(id(parameter), parameter), 0) for name, parameter in named]
+    return [
+        OwnedPiece(name, 0, parameter.numel(), wide.get(id(parameter), parameter), 0, parameter.dim())
+        for name, parameter in named
+    ]
 
 
 def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:

@@ -73,8 +73,11 @@ class Averages(Protocol):
     def begin_step(self, images_seen: int, batch_images: int) -> None:
         """Begin a step that ends at ``images_seen``."""
 
-    def update(self) -> None:
-        """Update the averages with the weights of the optimizer's step."""
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Surround the optimizer's step, in a CUDA graph too."""
+
+    def end_step(self) -> None:
+        """Do what is no part of a graph, once the step is queued."""
 
 
 CAUTIOUS_STEPS = 2
@@ -336,6 +339,8 @@ class UnetPipelineEngine(PipelineEngine):
                     by_host=runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
                 )
             self.pace.mark()
+            if self.averages is not None:
+                self.averages.end_step()
         self.gradients.end_step()
         every = self.steps_per_print()
         if self.wall_clock_breakdown() and every and self.global_steps % every == 0:
@@ -537,9 +542,8 @@ class UnetPipelineEngine(PipelineEngine):
         self.gradients.reduce()
 
     def _step(self, _: Instruction) -> None:
-        self.gradients.step()
-        if self.averages is not None:
-            self.averages.update()
+        with contextlib.nullcontext() if self.averages is None else self.averages.stepping():
+            self.gradients.step()
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the global norm under ZeRO-0 in fp32, and keep the norm.

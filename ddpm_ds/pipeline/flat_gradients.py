@@ -268,12 +268,15 @@ class FlatGradients(OwnStep):
         norm = over_stages(self._engine, norm)
         with self._unless_invalid(norm) as steps:
             if steps:
-                self._flat.master.grad = gradient = self._fp32_gradient()
                 factor = self._factor(norm)
-                if factor is not None:
-                    gradient.mul_(factor)
-                self._take()
-                self._flat.master.grad = None
+                if self._widens:
+                    self._take([self._own], factor)
+                else:
+                    self._flat.master.grad = gradient = self._fp32_gradient()
+                    if factor is not None:
+                        gradient.mul_(factor)
+                    self._take()
+                    self._flat.master.grad = None
                 insides.refresh_weights(self._engine)
         insides.show_fragments(self._engine, None)
         self._release()

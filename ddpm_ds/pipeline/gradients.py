@@ -179,6 +179,11 @@ class SeparateGradients(OwnStep):
 
     def _step_masters(self, gradients: list[Tensor], factor: Tensor | None) -> None:
         """Step the fp32 masters, and cast them into weights of 16 bits."""
+        if self._widens:
+            self._take(gradients, factor)
+            if self._masters:
+                torch._foreach_copy_(self._parameters, self._masters)
+            return
         if self._wide:
             self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
             torch._foreach_copy_(self._wide, gradients)

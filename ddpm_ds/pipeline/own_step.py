@@ -5,13 +5,14 @@ had when it was captured. The host reads them where people see them, at log poin
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 
 
 class LossScale:
@@ -76,14 +77,16 @@ class LossScale:
 class OwnStep:
     """Step of DeepSpeed's optimizer, clipped, or skipped if its gradients are not finite.
 
-    With PyTorch's fused Adam the device decides whether a step is skipped. Other optimizers can't skip by themselves:
-    then the host waits for the norm.
+    With PyTorch's fused Adam and :class:`Adam8bit` the device decides whether a step is skipped. Other optimizers can't
+    skip by themselves: then the host waits for the norm.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._optimizer = engine, engine.basic_optimizer
         self.decides_itself = bool(self._optimizer.param_groups[0].get("fused"))
         """Whether the optimizer takes the learning rate and whether to skip a step from the device."""
+        self._widens = isinstance(self._optimizer, Adam8bit)
+        """Whether the optimizer takes gradients as they were added up, and the factor on them."""
         self._scale = LossScale(insides.scale_settings(engine), engine.device) if engine.fp16_enabled() else None
         self._checks = insides.checks_gradients(engine)
         self._rate = torch.zeros((), device=engine.device)
@@ -147,14 +150,19 @@ class OwnStep:
             return None if self._scale is None else self._scale.value.reciprocal()
         return (norm.add(self.scale, alpha=1e-6) / most).clamp_(min=self.scale).reciprocal_()
 
-    def _take(self) -> None:
-        """Step the optimizer, with the learning rate on the device if it can take that."""
+    def _take(self, gradients: Sequence[Tensor] = (), factor: Tensor | None = None) -> None:
+        """Step the optimizer, with the learning rate on the device if it can take that; with these gradients, one for
+        each of its tensors, and the factor on them, if it :attr:`_widens` gradients.
+        """
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
             for group in groups if self.decides_itself else ():
                 group["lr"] = self._rate
-            self._optimizer.step()
+            if isinstance(self._optimizer, Adam8bit):
+                self._optimizer.take(gradients, factor)
+            else:
+                self._optimizer.step()
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

@@ -94,7 +94,7 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
     owned = sum(layer.parameters for layer in job.layers) / (now.replicas if shared(job, now).weight_bytes else 1)
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
-    bandwidth = owned * update_bytes(job) / updating if updating else math.inf
+    bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
     peak = peak_bytes(job, now, facts.bounds)
     machine = Machine(
         kind="cpu" if job.on_cpu else "traced",

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from ddpm_ds.config.ds_config import AcrossHosts, Layout
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import Grid, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
@@ -30,11 +30,14 @@ from ddpm_ds.unet.layers import (
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
+EIGHT_BIT_BYTES = 226
+"""The same for Adam in 8 bits, whose operations each pass over memory."""
 EMA_BYTES = 12
 """Bytes per parameter that an average of the weights reads and writes."""
 
-DRAWS, UPDATE = 10, 30
-"""Launches that draw a micro-batch's noise, timesteps and flips, and those of the optimizer's step with averages."""
+DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
+"""Launches that draw a micro-batch's noise, timesteps and flips, those of the optimizer's step with averages, and those
+of Adam in 8 bits for the elements that it steps at a time."""
 
 PRODUCTS = 1.75
 """How many times the flops of convolutions a GPU reaches in half precision in a transformer block, which is products of
@@ -49,9 +52,13 @@ def weight_share(layer: Layer) -> float:
     return 0.5 * layer.weight_macs / layer.macs
 
 
-def update_bytes(job: Workload) -> int:
-    """Return the bytes per parameter that the optimizer's step and the averages of the weights read and write."""
-    return ADAM_BYTES + EMA_BYTES * job.spec.ema.averages
+def update_bytes(job: Workload, layout: Layout) -> int:
+    """Return the bytes per parameter that the optimizer's step and the averages of the weights read and write.
+
+    Averages that the host updates meanwhile are not counted.
+    """
+    beside = job.spec.ema.on_host and not layout.offload
+    return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES * job.spec.ema.averages)
 
 
 def planned_costs(
@@ -75,7 +82,8 @@ def planned_costs(
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
-        seconds = max(owned * update_bytes(job) / bandwidth, UPDATE * launch_seconds(job, machine))
+        count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
+        seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine))
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / copying
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)

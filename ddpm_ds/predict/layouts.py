@@ -6,11 +6,13 @@ Does not import torch.
 import copy
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
 from ddpm_ds.command_line import GIB
 from ddpm_ds.config.ds_config import (
     BUCKET_ELEMENTS,
@@ -21,6 +23,7 @@ from ddpm_ds.config.ds_config import (
     Schedule,
     divisors,
     fp16_needs_zero,
+    is_8bit,
     precision,
 )
 from ddpm_ds.config.spec import RunSpec
@@ -243,9 +246,28 @@ class Workload:
         return asked is True or (asked == "auto" and devices == 1 and self.is_fused and self.flat_gradients)
 
     @property
+    def is_8bit(self) -> bool:
+        """Whether Adam keeps the moments of weights in 8 bits."""
+        return is_8bit(self.config)
+
+    @property
     def is_fused(self) -> bool:
         """Whether PyTorch's fused Adam steps, in place."""
-        return bool(self.config.get("optimizer", {}).get("params", {}).get("fused", False))
+        return not self.is_8bit and bool(self.config.get("optimizer", {}).get("params", {}).get("fused", False))
+
+    @functools.cached_property
+    def moment_bytes(self) -> tuple[int, ...]:
+        """Bytes of Adam's two moments of each layer: in fp32, or of weights in 8 bits, with a scale for each block."""
+        if not self.is_8bit:
+            return tuple(8 * layer.parameters for layer in self.layers)
+        from ddpm_ds.unet.model import parameter_shapes
+
+        sizes = [0] * len(self.layers)
+        for name, shape in parameter_shapes(self.layers).items():
+            elements = math.prod(shape)
+            wide = len(shape) <= 1
+            sizes[int(name.split(".")[0])] += 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
+        return tuple(sizes)
 
     @property
     def flat_gradients(self) -> bool:
@@ -323,7 +345,7 @@ def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int,
     # Graphs need flat gradients, which only bf16 has without ZeRO.
     needs_zero |= not job.on_cpu and job.is_replayed(devices) and job.precision != "bf16"
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
-    return choices + ([(1, True), (2, True)] if offload else [])
+    return choices + ([(1, True), (2, True)] if offload and not job.is_8bit else [])
 
 
 @functools.lru_cache(maxsize=4096)

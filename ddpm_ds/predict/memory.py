@@ -29,6 +29,8 @@ STOCK_BUCKET_ELEMENTS = 500_000_000
 """Number of gradient elements that DeepSpeed's own way reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
+EIGHT_BIT_INTERMEDIATES = 17
+"""Bytes that Adam in 8 bits needs for each element of those that it steps at a time."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2
@@ -45,7 +47,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    """Bytes of Adam's two moments, and of fp32 master weights if the layers have others."""
+    """Bytes of Adam's two moments, in fp32 or 8 bits, and of fp32 master weights if the layers have others."""
     ema: int
     activations: int
     """Bytes of tensors kept for the backward pass, with received messages that are differentiated."""
@@ -54,7 +56,7 @@ class Memory:
     communicators: int = 0
     """Bytes of NCCL's own buffers."""
     host: int = 0
-    """Bytes in host memory, with offload."""
+    """Bytes in host memory, of what is offloaded and of averages that are kept there."""
 
     @property
     def total(self) -> int:
@@ -75,7 +77,8 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
     found = []
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.layers, bounds, layout.schedule)[rank]
-        state = _State(job, layout, sum(stage.parameters for stage in own))
+        moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
+        state = _State(job, layout, sum(stage.parameters for stage in own), moments)
         activations = _activations(layout, rank, keeps)
         text = context_elements(job.layers, *((stage.start, stage.stop) for stage in own))
         # one message in each channel: received ahead of its use, or sent but not delivered
@@ -130,7 +133,8 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
     Activations are counted for the most micro-batches that the rank holds.
     """
-    state = _State(job, layout, _MANY_PARAMETERS)
+    of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
+    state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     held = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
     if interval := layout.interval:
@@ -141,18 +145,25 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
 
 class _State:
-    """Bytes of a rank's weights, gradients and optimizer, which do not depend on the number of images."""
+    """Bytes of a rank's weights, gradients and optimizer, which do not depend on the number of images.
 
-    def __init__(self, job: Workload, layout: Layout, parameters: int) -> None:
+    ``moments`` are the bytes of Adam's moments of all ``parameters``.
+    """
+
+    def __init__(self, job: Workload, layout: Layout, parameters: int, moments: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
-        owned = -(-parameters // layout.replicas) if partitioned else parameters
+        owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
-        self.weights, self.optimizer, self.host = parameters * stored, (masters + 8) * owned, 0
+        self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
         self.ema = 4 * owned * job.spec.ema.averages
+        if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
+            self.ema, self.host = 0, self.ema + 4 * owned
         summed = job.accumulated_bytes if zero else stored
         self.gradients = (owned if zero == 2 else parameters) * summed
         self._intermediates = 0 if job.is_fused else ADAM_INTERMEDIATES * owned
+        if job.is_8bit:
+            self._intermediates = EIGHT_BIT_INTERMEDIATES * min(BUCKET_ELEMENTS, owned)
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
         elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)
@@ -167,15 +178,16 @@ class _State:
         elif not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0
-            wide = 4 * parameters if job.precision == "fp16" else 0
+            wide = 4 * parameters if job.precision == "fp16" and not job.is_8bit else 0
             # a CPU steps one tensor after the other
-            intermediates = 0 if job.on_cpu else self._intermediates
+            intermediates = 0 if job.on_cpu and not job.is_8bit else self._intermediates
             self.update = self.gradients + max(averaged, wide + intermediates)
         else:
             reduces = zero == 2 and layout.replicas > 1
             scratch = elements * stored if reduces or summed != stored else 0
             self.bucket = elements * stored + scratch
-            alias = summed == 4 and (owned == parameters or reduces)  # the sum is the fp32 gradient
+            # the sum is the fp32 gradient, or the optimizer widens it part by part
+            alias = job.is_8bit or (summed == 4 and (owned == parameters or reduces))
             released = 0 if zero else self.gradients  # BF16_Optimizer's sum stays
             widening = self.gradients if alias else self.gradients + 4 * owned
             stepping = self._intermediates + (self.gradients if alias else 4 * owned + released)

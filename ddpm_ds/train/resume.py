@@ -84,6 +84,7 @@ MAY_CHANGE = (
     "train.images",
     "train.accumulation",
     "ema.snapshot_images",
+    "ema.on_host",
     "checkpoint.",
     "bad_numbers.",
     "sampler.",

@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Groups, newest
-from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.manifest import MOMENTS, Description
 from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.config.ds_config import is_8bit
 from ddpm_ds.config.spec import CheckpointSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects, broadcast_object
 from ddpm_ds.planning.run_plan import RunPlan
@@ -31,7 +33,6 @@ from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.model import parameter_shapes
 
 MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = False) -> list[Fragment]:
@@ -41,13 +42,16 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = Fa
     """
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
-    found = []
+    found, optimizer = [], engine.basic_optimizer
     for piece in insides.owned_pieces(engine):
         tensors = ema.of(piece.master)
         if snapshot:
             del tensors[EMA]
+        elif isinstance(optimizer, Adam8bit):
+            found += optimizer.fragments(piece)
+            tensors[MASTER] = piece.master
         else:
-            state = engine.basic_optimizer.state.get(piece.master, {})
+            state = optimizer.state.get(piece.master, {})
             tensors |= {MASTER: piece.master, **{moment: state[moment] for moment in MOMENTS if moment in state}}
         found += [Fragment(kind, piece.name, piece.first, piece.of(tensor)) for kind, tensor in tensors.items()]
     return found
@@ -174,17 +178,26 @@ class Saver:
         Raises:
             CheckpointError: it can't be read, is of another U-Net, or this host lacks a part that this rank needs.
         """
-        engine, state = self._engine, checkpoint.state
+        engine, state, optimizer = self._engine, checkpoint.state, self._engine.basic_optimizer
         reader = Reader(checkpoint.path, checkpoint.manifest, checkpoint.here)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
         for piece in insides.owned_pieces(engine):
             tensors: dict[str, Tensor] = {MASTER: piece.master, **self._ema.of(piece.master)}
-            if moments:
+            if isinstance(optimizer, Adam8bit):
+                for kind in moments:
+                    optimizer.load(piece, kind, reader.read(kind, piece.name, piece.first, piece.length))
+            elif moments:
                 tensors |= _moments(engine, piece.master, state.optimizer_steps)
             for kind, tensor in tensors.items():
                 piece.of(tensor).copy_(reader.read(kind, piece.name, piece.first, piece.length))
-        if not moments:
-            engine.basic_optimizer.state.clear()
+        if isinstance(optimizer, Adam8bit):
+            optimizer.set_steps(state.optimizer_steps)
+        elif not moments:
+            optimizer.state.clear()
+        was, now = is_8bit(checkpoint.manifest.ds_config), is_8bit(self._about.ds_config)
+        if moments and was != now:
+            how = "rounded to 8 bits" if now else "in fp32 from here on; those of the checkpoint are of 8 bits"
+            self._log(f"Adam's moments of weights are {how}")
         insides.refresh_weights(engine)
 
         engine.images_seen = state.images_seen

@@ -40,7 +40,7 @@ from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.tracking.tracker import tell
-from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.loop import Training, train
 from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
 from ddpm_ds.train.previews import Previews, prompts_of
@@ -103,7 +103,7 @@ def run_training(
             verbose=asked.verbose,
             doing=doing,
         )
-        engine.averages = ema = Ema(engine, plan.spec.ema)
+        engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
             engine.size_of = BucketOrder(store.counts, plan.spec.train.seed, group).bucket_at
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))

@@ -223,9 +223,9 @@ def test_a_rank_reads_its_own_hosts_part_and_is_told_how_to_get_one_that_is_else
     found = two.newest()
     assert found is not None
     reader = Reader(two.folders[0] / TWO, found.manifest, found.here)
-    for kind, name, start, values in fragments_of(2, CUTS[0], CUTS[2]):
+    for kind, name, start, values, _ in fragments_of(2, CUTS[0], CUTS[2]):
         assert reader.read(kind, name, start, len(values)).equal(values)
-    kind, name, start, values = fragments_of(2, CUTS[2], CUTS[3])[0]
+    kind, name, start, values, _ = fragments_of(2, CUTS[2], CUTS[3])[0]
     with pytest.raises(CheckpointError, match=r"lacks rank2.safetensors, rank3.safetensors here; .* rsync -a HOST:"):
         reader.read(kind, name, start, len(values))
 

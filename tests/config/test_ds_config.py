@@ -468,7 +468,15 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         ({"optimizer": REMOVED}, "optimizer.type is missing"),
         (
             {"optimizer__type": "Muon"},
-            'optimizer.type = "Muon" should be "AdamW" or "Adam"; the spec\'s optimizer section describes AdamW',
+            'optimizer.type = "Muon" should be "AdamW" or "Adam" or "AdamW8bit"; the spec\'s optimizer section',
+        ),
+        (
+            {"optimizer__type": "AdamW8bit", "zero_optimization__offload_optimizer": {"device": "cpu"}},
+            "optimizer.type = AdamW8bit steps on the device; write AdamW, or remove zero_optimization.offload_",
+        ),
+        (
+            {"optimizer__type": "adamw8BIT", "pipeline__gradients": "deepspeed"},
+            'optimizer.type = AdamW8bit needs pipeline.gradients = "flat"; write that, or AdamW',
         ),
         ({"scheduler__type": REMOVED}, "scheduler.type is missing"),
         (
@@ -515,6 +523,17 @@ def test_what_deepspeed_would_not_know_ignore_or_break_is_refused_with_the_fix(
     refused = refusal(config(**changes))
     assert refused.startswith("x.json: ")
     assert message in refused
+
+
+def test_adam_in_8_bits_needs_none_of_pytorchs_settings_and_deepspeed_is_not_asked_for_it() -> None:
+    plain = config(optimizer={"type": "AdamW8bit"}, zero_optimization={"stage": 0}, fp16__hysteresis=1)
+    for changed in (plain, config(optimizer__type="adamw8bit", graphs=True)):
+        found = filled(changed)
+        assert found.blocks["optimizer"]["type"] == "AdamW8bit"
+        assert set(found.eight_bit_settings) == {"lr", "betas", "eps", "weight_decay"}
+        given = found.for_deepspeed()
+        assert "optimizer" not in given and given["zero_allow_untested_optimizer"] is True
+    assert not filled(config()).eight_bit_settings and "optimizer" in filled(config()).for_deepspeed()
 
 
 def test_every_key_misspelt_is_refused() -> None:

@@ -50,6 +50,8 @@ from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, mic
 from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
+EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+"""Settings of Adam in 8 bits."""
 Precision = Literal["fp32", "fp16", "bf16"]
 Process = Literal[
     "plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text", "buckets"
@@ -82,6 +84,7 @@ class Case:
     across: AcrossHosts = "stages"
     compile: bool = False
     fused: bool = False
+    eight_bit: bool = False
     kernels: Literal["reference", "fused"] = "reference"
     process: Process = "plain"
     gradients: Literal["flat", "deepspeed"] = "flat"
@@ -95,7 +98,9 @@ class Case:
         zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
         adamw = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, **({"fused": True} if self.fused else {})}
         blocks: dict[str, Any] = {
-            "optimizer": {"type": "AdamW", "params": adamw},
+            "optimizer": {"type": "AdamW8bit", "params": EIGHT_BIT}
+            if self.eight_bit
+            else {"type": "AdamW", "params": adamw},
             "gradient_clipping": 1.0,
             "zero_optimization": {**zero, **({"offload_optimizer": {"device": "cpu"}} if self.offload else {})},
             "zero_force_ds_cpu_optimizer": False,

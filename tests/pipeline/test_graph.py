@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ddpm_ds import cuda_graphs
+from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -34,7 +35,7 @@ from ddpm_ds.pipeline.flat_gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.train.agreement import SHARED_GPU
-from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.ema import averages_of
 from tests.launching import run_ranks, tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, report_cases, spec_of
@@ -218,7 +219,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     assert isinstance(engine.gradients, FlatGradients)
     # gloo makes a reduce-scatter of other operations, some of them only where its result is waited for
     engine.gradients._flat = replace(engine.gradients._flat, scatters=False)
-    ema = engine.averages = Ema(engine, spec.ema)
+    ema = engine.averages = averages_of(engine, EmaSpec(on_host=case.eight_bit))
     engine.rate = lambda before, batch: 1e-3 / (1 + before)
     said: list[str] = []
     engine.graph = StepGraph(engine, recorded) if on_cuda or not recorded else RecordedGraph(engine)
@@ -294,18 +295,22 @@ CASES = [
     one(2, "fp16", process="text"),
     one(2, "fp16", checkpoint=1, growing_scale=True),
     one(1, "bf16", fp32_accumulation=True),
+    one(2, "fp16", eight_bit=True),
     Case(2, 1, 2, "fp16", 0, fused=True),
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
     Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(9, 15, 20)),
     Case(2, 1, 0, "bf16", 0, fused=True, micro_batches=2),
     Case(1, 2, 2, "bf16", 0, fused=True, micro_batches=2),
+    Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
     Case(1, 2, 1, "fp16", 0, fused=True, micro_batches=2),
 ]
 
 
 def name_of(case: Case) -> str:
-    more = "-wide" if case.fp32_accumulation else "-growing" if case.growing_scale else ""
+    more = (
+        "-8bit" if case.eight_bit else "-wide" if case.fp32_accumulation else "-growing" if case.growing_scale else ""
+    )
     kept = f"-{case.checkpoint}" if case.checkpoint else ""
     return f"{case.stages}x{case.replicas}-zero{case.zero}-{case.precision}-{case.process}-{case.schedule}{kept}{more}"
 

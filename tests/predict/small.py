@@ -11,6 +11,7 @@ from ddpm_ds.predict.predictor import Predictor
 from tests.launching import tiny_spec
 
 ADAMW = {"type": "AdamW", "params": {"torch_adam": True}}
+EIGHT_BIT = {"type": "AdamW8bit", "params": {}}
 FUSED = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 
 

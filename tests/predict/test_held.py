@@ -29,7 +29,7 @@ from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
-from tests.predict.small import FUSED, small_job, small_predictor
+from tests.predict.small import EIGHT_BIT, FUSED, small_job, small_predictor
 
 SPEC = tiny_spec(
     data={"image_size": 16},
@@ -45,6 +45,8 @@ CASES: list[tuple[dict[str, Any], Layout]] = [
     ({}, Layout(2, 1, "folded", 4, 4, 1, 1, False)),
     ({}, Layout(1, 2, "1f1b", 4, 2, 2, 2, False)),
     ({"fp16": {"enabled": True}, "optimizer": FUSED}, Layout(1, 2, "1f1b", 1, 8, 1, 1, False)),
+    ({"fp16": {"enabled": True}, "optimizer": EIGHT_BIT}, Layout(1, 2, "1f1b", 1, 8, 1, 2, False)),
+    ({"optimizer": EIGHT_BIT}, Layout(2, 1, "1f1b", 8, 2, 1, 0, False)),
 ]
 
 

@@ -15,6 +15,7 @@ from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.memory import (
     COLLECTIVE_BYTES,
     EDGE_BYTES,
+    EIGHT_BIT_INTERMEDIATES,
     Memory,
     activation_bytes,
     checkpoint_interval,
@@ -22,8 +23,9 @@ from ddpm_ds.predict.memory import (
     moments,
     pipeline_memory,
 )
+from ddpm_ds.unet.model import parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
-from tests.predict.small import FUSED, small_job
+from tests.predict.small import EIGHT_BIT, FUSED, small_job
 
 ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
 """One stage, four replicas, two micro-batches of twenty images, whose activations outweigh an optimizer step."""
@@ -84,6 +86,33 @@ def test_a_step_on_flat_gradients_takes_no_more_than_deepspeeds(
     assert found["flat"].total <= found["deepspeed"].total + 50
 
 
+@pytest.mark.parametrize(
+    ("precision", "zero", "replicas"), [("fp32", 0, 1), ("bf16", 0, 2), ("bf16", 2, 1), ("fp16", 1, 4)]
+)
+def test_moments_of_8_bits(precision: str, zero: int, replicas: int) -> None:
+    """Two codes an element and two scales a block of weights, each in blocks of its own; 8 bytes of norms, biases."""
+    config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    job = small_job(optimizer=EIGHT_BIT, **config)
+    shapes = parameter_shapes(job.layers).values()
+    weights = sum(2 * (256 + 4) * -(-math.prod(shape) // 256) for shape in shapes if len(shape) > 1)
+    others = sum(8 * math.prod(shape) for shape in shapes if len(shape) == 1)
+    masters = 0 if precision == "fp32" and not zero else 4 * whole(job)[0]
+    shared = 1 if precision == "fp32" and not zero else replicas
+    found = memory(job, replace(ONE, zero_stage=zero, replicas=replicas))
+    assert found.optimizer == pytest.approx((weights + others + masters) / shared, abs=8)
+    usual = memory(small_job(optimizer=FUSED, **config), replace(ONE, zero_stage=zero, replicas=replicas))
+    assert found.optimizer < usual.optimizer and found.ema == usual.ema
+
+
+def test_adam_in_8_bits_widens_no_gradient() -> None:
+    """It takes 16 bits and the factor on them, and needs memory for what it steps at a time."""
+    config: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1}}
+    layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=2, replicas=1)
+    found = memory(small_job(optimizer=EIGHT_BIT, **config), layout)
+    update = found.gradients + found.activations + found.buffers
+    assert update == pytest.approx(whole(small_job())[0] * (2 + EIGHT_BIT_INTERMEDIATES), abs=50)
+
+
 def test_communicators_of_a_gpu() -> None:
     """The job's, a stage's replicas', a pipeline's, and one for each kind of message to and from each neighbour."""
     job, layout = small_job(), Layout(3, 2, "1f1b", 1, 6, 0, 2, False)
@@ -102,6 +131,16 @@ def test_averages_of_other_lengths_take_as_much_as_the_one_that_is_always_there(
     offloaded = [memory(small_job(each), replace(layout, offload=True)) for each in (tiny_spec(), spec)]
     assert offloaded[1].host - offloaded[0].host == 2 * usual.ema
     assert offloaded[1].total == offloaded[0].total
+
+
+def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weights_there() -> None:
+    spec = tiny_spec(ema={"profiles": [0.05], "snapshot_images": 64, "on_host": True})
+    layout = replace(ONE, zero_stage=2)
+    usual, found = memory(small_job(tiny_spec()), layout), memory(small_job(spec), layout)
+    assert (found.ema, found.total, found.host) == (0, usual.total - usual.ema, 3 * usual.ema)
+    job, wanted = (small_job(tiny_spec(ema={"on_host": on_host})) for on_host in (True, False))
+    offloaded = replace(layout, offload=True)
+    assert memory(job, offloaded) == memory(wanted, offloaded), "there they are in any case"
 
 
 def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:

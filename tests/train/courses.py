@@ -35,6 +35,8 @@ class Layout:
     recompute: int = 0
     schedule: str = "1f1b"
     gradients: str = "flat"
+    optimizer: str = "AdamW"
+    on_host: bool = False
 
 
 LAYOUTS = {
@@ -78,6 +80,7 @@ class Courses:
         config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
+        config["optimizer"]["type"] = layout.optimizer
         config["pipeline"] |= {
             "activation_checkpoint_interval": layout.recompute,
             "schedule": layout.schedule,
@@ -92,6 +95,7 @@ class Courses:
             ds_config=str(write_json(self._folder / f"{name}.json", config)),
             stages=layout.stages,
             accumulation=layout.accumulation,
+            on_host=layout.on_host,
             overflow=precision == "fp16" if overflow is None else overflow,
             sources={source: str(self._checkpoint(source, WHOLE, STEPS)) for source in sources},
         )

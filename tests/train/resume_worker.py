@@ -31,7 +31,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.planning.run_plan import RunPlan, plan_run
 from ddpm_ds.processes.heartbeat import make_store
-from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, described, state_fragments
 from tests.pipeline.ladder_worker import groups_of_its_own
@@ -54,6 +54,8 @@ class Course:
     stages: int
     accumulation: int
     overflow: bool = False
+    on_host: bool = False
+    """Whether averages are in host memory."""
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -84,7 +86,7 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
 
 def write_weights(engine: UnetPipelineEngine, ema: Ema, folder: Path) -> None:
     """This rank's share of the weights of this moment, for averages by the definition."""
-    own = {f"{name}@{start}": values for kind, name, start, values in state_fragments(engine, ema) if kind == "master"}
+    own = {f"{one.name}@{one.start}": one.values for one in state_fragments(engine, ema) if one.kind == "master"}
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(own, folder / f"{engine.images_seen}-rank{dist.get_rank()}.pt")
 
@@ -121,11 +123,12 @@ def train(
 
 def run_course(course: Course, folder: Path) -> None:
     """All of a course, in one engine."""
-    changes, world_size = [f"train.accumulation={course.accumulation}"], dist.get_world_size()
+    changes = [f"train.accumulation={course.accumulation}", f"ema.on_host={course.on_host}".lower()]
+    world_size = dist.get_world_size()
     plan = plan_run(Path(course.spec), changes, Path(course.ds_config), world_size=world_size, stages=course.stages)
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
     engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=plan.spec.train.seed)
-    ema = Ema(engine, plan.spec.ema)
+    ema = averages_of(engine, plan.spec.ema)
     store = make_store(dist.get_rank(), world_size)
     for name, source in (course.sources or {"whole": ""}).items():
         there = folder / course.name / name

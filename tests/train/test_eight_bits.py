@@ -1,0 +1,186 @@
+"""Checkpoints of moments in 8 bits: codes and scales by name, on the same layout and another, and from or to fp32."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.checkpoint.eight_bits import code_of
+from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.errors import CheckpointError
+from ddpm_ds.files import open_tensors
+from ddpm_ds.pipeline.adam8bit import Adam8bit
+from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
+from tests.checkpoint.saving import describe, scalars
+from tests.train.courses import Courses, Layout
+from tests.train.ranks import the_same
+
+SHAPES = {"1.weight": (30, 40), "1.bias": (30,), "2.weight": (4, 100), "2.norm": (50,), "3.weight": (500, 2)}
+ELEMENTS = sum(map(math.prod, SHAPES.values()))
+
+
+class Rank:
+    """Partition of the flat weights that begins and ends at these elements, and its optimizer."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.flat = torch.zeros(stop - first)
+        self.pieces, at = [], 0
+        for name, shape in SHAPES.items():
+            low, high = max(at, first), min(at + math.prod(shape), stop)
+            if low < high:
+                self.pieces.append(OwnedPiece(name, low - at, high - low, self.flat, low - first, len(shape)))
+            at += math.prod(shape)
+        self.optimizer = Adam8bit([self.flat], lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        self.optimizer.own(self.pieces)
+
+    def fragments(self) -> list[Fragment]:
+        return [fragment for piece in self.pieces for fragment in self.optimizer.fragments(piece)]
+
+    def load(self, reader: Reader) -> None:
+        for piece in self.pieces:
+            for kind in MOMENTS:
+                self.optimizer.load(piece, kind, reader.read(kind, piece.name, piece.first, piece.length))
+
+
+def ranks(*ends: int) -> list[Rank]:
+    return [Rank(first, stop) for first, stop in zip((0, *ends), (*ends, ELEMENTS), strict=True)]
+
+
+def stepped(*ends: int) -> list[Rank]:
+    """Ranks after a few steps on gradients that differ by a factor of ten thousand."""
+    found = ranks(*ends)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        gradient = torch.randn(ELEMENTS, generator=generator) * 10 ** (-4 * torch.rand(ELEMENTS, generator=generator))
+        for rank, part in zip(found, gradient.split([len(rank.flat) for rank in found]), strict=True):
+            rank.optimizer.found_inf = torch.zeros(())
+            rank.optimizer.take([part], None)
+    return found
+
+
+def saved(folder: Path, all_ranks: list[Rank]) -> Path:
+    """A checkpoint of the moments of all ranks, in one file."""
+    writer = Writer(folder, Groups.one_folder(), log=print)
+    fragments = [one for rank in all_ranks for one in rank.fragments()]
+    writer.begin("stage0-replica0", fragments, describe(64, SHAPES), scalars(64))
+    assert writer.wait(), writer.why_not
+    return folder / checkpoint_name(64)
+
+
+def values(reader: Reader, kind: str) -> dict[str, Tensor]:
+    return {name: reader.read(kind, name) for name in SHAPES}
+
+
+def test_a_checkpoint_has_codes_and_scales_by_name_and_vectors_in_fp32(tmp_path: Path) -> None:
+    path = saved(tmp_path, stepped(700))
+    file = open_tensors(path / "stage0-replica0.safetensors")
+    found = {key: (file.get_tensor(key).dtype, len(file.get_tensor(key))) for key in file.keys()}  # noqa: SIM118
+    assert found["exp_avg/1.weight@0"] == (torch.uint8, 700)
+    assert found["exp_avg.scales/1.weight@0"] == (torch.float32, 3)
+    assert found["exp_avg_sq/1.weight@700"] == (torch.uint8, 500)
+    assert found["exp_avg_sq.scales/1.weight@700"] == (torch.float32, 3)  # blocks 2, 3 and 4, of which it has a part
+    assert found["exp_avg/1.bias@0"] == (torch.float32, 30) and "exp_avg.scales/1.bias@0" not in found
+    reader = Reader(path)
+    assert reader.manifest.kinds == ("exp_avg", "exp_avg_sq")
+    part = reader.read("exp_avg", "1.weight", 650, 100)  # over the cut, and from the middle of blocks
+    assert torch.equal(part, reader.read("exp_avg", "1.weight")[650:750])
+
+
+def test_the_same_layout_has_the_same_bits(tmp_path: Path) -> None:
+    before, after = stepped(700, 1500), ranks(700, 1500)
+    reader = Reader(saved(tmp_path, before))
+    for rank, other in zip(before, after, strict=True):
+        other.load(reader)
+        for one, two in zip(rank.fragments(), other.fragments(), strict=True):
+            assert one[:3] == two[:3] and torch.equal(one.values, two.values)
+            assert (one.scales is None) == (two.scales is None)
+            assert one.scales is None or two.scales is None or torch.equal(one.scales, two.scales)
+
+
+@pytest.mark.parametrize(("ends", "others"), [((700,), ()), ((), (700,)), ((700, 1500), (650, 720, 2000))])
+def test_another_layout_rounds_only_blocks_that_were_cut_within_the_codes_error(
+    ends: tuple[int, ...], others: tuple[int, ...], tmp_path: Path
+) -> None:
+    before = Reader(saved(tmp_path / "before", stepped(*ends)))
+    after = ranks(*others)
+    for rank in after:
+        rank.load(before)
+    found = Reader(saved(tmp_path / "after", after))
+    changed = 0
+    for kind in MOMENTS:
+        at = 0
+        for name, wanted in values(before, kind).items():
+            errors = (found.read(kind, name) - wanted).abs()
+            for block, error in enumerate(errors.split(BLOCK)):
+                low, high = at + block * BLOCK, at + block * BLOCK + len(error)
+                largest = wanted[block * BLOCK : (block + 1) * BLOCK].abs().max()
+                assert error.max() <= code_of(kind).error * largest
+                if not any(low < end < high for end in (*ends, *others)):
+                    assert not error.any(), f"{kind} of {name}, block {block}"
+                changed += int(error.count_nonzero())
+            at += len(wanted)
+    assert changed > 0 or not ends
+
+
+def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
+    (rank,) = stepped()
+    damaged = [one._replace(scales=one.scales[:-1]) if one.scales is not None else one for one in rank.fragments()]
+    rank.fragments = lambda: damaged  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="holds codes of 8 bits without their scales, or others"):
+        Reader(saved(tmp_path, [rank])).read("exp_avg", "1.weight")
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+LAYOUTS = {
+    "1x1": (Layout(1, 1, zero=0, accumulation=2, optimizer="AdamW8bit"), "fp32"),
+    "1x2": (Layout(1, 2, zero=2, accumulation=2, optimizer="AdamW8bit"), "fp32"),
+    "2x1": (Layout(2, 1, zero=1, accumulation=4, schedule="folded", optimizer="AdamW8bit"), "fp16"),
+    "usual": (Layout(1, 1, zero=1, accumulation=2), "fp32"),
+    "usual on host": (Layout(1, 1, zero=1, accumulation=2, on_host=True), "fp32"),
+}
+
+
+@pytest.fixture(scope="module")
+def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
+    found = Courses(tmp_path_factory.mktemp("courses"))
+    found.train([found.course(name, *kind) for name, kind in LAYOUTS.items()])
+    sources = {"1x1": ["1x1", "1x2", "usual"], "1x2": ["1x2", "1x1"], "2x1": ["2x1"], "usual": ["1x1"]}
+    sources["usual on host"] = ["usual"]
+    found.train([found.course(f"resumed-{name}", *LAYOUTS[name], sources[name]) for name in LAYOUTS])
+    return found
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("layout", ["1x1", "1x2", "2x1"])
+def test_stopped_and_resumed_is_never_stopped_bit_for_bit(layout: str, courses: Courses) -> None:
+    assert the_same(courses.end(f"resumed-{layout}", layout), courses.end(layout))
+    assert courses.end(layout).manifest.ds_config["optimizer"]["type"] == "AdamW8bit"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("layout", "source"), [("1x1", "1x2"), ("1x2", "1x1"), ("1x1", "usual"), ("usual", "1x1")])
+def test_other_layouts_and_fp32_moments_go_on_near_the_curve(layout: str, source: str, courses: Courses) -> None:
+    """Weights differ by less than the steps that are left could move them."""
+    end, wanted = courses.end(f"resumed-{layout}", source), courses.end(source)
+    rates = [rate for rate, _ in courses.reports(f"resumed-{layout}", source)[0]["rates"]]
+    for name in wanted.manifest.parameters:
+        difference = (end.read("master", name) - wanted.read("master", name)).abs().max()
+        assert difference <= sum(rates), name
+    for loss, expected in zip(courses.losses(f"resumed-{layout}", source), courses.losses(source), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.launch
+def test_averages_in_host_memory_are_those_of_the_device_and_go_on_from_them(courses: Courses) -> None:
+    assert the_same(courses.end("usual on host"), courses.end("usual"))
+    assert the_same(courses.end("resumed-usual on host", "usual"), courses.end("usual"))

@@ -1,0 +1,84 @@
+"""Averages of weights in host memory, beside those on the device."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.config.spec import EmaSpec
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.train.ema import Ema, HostEma, averages_of
+
+STEPS, BATCH = 5, 16
+
+
+def engine_of(*sizes: int, offloads: bool = False) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(size, generator=generator) for size in sizes]
+    optimizer = SimpleNamespace(param_groups=[{"params": masters}])
+    wrapper = SimpleNamespace(cpu_offload=offloads)
+    return SimpleNamespace(basic_optimizer=optimizer, optimizer=wrapper, device=torch.device("cpu"))
+
+
+def trained(engine: Any, ema: Ema) -> list[Tensor]:
+    """The averages after some steps, between which nobody looks at them."""
+    masters = insides.masters(engine)
+    for step in range(1, STEPS + 1):
+        ema.begin_step(step * BATCH, BATCH)
+        with ema.stepping():
+            for master in masters:
+                master.add_(torch.sin(step * torch.arange(len(master))))
+        ema.begin_step(step * BATCH, 0)  # a trial of a graph, which ends no step
+        ema.begin_step(step * BATCH, BATCH)
+        ema.end_step()
+    return [average.clone() for averages in ema.averages.values() for average in averages]
+
+
+@pytest.mark.parametrize("sizes", [(1000,), (100, 7, 300)])
+def test_a_slow_host_has_the_bits_of_the_device(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = EmaSpec(halflife_images=40, rampup_fraction=0.5, profiles=(0.1,), snapshot_images=64, on_host=True)
+    update = HostEma._update_copied
+
+    def slow(ema: HostEma, weights: dict[str, Tensor]) -> None:
+        time.sleep(0.05)  # the weights of the next step are there meanwhile
+        update(ema, weights)
+
+    monkeypatch.setattr(HostEma, "_update_copied", slow)
+    (here, there) = (engine_of(*sizes), engine_of(*sizes))
+    on_host = averages_of(there, spec)
+    assert isinstance(on_host, HostEma)
+    wanted, found = trained(here, Ema(here, spec)), trained(there, on_host)
+    assert len(found) == 2 * len(sizes)
+    assert all(map(torch.equal, wanted, found)) and not torch.equal(wanted[0], insides.masters(here)[0])
+
+
+def test_weights_and_averages_are_as_before_once_the_averages_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(insides, "refresh_weights", lambda engine: None)
+    engine = engine_of(50, 20)
+    ema = averages_of(engine, EmaSpec(on_host=True))
+    averages = trained(engine, ema)
+    weights = [master.clone() for master in insides.masters(engine)]
+    with ema.applied():
+        assert all(map(torch.equal, insides.masters(engine), averages))
+    assert all(map(torch.equal, insides.masters(engine), weights))
+    assert all(map(torch.equal, ema.shadows, averages))
+
+
+def test_what_fails_on_the_host_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(HostEma, "_update_copied", fail)
+    engine = engine_of(5)
+    with pytest.raises(RuntimeError, match="no memory"):
+        trained(engine, averages_of(engine, EmaSpec(on_host=True)))
+
+
+def test_with_offload_averages_are_where_the_weights_are() -> None:
+    assert type(averages_of(engine_of(5, offloads=True), EmaSpec(on_host=True))) is Ema
+    assert type(averages_of(engine_of(5), EmaSpec())) is Ema
