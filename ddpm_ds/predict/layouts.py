@@ -243,7 +243,8 @@ class Workload:
     def is_replayed(self, devices: int) -> bool:
         """Return whether each step on so many devices is one CUDA graph, which the host launches as a whole."""
         asked = self.config.get("graphs", "auto")
-        return asked is True or (asked == "auto" and devices == 1 and self.is_fused and self.flat_gradients)
+        able = self.flat_gradients and (self.is_fused or self.is_8bit)
+        return asked is True or (asked == "auto" and devices == 1 and able)
 
     @property
     def is_8bit(self) -> bool:
