@@ -70,4 +70,4 @@ class BucketsSpec(Section):
     """Largest ratio of the longer side to the shorter."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
-    replicas; null means `train.batch_images`."""
+    replicas; null means `train.batch_images`. Images of buckets with fewer are in the next-best ones."""

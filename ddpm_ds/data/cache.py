@@ -441,9 +441,26 @@ class DatasetCache:
         return replace(self, buckets=tuple(others), meta=meta)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its images."""
+        height, width = self.images.shape[2:]
+        return height, width
+
+    @property
+    def caches(self) -> tuple[DatasetCache, ...]:
+        """Caches of all buckets of aspect, this one first; alone without buckets."""
+        return (self, *self.buckets)
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Number of images of each bucket of aspect."""
-        return tuple(map(len, (self, *self.buckets)))
+        return tuple(map(len, self.caches))
+
+    def by_bucket(self, positions: Indices) -> tuple[Indices, ...]:
+        """Return the positions in each of :attr:`caches` of images at rising ``positions`` among all of them."""
+        starts = np.cumsum((0, *self.counts))
+        edges = positions.searchsorted(starts)
+        return tuple(positions[edges[i] : edges[i + 1]] - starts[i] for i in range(len(self.counts)))
 
     @property
     def empty_text(self) -> Encoded | None:

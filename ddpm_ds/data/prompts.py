@@ -66,9 +66,14 @@ class EncodedPrompts:
         """
         import torch
 
-        texts, rows = texts_of(store), store.others[CAPTIONS].read(positions)[:, 0]
+        of_buckets = [*zip(store.caches, store.by_bucket(positions), strict=True)]
+
+        def read(name: str) -> Any:
+            return np.concatenate([cache.fields[name].read(at) for cache, at in of_buckets])
+
+        texts, rows = texts_of(store), read(CAPTIONS)[:, 0]
         names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
-        found = {name: torch.from_numpy(store.fields[name].read(positions)) for name in names}
+        found = {name: torch.from_numpy(read(name)) for name in names}
         scale, empty = found.get(TEXT_SCALE), store.empty_text
         assert empty is not None, "the cache has text"
         captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))

@@ -88,8 +88,7 @@ class Denoising:
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        height, width = stored = batch.images.shape[2:]
-        size = spec.data.size if spec.data.buckets is None else (height, width)
+        stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0 = self._clean(batch, moves)
@@ -116,7 +115,7 @@ class Denoising:
         the timestep or noise level ``time``, and nothing else that is random but rectangles that are cut out.
         """
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        diffusion, moves = self._diffusion, Moves(spec.data.size)
+        diffusion, moves = self._diffusion, Moves(self._size(batch))
         x0 = self._clean(batch, moves)
         t = torch.full_like(batch.index, time, dtype=diffusion.levels.dtype)
         eps = keyed.normal(diffusion.seed, stream, batch.index, x0[0].numel()).view_as(x0)
@@ -126,6 +125,11 @@ class Denoising:
         given = Given(batch.condition, batch.vector, None, draws, moves, trained=False)
         text = described(batch.pooled, batch.sizes)
         return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, text)
+
+    def _size(self, batch: MicroBatch) -> tuple[int, int]:
+        """Return height and width of the images as they are learned."""
+        height, width = batch.images.shape[2:]
+        return self._spec.data.size if self._spec.data.buckets is None else (height, width)
 
     def _clean(self, batch: MicroBatch, moves: Moves) -> Tensor:
         return self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))

@@ -86,7 +86,7 @@ def run_training(
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
     """
-    plan, device, store = prepared.plan, prepared.device, prepared.images.store
+    plan, device, (store, among) = prepared.plan, prepared.device, prepared.images
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     if sender is not None:
         tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
@@ -99,13 +99,15 @@ def run_training(
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
-            others=[_layers_of(plan.spec, bucket) for bucket in store.buckets],
+            others=_other_layers(plan.spec, store),
             verbose=asked.verbose,
             doing=doing,
         )
         engine.averages = ema = Ema(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
-            engine.size_of = BucketOrder(store.counts, plan.spec.train.seed, group).bucket_at
+            numbers = [engine.module.size_number(each.size) for each in store.caches]
+            order = BucketOrder(tuple(map(len, store.by_bucket(among))), plan.spec.train.seed, group)
+            engine.size_of = lambda index: numbers[order.bucket_at(index)]
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
         recording = _recorded(prepared, engine.kernels, asked, progress, files, sender)
@@ -118,10 +120,12 @@ def run_training(
         yield _train(prepared, engine, ema, recorder, watchdog, asked)
 
 
-def _layers_of(spec: RunSpec, bucket: DatasetCache) -> tuple[Layer, ...]:
-    """Return the U-Net's layers for the images of a bucket of aspect."""
-    height, width = bucket.images.shape[2:]
-    return unet_layers(spec.unet, replace(spec.data.interface, size=(height, width)))
+def _other_layers(spec: RunSpec, store: DatasetCache) -> list[tuple[Layer, ...]]:
+    """Return the U-Net's layers for images of each bucket of aspect that are not of ``data.image_size``."""
+    if spec.data.buckets is None:
+        return []
+    sizes = [each.size for each in store.caches if each.size != spec.data.size]
+    return [unet_layers(spec.unet, replace(spec.data.interface, size=size)) for size in sizes]
 
 
 def _recorded(
@@ -241,7 +245,7 @@ def _train(
             engine.device,
             replicas=layout.replicas,
             replica=engine.grid.get_data_parallel_id(),
-            among=None if store.buckets else among,
+            among=among,
             start_images=engine.next_index,
             first=engine.is_first_stage(),
             last=engine.stage_id == engine.loss_stage,

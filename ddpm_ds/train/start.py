@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
-from ddpm_ds.data.buckets import check_buckets, check_steps
+from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
@@ -214,7 +214,6 @@ def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None =
     Raises:
         SpecError: the numbers or names of classes differ, too many images are held out, or pictures of decoded latents
             would be too large.
-        DataError: a bucket of aspect has too few images.
     """
     apart = store if apart is None else apart
     try:
@@ -222,9 +221,6 @@ def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None =
     except ValueError as error:
         raise SpecError(str(error)) from None
     parts(spec.data, store, apart)
-    if spec.bucket_group is not None:
-        sizes = [each.images.shape[2:] for each in (store, *store.buckets)]
-        check_buckets(store.counts, [(height, width) for height, width in sizes], spec.bucket_group)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):
