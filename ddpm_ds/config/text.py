@@ -57,8 +57,9 @@ class TextSpec(Section):
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """What is read instead of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
-    stored: Literal["float16", "int8"] = "float16"
-    """How encoded tokens are stored: in 16 bits, or in 8 with a scale for each token, in half of the space."""
+    stored: Literal["float16", "int8", "ids"] = "float16"
+    """How captions are stored: encoded in 16 bits; in 8 with a scale for each token, in half of the space; or as the
+    tokenizers' ids alone, in a five-hundredth, which each rank that reads text encodes while it trains."""
 
 
 class BucketsSpec(Section):

@@ -16,9 +16,10 @@
         captions.jsonl   distinct captions, each a JSON text; the first is empty
         meta.json     CacheMeta
         skipped.txt   images that were left out and why, one per line, if there were any
-    <store_root>/text-<captions>-<encoders>[-int8]/
+    <store_root>/text-<captions>-<encoders>[-int8|-ids]/
         the same files for encoded captions, whose images are tokens (n, 1, tokens, channels), beside text_scale.npy,
-        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off
+        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off; or
+        images are the tokens' numbers (n, 1, encoders, tokens), which training encodes
 """
 
 from __future__ import annotations
@@ -464,8 +465,8 @@ class DatasetCache:
 
     @property
     def empty_text(self) -> Encoded | None:
-        """The encoded empty caption, N = 1, on the CPU; None without text."""
-        if self.text is None:
+        """The encoded empty caption, N = 1, on the CPU; None without encoded text."""
+        if self.text is None or self.text.images.dtype == np.int32:
             return None
         import torch
 

@@ -39,6 +39,7 @@ from ddpm_ds.data.buckets import (
     moved,
     read_shapes,
     shapes_of,
+    sizes_of,
     write_shapes,
 )
 from ddpm_ds.data.cache import (
@@ -191,7 +192,7 @@ def prepare(
     if spec.text is not None:
         encoders = TextEncoders.open(spec.text, encode_on)
         if encode_on is not None:
-            _ = encoders.models  # finds damaged ones before hours of preparation
+            _ = encoders.tokenizers, encoders.models if spec.text.stored != "ids" else ()  # before hours of preparation
     texts: dict[Path, DatasetCache] = {}  # one, of all buckets
     caches = []
     for part in parts:
@@ -316,6 +317,27 @@ def buckets_of(
     return buckets
 
 
+def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], ...]:
+    """Return height and width of the images of each bucket, as ``data.image_size`` counts them, and the share of the
+    images in it: equal ones, or of ``counted`` images their own if preparation has counted them; () without buckets.
+
+    Raises:
+        DataError: the autoencoder can't be used, or there are too few images.
+    """
+    data, group = spec.data, spec.bucket_group
+    if group is None:
+        return ()
+    if counted and (shapes := _known_shapes(data)) is not None:
+        found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in _buckets_of(data, shapes, group, None)]
+    else:
+        every = sizes_of(data)
+        found = [
+            ((height * data.size[0] // every[0][0], width * data.size[0] // every[0][0]), 1) for height, width in every
+        ]
+    total = sum(count for _, count in found)
+    return tuple((size, count / total) for size, count in found)
+
+
 def _buckets_of(spec: DataSpec, shapes: Shapes, group: int, sizes: Sequence[Size] | None) -> list[BucketData]:
     return filled_buckets(spec, shapes, kept_sizes(spec, shapes, group) if sizes is None else sizes)
 
@@ -361,7 +383,7 @@ def _unwritable(spec: DataSpec, error: OSError) -> DataError:
 def _text(
     images: DatasetCache, encoders: TextEncoders, spec: DataSpec, progress: bool, verify: bool | None
 ) -> DatasetCache:
-    """Return the cache of the encoded captions of ``images``, made if the encoders have a device."""
+    """Return the cache of the encoded captions of ``images``, made if the encoders have a device or need none."""
     path = text_path(images, encoders)
     sources = text_sources(images, encoders)
     if os.path.exists(path):
@@ -370,7 +392,7 @@ def _text(
         if any(found.meta.sha256.get(name) != checksum for name, checksum in sources.items()):
             raise damaged(path, "it has text of other captions or encoders")
         return found
-    if encoders.device is None:
+    if encoders.device is None and encoders.spec.stored != "ids":
         raise DataError(
             f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it once with: "
             "ddpm-ds prepare --encode"

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from ddpm_ds.command_line import counted, gib
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.prompts import PROMPTS
+from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
 from ddpm_ds.observe.flops import FlopsProfile
@@ -31,6 +33,7 @@ from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.decide import replanning
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.predict.finished_run import RESIDENCE
+from ddpm_ds.predict.layouts import encoding_ranks
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
@@ -88,6 +91,7 @@ def run_training(
     """
     plan, device, (store, among) = prepared.plan, prepared.device, prepared.images
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
+    encoders = encoders_of(plan.spec, device)
     if sender is not None:
         tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), for_good():
@@ -95,7 +99,7 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text),
+            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
@@ -117,7 +121,26 @@ def run_training(
         engine.graph.say = recorder.log
         if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
-        yield _train(prepared, engine, ema, recorder, watchdog, asked)
+        if encoders is not None:
+            recorder.log(said_of(encoders, plan))
+        yield _train(prepared, engine, ema, recorder, watchdog, asked, encoders)
+
+
+def encoders_of(spec: RunSpec, device: torch.device) -> TextEncoders | None:
+    """Return the encoders of captions that are encoded while training, which are loaded at their first use."""
+    text = spec.data.text
+    return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
+
+
+def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
+    """Return a line about the ranks of a pipeline that encode captions."""
+    assert encoders.device is not None
+    ranks = encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)
+    each = gib(encoders.parameters * (2 if encoders.device.type == "cuda" else 4))
+    return (
+        f"captions are encoded while training by {counted(len(ranks), 'stage')} of {plan.ds.layout.stages}, which hold "
+        f"{each} of encoders each: {', '.join(map(str, ranks))}"
+    )
 
 
 def _other_layers(spec: RunSpec, store: DatasetCache) -> list[tuple[Layer, ...]]:
@@ -188,6 +211,7 @@ def _train(
     recorder: Recorder,
     watchdog: Watchdog,
     asked: Asked,
+    encoders: TextEncoders | None,
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
     plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
@@ -229,7 +253,7 @@ def _train(
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     holds_out = len(prepared.held_out.positions) > 0
-    losses = HeldOutLoss(spec, engine, *prepared.held_out) if holds_out else None
+    losses = HeldOutLoss(spec, engine, *prepared.held_out, encoders) if holds_out else None
     prompts = prompts_of(spec, prepared.prompts, engine.device)
     previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images), prompts)
     validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
@@ -250,6 +274,7 @@ def _train(
             first=engine.is_first_stage(),
             last=engine.stage_id == engine.loss_stage,
             text=bool(engine.readers),
+            encoders=encoders,
         )
 
     def finish() -> None:

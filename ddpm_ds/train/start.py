@@ -18,7 +18,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError, one_line
@@ -199,13 +199,17 @@ def _prompts(
     """Return the prompts of the pictures, those that are kept with the run if it is resumed."""
     if spec.data.text is None or spec.samples.every_images is None:
         return None
-    if not spec.samples.prompts:
+    prompts = spec.samples.prompts
+    if not prompts:
         store, positions = held_out if len(held_out.positions) else images
-        return EncodedPrompts.of_captions(store, positions[: min(spec.samples.count, MOST_CAPTIONS)])
+        positions = positions[: min(spec.samples.count, MOST_CAPTIONS)]
+        if spec.data.text.stored != "ids":
+            return EncodedPrompts.of_captions(store, positions)
+        prompts = first_captions(store, positions)
     kept = EncodedPrompts.read(run_dir / PROMPTS)
-    if kept is not None and kept.texts == spec.samples.prompts:
+    if kept is not None and kept.texts == prompts:
         return kept
-    return EncodedPrompts.of(spec.data.text, spec.samples.prompts, device, log)
+    return EncodedPrompts.of(spec.data.text, prompts, device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None = None) -> None:

@@ -18,7 +18,7 @@ from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch
-from ddpm_ds.data.text import widened
+from ddpm_ds.data.text import TextEncoders, widened
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -27,7 +27,7 @@ from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due
-from ddpm_ds.train.objective import Denoising, Noised, fields_read
+from ddpm_ds.train.objective import Denoising, Noised, encoded, fields_read
 from ddpm_ds.train.previews import Previews
 from ddpm_ds.unet.blocks import Carry
 
@@ -53,11 +53,18 @@ class _Part(NamedTuple):
 class HeldOutLoss:
     """Loss of an engine on the ``positions`` of a data-set cache, on the centres of images that are cropped in
     training, and of buckets of aspect at the size of each; only first stages read images and what belongs to them, and
-    text the ranks whose layers read it.
+    text the ranks whose layers read it, which ``encoders`` encode if it is stored as the numbers of its tokens.
     """
 
-    def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
-        self._engine, self._count = engine, len(positions)
+    def __init__(
+        self,
+        spec: RunSpec,
+        engine: UnetPipelineEngine,
+        store: DatasetCache,
+        positions: Indices,
+        encoders: TextEncoders | None = None,
+    ) -> None:
+        self._engine, self._count, self._encoders = engine, len(positions), encoders
         self._objective = Denoising(spec, engine.device, store.meta.statistics, store.constants, seed=NOISE_SEED)
         levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
         self._quantiles = {
@@ -133,21 +140,24 @@ class HeldOutLoss:
     def _inputs(self, number: int, level: tuple[float, int], part: _Part) -> Carry:
         """Return the inputs of the U-Net for one part."""
         time, stream = level
-        labels = torch.from_numpy(part.store.labels[part.positions])
-        batch = MicroBatch(labels=labels, index=torch.from_numpy(part.places), **_read(part, self._fields))
+        batch = self._read(part, self._fields)
         prepared = self._objective.held_out(batch, time, stream)
         self._noised[number] = prepared, torch.from_numpy(part.counts).to(self._engine.device)
         return self._objective.inputs(prepared)
 
     def _context(self, part: _Part) -> Tensor | None:
         """Return the encoded first captions of one part."""
-        found = _read(part, self._text_fields)
-        text = widened(found["text"], found.get("text_scale"))
-        return text.to(self._engine.device)
+        batch = self._read(part, self._text_fields)
+        assert batch.text is not None, "its layers read text"
+        return widened(batch.text, batch.text_scale).to(self._engine.device)
 
-
-def _read(part: _Part, names: Sequence[str]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(part.store.fields[name].read(part.positions)) for name in names}
+    def _read(self, part: _Part, names: Sequence[str]) -> MicroBatch:
+        """Return the fields of these names of one part."""
+        found = {name: torch.from_numpy(part.store.fields[name].read(part.positions)) for name in names}
+        images = found.pop("images", torch.empty(len(part.positions), 0))
+        labels = torch.from_numpy(part.store.labels[part.positions])
+        batch = MicroBatch(images, labels, torch.from_numpy(part.places), **found)
+        return batch if self._encoders is None else encoded(batch, self._encoders)
 
 
 def channel_names(data: DataSpec) -> list[str]:

@@ -36,7 +36,7 @@ from ddpm_ds.data.held_out import parts, prepare_all
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
-from ddpm_ds.data.prepare import buckets_of, cache_path, class_names, prepare, prepare_images
+from ddpm_ds.data.prepare import bucket_shares, buckets_of, cache_path, class_names, prepare, prepare_images
 from ddpm_ds.errors import DataError
 from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
@@ -322,6 +322,19 @@ def test_held_out_images_of_their_own_source_are_in_the_buckets_that_are_trained
     shutil.rmtree(tmp_path / "stores")
     store, apart = prepare_all(data, group=11)
     assert [cache.size for cache in apart.caches] == [(40, 56)] and store.size == (48, 48)
+
+
+def test_the_shares_of_buckets_are_those_of_counted_images_or_equal(spec_of: Callable[..., DataSpec]) -> None:
+    latent = {"unet": PLAIN, "train": {"batch_images": 12}}
+    run = tiny_spec(data=spec_of().model_dump() | {"horizontal_flips": False}, **latent)
+    equal = bucket_shares(run, counted=True)
+    assert equal[0] == ((48, 48), pytest.approx(1 / len(equal))) and len({share for _, share in equal}) == 1
+    prepare(spec_of(), group=10)
+    assert bucket_shares(run, counted=False) == equal
+    assert dict(bucket_shares(run, counted=True)) == {(48, 48): 1.0}, "twelve in a group: all are in one"
+    fewer = run.model_copy(update={"train": run.train.model_copy(update={"batch_images": 10})})
+    assert dict(bucket_shares(fewer, counted=True)) == {(48, 48): 0.5, (56, 40): 0.25, (40, 56): 0.25}
+    assert bucket_shares(run.model_copy(update={"data": spec_of(buckets=None)}), counted=True) == ()
 
 
 def test_images_that_change_are_refused_and_prepared_again(spec_of: Callable[..., DataSpec], tmp_path: Path) -> None:
