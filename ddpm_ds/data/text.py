@@ -23,7 +23,7 @@ from ddpm_ds.config.text import CrossAttentionSpec, TextSpec, Width
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
 from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of
+from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of, until_changed
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class TextEncoders:
         followed = hashlib.sha256(self.spec.layer.encode())
         for part in self._parts:
             for path in part.files:
-                followed.update(f"{path.parent.name}/{path.name} {sha256_of(path)}".encode())
+                followed.update(f"{path.parent.name}/{path.name} {_checksum(path)}".encode())
         return followed.hexdigest()
 
     @property
@@ -308,6 +308,9 @@ def parts_of(spec: TextSpec) -> list[Part]:
         return opened(folder)
     said = f"data.text.encoders = {spec.encoders}"
     return from_hub(spec.encoders, DOWNLOADED, opened, said=said, expected=EXPECTED)
+
+
+_checksum = until_changed(sha256_of)
 
 
 def _projects(part: Part) -> bool:

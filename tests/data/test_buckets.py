@@ -253,6 +253,13 @@ def test_the_bucket_of_image_size_may_be_the_small_one(spec_of: Callable[..., Da
     assert values_of(torch.from_numpy(store.images[:])) == [0, 1, 3, *range(5, 40, 4)], "of equal losses the first"
 
 
+def test_the_smallest_bucket_is_left_out_first(spec_of: Callable[..., DataSpec]) -> None:
+    """So that few images are cropped more: with the three of the portraits the squares are seven."""
+    shapes = np.array([(48, 48)] * 4 + [(56, 40)] * 3 + [(40, 56)] * 10, np.int32)
+    assert kept_sizes(spec_of(), shapes, 5) == ((48, 48), (40, 56))
+    assert kept_sizes(spec_of(), shapes, 3) == kept_sizes(spec_of(), shapes[::-1], 3) == SIZES
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), min_size=4, max_size=60),

@@ -45,9 +45,11 @@ TEXT_FIELDS = {"images", "text", "pooled", "sizes"}
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny encoders such as SDXL's, of 32 and 16 channels and 24 of pooled text."""
+    """Tiny encoders such as SDXL's, of 32 and 16 channels and 24 of pooled text, whose tokenizers pad differently."""
     path = tmp_path_factory.mktemp("encoders")
     write_encoders(path, WORDS, width=32, second=16, pooled=24)
+    settings = path / "tokenizer_2" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "!"}))
     return path
 
 
@@ -101,6 +103,9 @@ def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> No
     encoded = found.encode(texts)
     assert torch.equal(encoded.tokens, tokens) and encoded.pooled is not None and torch.equal(encoded.pooled, pooled)
     assert (found.tokens, found.channels, found.pooled_channels) == (77, 48, 24) and parts
+    few = found.encode(texts[:3])
+    assert torch.equal(few.tokens, tokens[:3]), "each text has its bits, however many are encoded"
+    assert (found.ids(texts[:1])[:, 0] != found.ids(texts[:1])[:, 1]).any()
     assert found.excess(texts[:3]) == [0, 0, 45], "120 words, a start and an end"
     write_encoders(tmp_path / "one", WORDS, width=16)
     last = TextEncoders.open(TextSpec(encoders=str(tmp_path / "one")), CPU)
