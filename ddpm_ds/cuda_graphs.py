@@ -7,6 +7,7 @@ device's random numbers stay unusable. :class:`Graphs` clears both away, so that
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -21,11 +22,12 @@ class Graphs:
 
     Args:
         device: CUDA device.
+        pool: handle of a pool that other graphs use too; of several works only results are kept while another computes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool or torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], object]] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
 import json
@@ -16,6 +17,7 @@ import math
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -285,6 +287,22 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
             if bar is not None:
                 bar.update(len(chunk))
     return digest.hexdigest()
+
+
+def until_changed(work: Callable[[Path], str]) -> Callable[[Path], str]:
+    """Return ``work`` on a file, which is done again in this process only when the file has changed; raises OSError."""
+
+    @functools.lru_cache(maxsize=64)
+    def kept(path: Path, size: int, changed: int) -> str:
+        return work(path)
+
+    @functools.wraps(work)
+    def worked(path: Path) -> str:
+        with open_regular(path) as file:
+            facts = os.fstat(file.fileno())
+        return kept(path, facts.st_size, facts.st_mtime_ns)
+
+    return worked
 
 
 SPEC, DS_CONFIG, STAGES = "spec.yaml", "ds_config.json", "stages.txt"

@@ -22,8 +22,8 @@ from ddpm_ds.config.ds_config import divisors, read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
-from ddpm_ds.predict.layouts import Workload, usable
+from ddpm_ds.planning.run_plan import RunPlan, plan_run, workload
+from ddpm_ds.predict.layouts import usable
 from ddpm_ds.processes.launcher import Processes, rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
@@ -263,7 +263,7 @@ def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
     from ddpm_ds.predict.decisions import fitted
     from ddpm_ds.predict.memory import peak_bytes
 
-    job = Workload(plan.spec, plan.ds.as_json(), device == "cpu")
+    job = workload(plan.spec, plan.ds.as_json(), device == "cpu", counted=True)
     return peak_bytes(job, fitted(job, plan.ds.layout, plan.bounds, device_bytes), plan.bounds)
 
 

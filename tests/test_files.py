@@ -14,7 +14,7 @@ import pytest
 
 from ddpm_ds.errors import OutputError
 from ddpm_ds.experiments.sweep import LOG, run_command
-from ddpm_ds.files import METRICS, open_regular, read_points, replace_file, temporary_beside
+from ddpm_ds.files import METRICS, open_regular, read_points, replace_file, temporary_beside, until_changed
 from ddpm_ds.tracking.events import EVENTS, EventFile, unsent
 from ddpm_ds.tracking.run_folder import LABELS, LOCK, RESUMES, RunFolder, claim_folder, disk_errors_said, write_labels
 from tests.launching import hanging
@@ -114,3 +114,21 @@ def test_named_pipes_are_neither_waited_for_nor_written_to(tmp_path: Path) -> No
     os.mkfifo(tmp_path / METRICS)
     with hanging():
         assert read_points(tmp_path / METRICS) == []
+
+
+def test_what_is_made_of_a_file_is_kept_until_it_changes(tmp_path: Path) -> None:
+    file, done = tmp_path / "weights", list[Path]()
+
+    @until_changed
+    def work(path: Path) -> str:
+        done.append(path)
+        return path.read_text()
+
+    file.write_text("one")
+    os.utime(file, ns=(1, 1))
+    assert [work(file), work(file)] == ["one", "one"] and len(done) == 1
+    file.write_text("two")
+    assert work(file) == "two" and len(done) == 2
+    file.unlink()
+    with pytest.raises(OSError):
+        work(file)

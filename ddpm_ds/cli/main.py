@@ -184,12 +184,13 @@ def _prepare(options: argparse.Namespace) -> None:
     store, apart = prepare_all(
         data, progress=True, verify=True, encode_on=encode_on, regression=regression, group=group
     )
-    for each in (store, *store.buckets, *([] if apart is store else [apart])):
+    others = () if apart is store else apart.caches
+    for number, each in enumerate((*store.caches, *others)):
         skipped = f", {each.meta.skipped:,} left out (skipped.txt)" if each.meta.skipped else ""
         what = "images" if data.residual_of is None else "residuals"
         if each.meta.kind == "latents":
             what = f"latents of {'x'.join(map(str, each.meta.shape))}"
-        held_out = ", held out" if each is apart and apart is not store else ""
+        held_out = ", held out" if number >= len(store.caches) else ""
         print(f"{each.path}: {len(each):,} {what}{held_out}{skipped}")
     if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
         print(notice)

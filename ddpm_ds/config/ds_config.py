@@ -553,7 +553,7 @@ def resolve(
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     _fill_from_spec(blocks, spec)
     layout = _layout(config, blocks, spec, world_size, stages)
-    _check_buckets(spec, layout, blocks)
+    _check_buckets(spec, layout)
     if layout.stages > 1:
         faults = _Faults(path)
         _check_planned(blocks.get("pipeline", {}), _schedule(blocks.get("pipeline", {}), layout.stages), faults)
@@ -576,8 +576,8 @@ def resolve(
     )
 
 
-def _check_buckets(spec: RunSpec, layout: Layout, blocks: Mapping[str, Any]) -> None:
-    """Refuse a layout whose micro-batches would mix buckets of aspect, and graphs, which have one size of images."""
+def _check_buckets(spec: RunSpec, layout: Layout) -> None:
+    """Refuse a layout whose micro-batches would mix buckets of aspect."""
     if (group := spec.bucket_group) is None:
         return
     if group % (turn := layout.micro_batch_images * layout.replicas):
@@ -585,8 +585,6 @@ def _check_buckets(spec: RunSpec, layout: Layout, blocks: Mapping[str, Any]) -> 
             f"data.buckets.images = {group} is no multiple of {turn}, micro-batches of {layout.micro_batch_images} on "
             f"{counted(layout.replicas, 'replica')}; use --set data.buckets.images={-(-group // turn) * turn}"
         )
-    if blocks.get("graphs") is True:
-        raise DsConfigError("graphs = true needs images of one size, and data.buckets has several; use auto or false")
 
 
 def _schedule(pipeline: dict[str, Any], stages: int) -> Schedule:

@@ -256,7 +256,7 @@ class DataSpec(Section):
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
-    images these are. 0 holds out none, or all of `held_out_path`."""
+    images these are, of buckets of aspect about the same share of each. 0 holds out none, or all of `held_out_path`."""
     max_bad_fraction: Fraction = 0.01
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: FilePath = Path("data")
@@ -1080,7 +1080,6 @@ def _check_buckets(spec: RunSpec) -> None:
     usual: dict[str, tuple[object, object]] = {
         "data.crop_from": (data.crop_from, None),
         "data.shuffle_images": (data.shuffle_images, None),
-        "data.held_out_images": (data.held_out_images, 0),
         "unet.dropout": (unet.dropout, 0.0),
         "unet.augmentation": (unet.augmentation, 0.0),
         "unet.colour_augmentation": (unet.colour_augmentation, 0.0),

@@ -57,8 +57,9 @@ class TextSpec(Section):
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"
     """What is read instead of a dropped caption: the encoded empty text (SD 1.5 and 2), or zeros (SDXL)."""
-    stored: Literal["float16", "int8"] = "float16"
-    """How encoded tokens are stored: in 16 bits, or in 8 with a scale for each token, in half of the space."""
+    stored: Literal["float16", "int8", "ids"] = "float16"
+    """How captions are stored: encoded in 16 bits; in 8 with a scale for each token, in half of the space; or as the
+    tokenizers' ids alone, in a five-hundredth, which each rank that reads text encodes while it trains."""
 
 
 class BucketsSpec(Section):
@@ -70,4 +71,4 @@ class BucketsSpec(Section):
     """Largest ratio of the longer side to the shorter."""
     images: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Number of consecutive images of training that share a bucket, a multiple of the images of a micro-batch on all
-    replicas; null means `train.batch_images`."""
+    replicas; null means `train.batch_images`. Images of buckets with fewer are in the next-best ones."""

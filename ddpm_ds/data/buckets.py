@@ -55,48 +55,123 @@ def bucket_sizes(size: Size, step: int, widest: float) -> tuple[Size, ...]:
 
 def bucket_of(image: Size, sizes: Sequence[Size]) -> int:
     """Return the number of the bucket that crops an ``image`` (height, width) least; of equal ones the first."""
-    return min(range(len(sizes)), key=lambda number: cropped(image, sizes[number]))
+    return int(cropped(np.array([image], np.int32), sizes)[0].argmin())
 
 
-def cropped(image: Size, size: Size) -> float:
-    """Return the share of an image (height, width) that is lost when it is scaled to cover a ``size`` and cropped."""
-    ratio = image[0] * size[1] / (image[1] * size[0])
-    return 1.0 - min(ratio, 1.0 / ratio)
+def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
+    """Return the shares (N, sizes) of readable images that are lost when they are scaled to cover a size and cropped
+    to it.
+    """
+    wide, (heights, widths) = shapes.astype(np.int64), np.array(sizes, np.int64).T
+    ratios = wide[:, :1] * widths / (wide[:, 1:] * heights)
+    return 1.0 - np.minimum(ratios, 1.0 / ratios)
 
 
 class BucketData(DataSpec):
     """Images of one bucket, whose size is ``image_size``."""
 
     number: int
-    """Its number; that of the spec's own ``data.image_size`` is 0."""
+    """Its number among ``sizes``."""
     sizes: tuple[Size, ...]
-    """Height and width in pixels of all buckets, by number."""
+    """Heights and widths in pixels of the buckets of which this one has the images that it crops least."""
+
+    @property
+    def pixels(self) -> Size:
+        """Height and width of its images in pixels."""
+        return self.sizes[self.number]
 
     def members_of(self, shapes: Shapes) -> Indices:
         """Return the positions, int64 and rising, of the images of these shapes that are in this bucket."""
         return np.flatnonzero(numbers_of(shapes, self.sizes) == self.number)
 
 
-def buckets_of(data: DataSpec) -> tuple[BucketData, ...]:
-    """Return all buckets of ``data``, that of ``data.image_size`` first.
+def _factor(data: DataSpec) -> int:
+    """Return the pixels along a side of which one of ``data.image_size`` is made."""
+    autoencoder = autoencoder_of(data)
+    return 1 if autoencoder is None else autoencoder.factor
+
+
+def sizes_of(data: DataSpec) -> tuple[Size, ...]:
+    """Return heights and widths in pixels of all buckets of ``data``, that of ``data.image_size`` first.
 
     Raises:
         DataError: sizes of latents don't fit the steps, or the autoencoder can't be used.
     """
     assert data.buckets is not None
-    autoencoder = autoencoder_of(data)
-    factor = 1 if autoencoder is None else autoencoder.factor
-    step, widest = data.buckets.step, data.buckets.widest
+    factor, step = _factor(data), data.buckets.step
     size = (data.size[0] * factor, data.size[1] * factor)
     if step % factor or any(side % step for side in size):
         raise DataError(
             f"data.buckets.step = {step} should be a multiple of the {factor} pixels that are one of a latent, and "
             f"divide the {written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
         )
-    sizes = (size, *(each for each in bucket_sizes(size, step, widest) if each != size))
-    return tuple(
-        BucketData(**{**dict(data), "image_size": (height // factor, width // factor)}, number=number, sizes=sizes)
-        for number, (height, width) in enumerate(sizes)
+    return (size, *(each for each in bucket_sizes(size, step, data.buckets.widest) if each != size))
+
+
+def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:
+    """Return the sizes of :func:`sizes_of` without those of small buckets: of buckets with fewer than ``group`` images
+    to train on, the smallest is left out, so that its images are in the others that crop them least, until none is.
+
+    Raises:
+        DataError: all images are fewer, or as :func:`sizes_of`.
+    """
+    sizes, held_out = [*sizes_of(data)], 0 if data.held_out_path is not None else data.held_out_images
+    if (left := len(shapes) - held_out) < group:
+        what = "images" if not held_out else f"images beside data.held_out_images = {held_out:,}"
+        raise DataError(
+            f"data.buckets: there are {max(0, left):,} {what}, fewer than the {group:,} that follow each other; use a "
+            f"smaller data.buckets.images{f', at most {left:,}' if left > 0 else ''}, or more images"
+        )
+    while True:
+        counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
+        trained = [count - share for count, share in zip(counts, shares_of(counts, held_out), strict=True)]
+        small = [number for number, count in enumerate(counts) if count and trained[number] < group]
+        if not small:
+            return tuple(sizes)
+        del sizes[min(small, key=trained.__getitem__)]
+
+
+def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
+    """Return how many of ``held_out`` images are of each bucket with so many images: about the same share of each."""
+    ends = [0, *np.cumsum(counts).tolist()]
+    edges = [held_out * end // max(1, ends[-1]) for end in ends]
+    return [edges[number + 1] - edges[number] for number in range(len(counts))]
+
+
+def filled_buckets(data: DataSpec, shapes: Shapes, kept: Sequence[Size]) -> list[BucketData]:
+    """Return the buckets of the ``kept`` sizes that have images, the one nearest to ``data.image_size`` first.
+
+    One that has the images that it would have among all sizes names those, so that its cache is that of other runs.
+    """
+    sizes, factor = sizes_of(data), _factor(data)
+    numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
+    found: list[BucketData] = []
+    for kept_number, size in enumerate(kept):
+        number, members = sizes.index(size), kept_numbers == kept_number
+        if not members.any():
+            continue
+        among: dict[str, object] = {"number": kept_number, "sizes": tuple(kept)}
+        if np.array_equal(members, numbers == number):
+            among = {"number": number, "sizes": sizes}
+        image_size = (size[0] // factor, size[1] // factor)
+        found.append(BucketData(**{**dict(data), "image_size": image_size, **among}))
+    first = found.pop(bucket_of(data.size, [bucket.size for bucket in found]))
+    return [first, *found]
+
+
+def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: int) -> str | None:
+    """Return a line about images that are in one of ``buckets`` since that of their own has fewer than ``group``; None
+    if there are none.
+    """
+    sizes, kept = sizes_of(data), {bucket.pixels for bucket in buckets}
+    counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
+    small = {written(size): count for size, count in zip(sizes, counts, strict=True) if count and size not in kept}
+    if not small:
+        return None
+    each = ", ".join(f"{size} ({count:,})" for size, count in small.items())
+    return (
+        f"data.buckets: fewer images than the {group:,} that follow each other are in {each}; these "
+        f"{sum(small.values()):,} of {len(shapes):,} images are in the next-best of the {len(buckets):,} other sizes"
     )
 
 
@@ -117,31 +192,14 @@ def check_steps(spec: RunSpec) -> None:
 
 
 def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
-    """Return the number of the bucket of each image, int64 (N,); those that can't be read are in bucket 0."""
+    """Return the number of the bucket of each image, int64 (N,); those that can't be read are in the fullest one."""
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)
-    numbers = [bucket_of((height, width), sizes) if height and width else 0 for height, width in distinct.tolist()]
-    return np.array(numbers, np.int64)[which.reshape(-1)]
-
-
-def check_buckets(counts: Sequence[int], sizes: Sequence[Size], group: int) -> None:
-    """Refuse buckets with fewer images than consecutive ones of training, ``group``, and none of ``data.image_size``.
-
-    Raises:
-        DataError: it names the bucket, its images and what would do.
-    """
-    if not counts[0]:
-        most = max(range(len(counts)), key=lambda number: counts[number])
-        raise DataError(
-            f"data.image_size is of the bucket {written(sizes[0])}, in which no image falls; use that of "
-            f"{written(sizes[most])}, which has {counts[most]:,}"
-        )
-    for size, count in zip(sizes, counts, strict=True):
-        if 0 < count < group:
-            raise DataError(
-                f"data.buckets: {written(size)} has {count:,} images, fewer than the {group:,} that follow each other; "
-                f"use a smaller data.buckets.images, at most {count:,}, a larger data.buckets.step, or a smaller "
-                "data.buckets.widest"
-            )
+    readable = distinct.all(axis=1)
+    numbers = np.full(len(distinct), -1)
+    numbers[readable] = cropped(distinct[readable], sizes).argmin(axis=1)
+    numbers = numbers[which.reshape(-1)]
+    numbers[numbers < 0] = np.bincount(numbers[numbers >= 0], minlength=1).argmax()
+    return numbers
 
 
 def shapes_of(source: Source, progress: bool) -> Shapes:

@@ -16,9 +16,10 @@
         captions.jsonl   distinct captions, each a JSON text; the first is empty
         meta.json     CacheMeta
         skipped.txt   images that were left out and why, one per line, if there were any
-    <store_root>/text-<captions>-<encoders>[-int8]/
+    <store_root>/text-<captions>-<encoders>[-int8|-ids]/
         the same files for encoded captions, whose images are tokens (n, 1, tokens, channels), beside text_scale.npy,
-        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off
+        pooled.npy and measured.npy: mean and largest relative error of its tokens, and tokens that were cut off; or
+        images are the tokens' numbers (n, 1, encoders, tokens), which training encodes
 """
 
 from __future__ import annotations
@@ -441,14 +442,31 @@ class DatasetCache:
         return replace(self, buckets=tuple(others), meta=meta)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its images."""
+        height, width = self.images.shape[2:]
+        return height, width
+
+    @property
+    def caches(self) -> tuple[DatasetCache, ...]:
+        """Caches of all buckets of aspect, this one first; alone without buckets."""
+        return (self, *self.buckets)
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Number of images of each bucket of aspect."""
-        return tuple(map(len, (self, *self.buckets)))
+        return tuple(map(len, self.caches))
+
+    def by_bucket(self, positions: Indices) -> tuple[Indices, ...]:
+        """Return the positions in each of :attr:`caches` of images at rising ``positions`` among all of them."""
+        starts = np.cumsum((0, *self.counts))
+        edges = positions.searchsorted(starts)
+        return tuple(positions[edges[i] : edges[i + 1]] - starts[i] for i in range(len(self.counts)))
 
     @property
     def empty_text(self) -> Encoded | None:
-        """The encoded empty caption, N = 1, on the CPU; None without text."""
-        if self.text is None:
+        """The encoded empty caption, N = 1, on the CPU; None without encoded text."""
+        if self.text is None or self.text.images.dtype == np.int32:
             return None
         import torch
 

@@ -1,9 +1,11 @@
-"""Captions of images on their way into the cache: distinct ones are encoded once, and stored in 16 or 8 bits.
+"""Captions of images on their way into the cache: distinct ones are encoded once, and stored in 16 or 8 bits, or are
+stored as the numbers of their tokens.
 
 ::
 
     "a cat"    ──encode──▶ tokens (77, C) float16                       ─▶ images.npy, pooled.npy of the text's cache
                ──────────▶ int8 (77, C) x scale (77,) of each token     ─▶ images.npy, text_scale.npy
+               ──tokenize▶ numbers (encoders, 77) int32                 ─▶ images.npy, encoded while training
 
 Text caches are named after the captions and the encoders, so that images of several sizes, pixels and latents share
 one.
@@ -42,8 +44,8 @@ from ddpm_ds.files import open_regular
 if TYPE_CHECKING:
     from torch import Tensor
 
-TEXTS_AT_ONCE = 64
-"""Texts that are encoded together."""
+CHUNK_TEXTS = 64
+"""Texts that are written together."""
 STEPS = 127
 """Largest int8, which the largest value of a token becomes."""
 MOST_FLOAT16 = 65504.0
@@ -93,7 +95,7 @@ def texts_of(images: DatasetCache) -> list[str]:
 def text_path(images: DatasetCache, encoders: TextEncoders) -> Path:
     """Return the folder of the encoded captions of a cache of images."""
     name = f"text-{images.meta.sha256[CAPTIONS_FILE][:8]}-{encoders.digest[:8]}"
-    return images.path.with_name(name + ("-int8" if encoders.spec.stored == "int8" else ""))
+    return images.path.with_name(name + ("" if encoders.spec.stored == "float16" else f"-{encoders.spec.stored}"))
 
 
 def without_text(checksums: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +109,10 @@ def text_sources(images: DatasetCache, encoders: TextEncoders) -> dict[str, str]
 
 
 def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
-    """Return the fields of one encoded caption."""
+    """Return the fields of one encoded caption, or of one that is stored as its tokens' numbers."""
+    measured = {MEASURED: StoredField(shape=(3,), values="float32")}
+    if encoders.spec.stored == "ids":
+        return {IMAGES: StoredField(shape=(1, encoders.count, encoders.tokens), values="int32"), **measured}
     small = encoders.spec.stored == "int8"
     shape = (1, encoders.tokens, encoders.channels)
     fields = {IMAGES: StoredField(shape=shape, values="int8" if small else "float16")}
@@ -115,19 +120,24 @@ def text_fields(encoders: TextEncoders) -> dict[str, StoredField]:
         fields[TEXT_SCALE] = StoredField(shape=(encoders.tokens,), values="float32")
     if encoders.pooled_channels is not None:
         fields[POOLED] = StoredField(shape=(encoders.pooled_channels,), values="float16")
-    return fields | {MEASURED: StoredField(shape=(3,), values="float32")}
+    return fields | measured
 
 
 def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chunk]:
-    """Yield encoded ``texts`` in chunks.
+    """Yield encoded ``texts``, or their tokens' numbers, in chunks.
 
     Raises:
         DataError: the encoders are damaged, or make a value beyond float16.
     """
     import torch
 
-    for first in range(0, len(texts), TEXTS_AT_ONCE):
-        part = list(texts[first : first + TEXTS_AT_ONCE])
+    for first in range(0, len(texts), CHUNK_TEXTS):
+        part = list(texts[first : first + CHUNK_TEXTS])
+        cut = torch.tensor(encoders.excess(part), dtype=torch.float32)
+        if encoders.spec.stored == "ids":
+            measured = torch.stack((torch.zeros_like(cut), torch.zeros_like(cut), cut), dim=1)
+            yield _chunk(encoders.ids(part), {MEASURED: measured})
+            continue
         tokens, pooled = (None if each is None else each.float().cpu() for each in encoders.encode(part))
         assert tokens is not None
         for values in (tokens, pooled):
@@ -146,10 +156,13 @@ def encoded_texts(encoders: TextEncoders, texts: Sequence[str]) -> Iterator[Chun
         errors = (read - tokens).norm(dim=2) / tokens.norm(dim=2).clamp(min=1e-30)  # (n, tokens)
         if pooled is not None:
             fields[POOLED] = pooled.half()
-        cut = torch.tensor(encoders.excess(part), dtype=torch.float32)
         fields[MEASURED] = torch.stack((errors.mean(dim=1), errors.amax(dim=1), cut), dim=1)
-        others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
-        yield Chunk([row.data for row in stored.numpy()], [0] * len(part), [], others)
+        yield _chunk(stored, fields)
+
+
+def _chunk(stored: Tensor, fields: Mapping[str, Tensor]) -> Chunk:
+    others = {name: [row.data for row in values.numpy()] for name, values in fields.items()}
+    return Chunk([row.data for row in stored.numpy()], [0] * len(stored), [], others)
 
 
 def in_8_bits(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +181,7 @@ def findings(text: DatasetCache) -> list[str]:
     mean, largest, cut = text.others[MEASURED][:].T
     said = []
     if cuts := int((cut > 0).sum()):
-        tokens = text.meta.shape[1]
+        tokens = text.meta.shape[2 if text.meta.field(IMAGES).values == "int32" else 1]
         said.append(
             f"{cuts:,} of {len(text):,} captions have more than {tokens} tokens and are cut, as by diffusers' "
             f"pipelines; the longest loses {int(cut.max()):,}"

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.cache import CONSTANTS, DatasetCache, Indices, StoredField
+from ddpm_ds.data.buckets import shares_of
+from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField
 from ddpm_ds.data.loader import split
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.prepare import buckets_of, prepare
 from ddpm_ds.errors import DataError, SpecError
 
 HELD_OUT = "held-out/"
@@ -26,7 +27,7 @@ HELD_OUT = "held-out/"
 
 
 class Part(NamedTuple):
-    """Images at rising positions of a cache."""
+    """Images at rising positions of a cache and, of buckets of aspect, of its others."""
 
     store: DatasetCache
     positions: Indices
@@ -47,23 +48,24 @@ def held_out_of(data: DataSpec) -> DataSpec | None:
 
 
 def prepare_all(
-    data: DataSpec, progress: bool = False, *, learned: Mapping[str, str] | None = None, **how: Any
+    data: DataSpec, progress: bool = False, *, learned: Mapping[str, str] | None = None, group: int = 1, **how: Any
 ) -> tuple[DatasetCache, DatasetCache]:
     """Return the caches of the training images and of those held out, which may be one, making what is missing.
 
     A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
-    ``learned`` are the checksums of the images of a checkpoint; ``how`` is passed to
-    :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
+    Held-out images of aspect are in the buckets of those that are trained on. ``learned`` are the checksums of the
+    images of a checkpoint; the rest is passed to :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
 
     Raises:
         DataError: held-out images would be trained on, or are of another size, number of channels or type.
     """
     trained_on, held_out = (None, None) if learned is None else told_apart(learned)
     if data.held_out_path is None:
-        store = prepare(data, progress, learned=trained_on, **how)
+        store = prepare(data, progress, learned=trained_on, group=group, **how)
         return store, store
-    apart = prepare_held_out(data, progress, learned=held_out or None, **how)
-    store = prepare(data, progress, learned=trained_on, **how)
+    sizes = None if data.buckets is None else [one.pixels for one in buckets_of(data, group, progress=progress)]
+    apart = prepare_held_out(data, progress, learned=held_out or None, sizes=sizes, **how)
+    store = prepare(data, progress, learned=trained_on, sizes=sizes, **how)
     _check_alike(data, store, apart)
     return store, apart.with_statistics(store.meta.statistics)
 
@@ -103,16 +105,28 @@ def parts(data: DataSpec, store: DatasetCache, apart: DatasetCache) -> tuple[Par
         SpecError: no image would be left to train on, or fewer are there than are to be held out.
     """
     if data.held_out_path is None:
-        among, held_out = split(len(store), data.held_out_images, data.held_out)
+        among, held_out = _split(store, data)
         return Part(store, among), Part(store, held_out)
-    count, asked = len(apart), data.held_out_images
+    count, asked = sum(apart.counts), data.held_out_images
     if asked > count:
         raise SpecError(
             f"data.held_out_images = {asked:,}, but data.held_out_path = {data.held_out_path} has {count:,} images; "
             "--set data.held_out_images=0 takes all"
         )
-    positions = split(count, asked, data.held_out)[1] if 0 < asked < count else np.arange(count)
-    return Part(store, np.arange(len(store))), Part(apart, positions)
+    positions = _split(apart, data)[1] if 0 < asked < count else np.arange(count)
+    return Part(store, np.arange(sum(store.counts))), Part(apart, positions)
+
+
+def _split(store: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
+    """Split all images of a cache into those that are trained on and those held out, which are a share of each bucket
+    of aspect.
+    """
+    pairs, start = [], 0
+    for count, share in zip(store.counts, shares_of(store.counts, data.held_out_images), strict=True):
+        pairs.append([start + each for each in split(count, share, data.held_out)])
+        start += count
+    among, held_out = map(np.concatenate, zip(*pairs, strict=True))
+    return among, held_out
 
 
 def checksums_of(store: DatasetCache, apart: DatasetCache) -> dict[str, str]:
@@ -130,7 +144,9 @@ def told_apart(checksums: Mapping[str, str]) -> tuple[dict[str, str], dict[str, 
 def _check_alike(data: DataSpec, store: DatasetCache, apart: DatasetCache) -> None:
     """Refuse held-out images that the U-Net of the others does not fit, or that are the others."""
     given = f"data.held_out_path = {data.held_out_path}"
-    for name in store.fields:
+    for name in {IMAGES, *store.meta.fields} - {CAPTIONS}:  # there may be more captions of an image
+        if name == IMAGES and data.buckets is not None:
+            continue  # the first bucket may be of another size
         ours, theirs = store.meta.field(name), apart.meta.field(name)
         if ours != theirs:
             raise DataError(

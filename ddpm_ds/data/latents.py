@@ -19,7 +19,6 @@ import hashlib
 import importlib.util
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSp
 from ddpm_ds.data.cache import BUCKETS, TEXTS, DatasetCache
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, open_tensors, parse_json, read_bytes, sha256_of
+from ddpm_ds.files import open_tensors, parse_json, read_bytes, sha256_of, until_changed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -313,24 +312,18 @@ def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
         yield part, latents.half().numpy()
 
 
-@functools.lru_cache(maxsize=8)
-def _sha256(path: Path, size: int, changed: int) -> str:
+@until_changed
+def _checksum(path: Path) -> str:
+    """Return the SHA-256 of weights, which must be finite.
+
+    Raises:
+        OSError: they can't be read, or are not finite; ``strerror`` is the reason.
+    """
     with open_tensors(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
             if not tensors.get_tensor(name).isfinite().all():
                 raise OSError(errno.EINVAL, f"{name} has a value that is not finite", str(path))
     return sha256_of(path)
-
-
-def _checksum(path: Path) -> str:
-    """Return the SHA-256 of weights, which must be finite, cached in this process until the file changes.
-
-    Raises:
-        OSError: they can't be read, or are not finite; ``strerror`` is the reason.
-    """
-    with open_regular(path) as file:
-        facts = os.fstat(file.fileno())
-    return _sha256(path, facts.st_size, facts.st_mtime_ns)
 
 
 def _from_hub(name: Path) -> Path:

@@ -57,7 +57,9 @@ class MicroBatch(NamedTuple):
     condition: Tensor | None = None  # (n, C, h, w), the stored condition, of its own size and dtype
     mask: Tensor | None = None  # (n, 1 or C, H, W) uint8, 1 where a pixel counts in the loss
     vector: Tensor | None = None  # (n, K) float32
-    text: Tensor | None = None  # (n, tokens, channels) float16 or int8, the encoded caption
+    text: Tensor | None = (
+        None  # (n, tokens, channels) float16 or int8, the encoded caption; (n, encoders, tokens) int32
+    )
     text_scale: Tensor | None = None  # (n, tokens) float32, factor of the tokens in int8
     pooled: Tensor | None = None  # (n, channels) float16, the pooled text
     sizes: Tensor | None = None  # (n, 6) float32, sizes of the original image and of its crop
@@ -96,7 +98,7 @@ def micro_batches(
     Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
     rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
     :class:`ddpm_ds.data.order.Order`. Of a cache with buckets of aspect, ``group`` images that follow each other are of
-    one bucket, and all images are trained on. ``workers`` processes read ahead, or two threads of this process if 0. A
+    one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A
     worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if
     ``batch_images``, ``group`` or ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and
     KeyError for a field that the cache does not have.
@@ -107,15 +109,17 @@ def micro_batches(
     if not 0 <= replica < replicas:
         raise ValueError(f"replica = {replica} is not one of {replicas}")
     first = start_images + replica * micro_batch_images
-    order: Order | BucketOrder = Order(len(cache if among is None else among), seed, window)
+    of_buckets = None if among is None else cache.by_bucket(among)
+    counts = cache.counts if of_buckets is None else tuple(map(len, of_buckets))
+    order: Order | BucketOrder = Order(counts[0], seed, window)
     if group is not None:
-        order = BucketOrder(cache.counts, seed, group)
+        order = BucketOrder(counts, seed, group)
         if group % turn or start_images % turn:
             raise ValueError(f"group = {group} or start_images = {start_images} is no multiple of {turn}")
     names = tuple(name for name in cache.fields if name in fields)
     if missing := sorted(fields - cache.fields.keys()):
         raise KeyError(missing[0])
-    data = _Reads(cache, among, order, first, turn, micro_batch_images, pin_memory and not workers, names)
+    data = _Reads(cache, of_buckets, order, first, turn, micro_batch_images, pin_memory and not workers, names)
     if not workers:
         return _ahead(data.__getitem__, 2, micro_batch_images, pin_memory, names)
     loader = DataLoader(
@@ -172,7 +176,8 @@ class _Reads(Dataset[_Read]):
     """
 
     cache: DatasetCache
-    among: Indices | None
+    among: tuple[Indices, ...] | None
+    """Positions that are trained on in each bucket of aspect, or in the cache without buckets; None is all."""
     order: Order | BucketOrder
     first: int
     turn: int
@@ -193,14 +198,12 @@ class _Reads(Dataset[_Read]):
         count = self.micro_batches
         turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
         index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
-        cache = self.cache
         if isinstance(self.order, BucketOrder):
-            bucket, stored = self.order.images_at(index)
-            cache = (cache, *cache.buckets)[bucket]
+            bucket, places = self.order.images_at(index)
         else:
-            stored = self.order.image_at(index)
-            stored = stored if self.among is None else self.among[stored]
+            bucket, places = 0, self.order.image_at(index)
             self._read_ahead(self.order, int(index[0]), begin=number == 0)
+        cache, stored = self.cache.caches[bucket], places if self.among is None else self.among[bucket][places]
         fields = {name: field for name, field in cache.fields.items() if name in self.fields}
         draws = None
         if cache.text is not None:
@@ -212,7 +215,7 @@ class _Reads(Dataset[_Read]):
         """Ask for what is to be read from disk while training uses the images of a read from ``first`` on."""
         for start, stop in order.ahead(first, first + self.turn * self.micro_batches, begin=begin):
             if self.among is not None:
-                start, stop = int(self.among[start]), int(self.among[stop - 1]) + 1
+                start, stop = int(self.among[0][start]), int(self.among[0][stop - 1]) + 1
             for name, stored in self.cache.fields.items():
                 if name in self.fields and isinstance(stored, StoredImages):  # captions are read from everywhere
                     stored.will_read(start, stop)
@@ -363,7 +366,7 @@ class Residence:
     @classmethod
     def of(cls, store: DatasetCache) -> Residence:
         """Return the residence of a cache on this host."""
-        caches = (store, *store.buckets)
+        caches = store.caches
         stored, text = (
             sum((each.path / name).stat().st_size for each in some for name in each.meta.files)
             for some in (caches, () if store.text is None else (store.text,))

@@ -117,7 +117,7 @@ class BucketOrder:
     """
 
     counts: tuple[int, ...]
-    """Images of each bucket, at least ``group``."""
+    """Images of each bucket; of one with fewer than ``group`` some come again in a group."""
     seed: int
     group: int
     """Consecutive images of training that share a bucket."""

@@ -34,11 +34,12 @@ from ddpm_ds.data.buckets import (
     BucketData,
     Members,
     Shapes,
-    buckets_of,
-    check_buckets,
-    numbers_of,
+    filled_buckets,
+    kept_sizes,
+    moved,
     read_shapes,
     shapes_of,
+    sizes_of,
     write_shapes,
 )
 from ddpm_ds.data.cache import (
@@ -70,7 +71,7 @@ from ddpm_ds.data.captions import (
     without_text,
     written,
 )
-from ddpm_ds.data.decoding import ALONE, decoded
+from ddpm_ds.data.decoding import ALONE, Size, decoded
 from ddpm_ds.data.fields import FieldSource, check_fields, open_fields
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.residuals import REGRESSION, Regression, fields_of, made_of, residuals
@@ -105,14 +106,12 @@ that are scaled down while they are decoded, and did not read ``dataset.json`` i
 def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
     """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
     ("auto" means the cache that exists), the version of decoding (that of the first is empty) and, for latents, the
-    autoencoder; for residuals, the folder of the regression; for a bucket of aspect, the sizes of all buckets. With
-    ``data.buckets`` it is the cache of the first bucket.
+    autoencoder; for residuals, the folder of the regression; for a bucket of aspect, the sizes among which it has the
+    images that it crops least.
 
     Raises:
         DataError: the autoencoder can't be used.
     """
-    if spec.buckets is not None and not isinstance(spec, BucketData):
-        return cache_path(buckets_of(spec)[0], version)
     if (autoencoder := autoencoder_of(spec)) is not None:
         pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
@@ -148,7 +147,10 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
     for version in (DECODING_VERSION, ""):
         with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
-            names = CacheMeta.read(cache_path(spec.data, version)).classes
+            first, group = spec.data, spec.bucket_group
+            if group is not None and (shapes := _known_shapes(first)) is not None:
+                first = _buckets_of(first, shapes, group, None)[0]
+            names = CacheMeta.read(cache_path(first, version)).classes
             if len(names) == len(numbers):
                 return names
     return numbers
@@ -164,10 +166,11 @@ def prepare(
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
     group: int = 1,
+    sizes: Sequence[Size] | None = None,
 ) -> DatasetCache:
     """Return the data-set cache of ``spec`` with its encoded captions, if it has some, making what is missing;
-    ``progress`` shows bars. With ``data.buckets`` it is that of the first bucket with those of all others that have
-    images, each ``group`` or more.
+    ``progress`` shows bars. With ``data.buckets`` it is that of the bucket nearest to ``data.image_size`` with those of
+    all others that have images: each ``group`` or more to train on, or any number in buckets of given ``sizes``.
 
     An existing cache is used as it is, also if its source has gone. Several processes and hosts may
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
@@ -181,19 +184,19 @@ def prepare(
             ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
             or full, the cache is damaged, the autoencoder or an encoder of text can't be used, images have no captions,
             latents or residuals are of other pixels, fields or weights, what is made without ``encode_on`` or
-            ``regression`` is missing, or a bucket has too few images.
+            ``regression`` is missing, or there are fewer images than ``group``.
     """
     is_whole = spec.buckets is not None and not isinstance(spec, BucketData)
-    parts = _filled_buckets(spec, group, progress) if is_whole else [spec]
+    parts = buckets_of(spec, group, sizes, progress) if is_whole else [spec]
     encoders = None
     if spec.text is not None:
         encoders = TextEncoders.open(spec.text, encode_on)
         if encode_on is not None:
-            _ = encoders.models  # finds damaged ones before hours of preparation
+            _ = encoders.tokenizers, encoders.models if spec.text.stored != "ids" else ()  # before hours of preparation
     texts: dict[Path, DatasetCache] = {}  # one, of all buckets
     caches = []
     for part in parts:
-        of_part = None if learned is None else without_text(_of_part(learned, part))
+        of_part = None if learned is None else without_text(_of_part(learned, part, is_first=part is parts[0]))
         images = prepare_images(
             part,
             progress,
@@ -223,9 +226,7 @@ def prepare_images(
     regression: Regression | None = None,
     learned: Mapping[str, str] | None = None,
 ) -> DatasetCache:
-    """Return the cache of :func:`prepare` without encoded captions; with ``data.buckets`` that of the first bucket."""
-    if spec.buckets is not None and not isinstance(spec, BucketData):
-        spec = buckets_of(spec)[0]
+    """Return the cache of :func:`prepare` without encoded captions; of images of one size."""
     path = cache_path(spec)
     with suppress(OSError, ValueError):  # there is none
         if learned is not None and CacheMeta.read(earlier := cache_path(spec, "")).sha256 == learned:
@@ -281,35 +282,70 @@ def prepare_images(
     return made
 
 
-def _of_part(learned: Mapping[str, str], part: DataSpec) -> dict[str, str]:
+def _of_part(learned: Mapping[str, str], part: DataSpec, *, is_first: bool) -> dict[str, str]:
     """Return the checksums of a bucket, of those of all buckets; without buckets they are all."""
     if not isinstance(part, BucketData):
         return dict(learned)
-    if part.number == 0:
+    if is_first:
         return {name: checksum for name, checksum in learned.items() if not name.startswith(BUCKETS)}
     prefix = bucket_prefix(part.shape)
     return {name.removeprefix(prefix): checksum for name, checksum in learned.items() if name.startswith(prefix)}
 
 
-def _filled_buckets(spec: DataSpec, group: int, progress: bool) -> list[BucketData]:
-    """Return the buckets that have images.
+def buckets_of(
+    spec: DataSpec, group: int, sizes: Sequence[Size] | None = None, progress: bool = False
+) -> list[BucketData]:
+    """Return the buckets of :func:`prepare`; ``progress`` shows a bar, and says which have too few images.
 
     Raises:
-        DataError: one has fewer than ``group``, or the first has none; or the source fails.
+        DataError: there are fewer images than ``group``, or the source fails.
     """
-    buckets = buckets_of(spec)
-    found = read_shapes(_shapes_path(spec)) if any(cache_path(each).exists() for each in buckets) else None
-    if found is not None:  # the source may be gone
-        shapes = found[1]
-    else:
+    buckets, known = list[BucketData](), _known_shapes(spec)
+    with suppress(DataError):  # of images that have been replaced
+        if known is not None:
+            buckets = _buckets_of(spec, known, group, sizes)
+    shapes = known
+    if shapes is None or not any(cache_path(each).exists() for each in buckets):  # else the source may be gone
         try:
             spec.store_root.mkdir(parents=True, exist_ok=True)
             shapes = _shapes(spec, open_source(spec, progress), progress)
         except OSError as error:
             raise _unwritable(spec, error) from error
-    counts = np.bincount(numbers_of(shapes, buckets[0].sizes), minlength=len(buckets)).tolist()
-    check_buckets(counts, buckets[0].sizes, group)
-    return [bucket for bucket, count in zip(buckets, counts, strict=True) if count]
+        buckets = _buckets_of(spec, shapes, group, sizes)
+    if progress and sizes is None and (line := moved(spec, shapes, buckets, group)) is not None:
+        print(line, file=sys.stderr)
+    return buckets
+
+
+def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], ...]:
+    """Return height and width of the images of each bucket, as ``data.image_size`` counts them, and the share of the
+    images in it: equal ones, or of ``counted`` images their own if preparation has counted them; () without buckets.
+
+    Raises:
+        DataError: the autoencoder can't be used, or there are too few images.
+    """
+    data, group = spec.data, spec.bucket_group
+    if group is None:
+        return ()
+    if counted and (shapes := _known_shapes(data)) is not None:
+        found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in _buckets_of(data, shapes, group, None)]
+    else:
+        every = sizes_of(data)
+        found = [
+            ((height * data.size[0] // every[0][0], width * data.size[0] // every[0][0]), 1) for height, width in every
+        ]
+    total = sum(count for _, count in found)
+    return tuple((size, count / total) for size, count in found)
+
+
+def _buckets_of(spec: DataSpec, shapes: Shapes, group: int, sizes: Sequence[Size] | None) -> list[BucketData]:
+    return filled_buckets(spec, shapes, kept_sizes(spec, shapes, group) if sizes is None else sizes)
+
+
+def _known_shapes(spec: DataSpec) -> Shapes | None:
+    """Return the shapes of a source's images as they were found before, or None."""
+    found = read_shapes(_shapes_path(spec))
+    return None if found is None else found[1]
 
 
 def _shapes_path(spec: DataSpec) -> Path:
@@ -347,7 +383,7 @@ def _unwritable(spec: DataSpec, error: OSError) -> DataError:
 def _text(
     images: DatasetCache, encoders: TextEncoders, spec: DataSpec, progress: bool, verify: bool | None
 ) -> DatasetCache:
-    """Return the cache of the encoded captions of ``images``, made if the encoders have a device."""
+    """Return the cache of the encoded captions of ``images``, made if the encoders have a device or need none."""
     path = text_path(images, encoders)
     sources = text_sources(images, encoders)
     if os.path.exists(path):
@@ -356,7 +392,7 @@ def _text(
         if any(found.meta.sha256.get(name) != checksum for name, checksum in sources.items()):
             raise damaged(path, "it has text of other captions or encoders")
         return found
-    if encoders.device is None:
+    if encoders.device is None and encoders.spec.stored != "ids":
         raise DataError(
             f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it once with: "
             "ddpm-ds prepare --encode"

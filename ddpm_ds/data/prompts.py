@@ -22,10 +22,20 @@ if TYPE_CHECKING:
 
 PROMPTS = "prompts.npz"
 """File of the prompts in the folder of a run."""
-AT_ONCE = 32
-"""Texts that are encoded together."""
 SHOWN = 60
 """Most characters of a prompt in a message."""
+
+
+def _read(store: DatasetCache, positions: Indices, name: str) -> Any:
+    """Return a field of the images at ``positions`` of a cache and its other buckets of aspect."""
+    of_buckets = zip(store.caches, store.by_bucket(positions), strict=True)
+    return np.concatenate([cache.fields[name].read(at) for cache, at in of_buckets])
+
+
+def first_captions(store: DatasetCache, positions: Indices) -> tuple[str, ...]:
+    """Return the first captions of the images at ``positions`` of a cache; raises DataError."""
+    texts = texts_of(store)
+    return tuple(texts[row] for row in _read(store, positions, CAPTIONS)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -51,11 +61,7 @@ class EncodedPrompts:
             if excess:
                 begin = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
                 log(f'the prompt "{begin}" is longer than {encoders.tokens} tokens: its last {excess} are not read')
-        every = [*texts, ""]
-        parts = [encoders.encode(every[first : first + AT_ONCE]) for first in range(0, len(every), AT_ONCE)]
-        tokens = torch.cat([part.tokens for part in parts]).half().cpu()
-        pooled = [part.pooled.half().cpu() for part in parts if part.pooled is not None]
-        return cls.split(texts, Encoded(tokens, torch.cat(pooled) if pooled else None))
+        return cls.split(texts, encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
 
     @classmethod
     def of_captions(cls, store: DatasetCache, positions: Indices) -> Self:
@@ -66,13 +72,12 @@ class EncodedPrompts:
         """
         import torch
 
-        texts, rows = texts_of(store), store.others[CAPTIONS].read(positions)[:, 0]
         names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
-        found = {name: torch.from_numpy(store.fields[name].read(positions)) for name in names}
+        found = {name: torch.from_numpy(_read(store, positions, name)) for name in names}
         scale, empty = found.get(TEXT_SCALE), store.empty_text
         assert empty is not None, "the cache has text"
         captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
-        return cls(tuple(texts[row] for row in rows), captions, empty._replace(tokens=empty.tokens.half()))
+        return cls(first_captions(store, positions), captions, empty._replace(tokens=empty.tokens.half()))
 
     @classmethod
     def split(cls, texts: Sequence[str], whole: Encoded) -> Self:

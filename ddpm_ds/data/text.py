@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
+from ddpm_ds.config.text import CrossAttentionSpec, TextSpec, Width
 from ddpm_ds.data.hub import from_hub
 from ddpm_ds.data.sources.base import MOST_REASON, one_line
 from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of
+from ddpm_ds.files import expanded, parse_json, read_bytes, sha256_of, until_changed
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,8 @@ EXPECTED = (
 )
 SUFFIXES = ("", "_2")
 MOST_TOKENS = 4096
+TEXTS_AT_ONCE = 8
+"""Texts that are encoded together, always as many: a product of another shape may be rounded otherwise."""
 PROJECTING = "CLIPTextModelWithProjection"
 INDEX = "model_index.json"
 DOWNLOADED = [INDEX, *(f"{part}{suffix}/*" for part in ("tokenizer", "text_encoder") for suffix in SUFFIXES)]
@@ -53,6 +55,10 @@ class Encoded(NamedTuple):
         """Return them on a device."""
         return Encoded(self.tokens.to(device), None if self.pooled is None else self.pooled.to(device))
 
+    def rounded(self) -> Encoded:
+        """Return them in float16, as they are stored."""
+        return Encoded(self.tokens.half(), None if self.pooled is None else self.pooled.half())
+
 
 def widened(tokens: Tensor, scale: Tensor | None) -> Tensor:
     """Return stored tokens (N, tokens, channels): int8 ones times their ``scale`` (N, tokens), others as they are."""
@@ -65,9 +71,26 @@ class _Config(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     architectures: tuple[Literal["CLIPTextModel", "CLIPTextModelWithProjection"]]
-    hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 512
-    projection_dim: Annotated[int, Field(ge=1, le=2**16)] = 512
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)] = 49408
+    hidden_size: Width = 512
+    intermediate_size: Width = 2048
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = 12
+    projection_dim: Width = 512
     max_position_embeddings: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 77
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the encoder."""
+        width, inner = self.hidden_size, self.intermediate_size
+        layer = 4 * width * (width + 1) + 2 * width * inner + width + inner + 4 * width
+        projection = width * self.projection_dim if self.architectures[0] == PROJECTING else 0
+        embedded = (self.vocab_size + self.max_position_embeddings) * width
+        return embedded + self.num_hidden_layers * layer + 2 * width + projection
+
+    @property
+    def states(self) -> int:
+        """Elements of the hidden states of all layers, which are kept while texts are encoded."""
+        return TEXTS_AT_ONCE * self.max_position_embeddings * (self.num_hidden_layers + 1) * self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -87,7 +110,9 @@ class Part:
 
 
 class TextEncoders:
-    """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU."""
+    """Encoders of a pipeline on a device, loaded at their first use: in fp16 on CUDA, in fp32 on a CPU. Without a
+    device they only read text.
+    """
 
     def __init__(self, spec: TextSpec, parts: Sequence[Part], device: torch.device | None) -> None:
         self.spec, self.device, self._parts = spec, device, parts
@@ -109,7 +134,7 @@ class TextEncoders:
         followed = hashlib.sha256(self.spec.layer.encode())
         for part in self._parts:
             for path in part.files:
-                followed.update(f"{path.parent.name}/{path.name} {sha256_of(path)}".encode())
+                followed.update(f"{path.parent.name}/{path.name} {_checksum(path)}".encode())
         return followed.hexdigest()
 
     @property
@@ -127,60 +152,112 @@ class TextEncoders:
         """Width of the pooled text; None if no encoder projects."""
         return next((part.config.projection_dim for part in self._parts if _projects(part)), None)
 
+    @property
+    def count(self) -> int:
+        """Number of encoders."""
+        return len(self._parts)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all encoders."""
+        return sum(part.config.parameters for part in self._parts)
+
+    @property
+    def elements(self) -> int:
+        """Elements that a device holds while it encodes: parameters, and the states of texts."""
+        return self.parameters + sum(part.config.states for part in self._parts)
+
     @functools.cached_property
-    def models(self) -> list[tuple[Any, Any]]:
-        """Tokenizers and encoders on the device.
+    def tokenizers(self) -> list[Any]:
+        """Tokenizers of all encoders.
+
+        Raises:
+            DataError: they are damaged or of another kind.
+        """
+
+        def loaded(transformers: Any, part: Part) -> Any:
+            tokenizer = transformers.CLIPTokenizer.from_pretrained(part.tokenizer, local_files_only=True)
+            if tokenizer.model_max_length != self.tokens:
+                raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self.tokens}")
+            return tokenizer
+
+        return [self._loaded(part.tokenizer, part, loaded) for part in self._parts]
+
+    @functools.cached_property
+    def models(self) -> list[Any]:
+        """Encoders on the device.
 
         Raises:
             DataError: they are damaged or of another kind.
         """
         import torch
+
+        assert self.device is not None, "opened without a device"
+        device, dtype = self.device, torch.float16 if self.device.type == "cuda" else torch.float32
+
+        def loaded(transformers: Any, part: Part) -> Any:
+            encoder, notes = getattr(transformers, part.config.architectures[0]).from_pretrained(
+                part.encoder,
+                variant=part.variant,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            if missing := sorted(notes["missing_keys"]):
+                raise ValueError(f"its weights lack {missing[0]}")
+            return encoder.eval().requires_grad_(False).to(device)
+
+        return [self._loaded(part.encoder, part, loaded) for part in self._parts]
+
+    def _loaded(self, where: Path, part: Part, load: Callable[[Any, Part], Any]) -> Any:
+        """Return what is loaded from a folder ``where``; raises DataError."""
         import transformers
 
-        transformers.logging.set_verbosity_error()  # the errors below replace its warnings
+        transformers.logging.set_verbosity_error()  # the error below replaces its warnings
         transformers.logging.disable_progress_bar()
-        assert self.device is not None, "opened without a device"
-        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
-        found = []
-        for part in self._parts:
-            try:
-                where = part.tokenizer
-                tokenizer = transformers.CLIPTokenizer.from_pretrained(where, local_files_only=True)
-                if tokenizer.model_max_length != self.tokens:
-                    raise ValueError(f"model_max_length is {tokenizer.model_max_length}, the encoder's {self.tokens}")
-                where = part.encoder
-                encoder, notes = getattr(transformers, part.config.architectures[0]).from_pretrained(
-                    where,
-                    variant=part.variant,
-                    dtype=dtype,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
-                if missing := sorted(notes["missing_keys"]):
-                    raise ValueError(f"its weights lack {missing[0]}")
-            except Exception as error:  # transformers may raise anything on damaged files
-                raise _unusable(self.spec, f"{where} is damaged ({one_line(error)[:MOST_REASON]})") from None
-            found.append((tokenizer, encoder.eval().requires_grad_(False).to(self.device)))
-        return found
+        try:
+            return load(transformers, part)
+        except Exception as error:  # transformers may raise anything on damaged files
+            raise _unusable(self.spec, f"{where} is damaged ({one_line(error)[:MOST_REASON]})") from None
 
-    def encode(self, texts: list[str]) -> Encoded:
-        """Return the encoded ``texts``, on the device, in the encoders' dtype; tokens beyond the most are cut off."""
+    def ids(self, texts: Sequence[str]) -> Tensor:
+        """Return the tokens of ``texts`` by number, (N, encoders, tokens) int32; those beyond the most are cut off."""
         import torch
 
-        states, pooled = [], None
-        with torch.no_grad():
-            for tokenizer, encoder in self.models:
-                padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
-                ids = tokenizer(texts, **padded, return_tensors="pt").input_ids.to(self.device)
-                found = encoder(ids, output_hidden_states=True)
-                states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
-                pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
-        return Encoded(torch.cat(states, dim=-1), pooled)
+        padded = {"padding": "max_length", "max_length": self.tokens, "truncation": True}
+        found = [tokenizer(list(texts), **padded, return_tensors="pt").input_ids for tokenizer in self.tokenizers]
+        return torch.stack(found, dim=1).int()
 
-    def excess(self, texts: list[str]) -> list[int]:
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the encoded ``texts``, on the device, in the encoders' dtype; tokens beyond the most are cut off."""
+        return self.encode_ids(self.ids(texts))
+
+    def encode_ids(self, ids: Tensor) -> Encoded:
+        """Return encoded texts, of which :meth:`ids` are given, on the device, in the encoders' dtype."""
+        import torch
+
+        pieces = ids.to(self.device).long().split(TEXTS_AT_ONCE)
+        with torch.no_grad():
+            found = [self._encoded(piece) for piece in pieces]
+        tokens, pooled = zip(*found, strict=True)
+        return Encoded(torch.cat(tokens), None if pooled[0] is None else torch.cat(pooled))
+
+    def _encoded(self, ids: Tensor) -> Encoded:
+        """Return up to :data:`TEXTS_AT_ONCE` encoded texts, filled up for the encoders with the last one."""
+        import torch
+
+        count, states, pooled = len(ids), [], None
+        ids = torch.cat((ids, ids[-1:].expand(TEXTS_AT_ONCE - count, -1, -1)))
+        for encoder, own in zip(self.models, ids.unbind(dim=1), strict=True):
+            found = encoder(own, output_hidden_states=True)
+            states.append(found.last_hidden_state if self.spec.layer == "last" else found.hidden_states[-2])
+            pooled = getattr(found, "text_embeds", None) if pooled is None else pooled
+        return Encoded(torch.cat(states, dim=-1)[:count], None if pooled is None else pooled[:count])
+
+    def excess(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text that are cut off."""
-        counts = [[len(ids) for ids in tokenizer(texts).input_ids] for tokenizer, _ in self.models]
+        counts = [[len(ids) for ids in tokenizer(list(texts)).input_ids] for tokenizer in self.tokenizers]
         return [max(0, max(each) - self.tokens) for each in zip(*counts, strict=True)]
 
 
@@ -231,6 +308,9 @@ def parts_of(spec: TextSpec) -> list[Part]:
         return opened(folder)
     said = f"data.text.encoders = {spec.encoders}"
     return from_hub(spec.encoders, DOWNLOADED, opened, said=said, expected=EXPECTED)
+
+
+_checksum = until_changed(sha256_of)
 
 
 def _projects(part: Part) -> bool:

@@ -20,7 +20,7 @@ from ddpm_ds.data.held_out import told_apart
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
-from ddpm_ds.data.prepare import prepare_images
+from ddpm_ds.data.prepare import buckets_of, prepare_images
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
@@ -64,7 +64,8 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             "--dataset DIR"
         )
     else:
-        reference = prepare_images(pixels_of(spec.data), progress=True, learned=learned)
+        data = spec.data if (group := spec.bucket_group) is None else buckets_of(spec.data, group)[0]
+        reference = prepare_images(pixels_of(data), progress=True, learned=learned)
     if learned is not None:
         if reference.meta.sha256 != learned:
             raise DataError(

@@ -13,7 +13,7 @@ A program (:mod:`ddpm_ds.pipeline.schedule`) lists the instructions of a rank in
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -253,8 +253,9 @@ class UnetPipelineEngine(PipelineEngine):
         """
         self._cautious_steps = max(self._cautious_steps, 1)
 
-    def warm_up(self, images: int, *, gradients: bool) -> bool:
-        """Run each layer once on this many images, unless already done; return whether this was the first time.
+    def warm_up(self, images: int, *, gradients: bool, sizes: Collection[int] | None = None) -> bool:
+        """Run each layer once on this many images of each of the ``sizes`` (default: all), unless already done; return
+        whether this was the first time.
 
         Without ``gradients`` it is the first time again after the first step, which takes memory for good.
         With ``gradients``, run it for each kind of backward in the programs: with weight gradients or deferring them.
@@ -262,7 +263,7 @@ class UnetPipelineEngine(PipelineEngine):
         """
         every = {
             (images, gradients, phase, waits, size)
-            for size in range(len(self.module.sized_layers) if gradients else 1)
+            for size in (range(len(self.module.sized_layers)) if sizes is None else sizes)
             for phase in range(self.phases)
             for waits in (self._waiting.ways(phase, self.micro_batches) if gradients else {False})
         }
@@ -282,15 +283,16 @@ class UnetPipelineEngine(PipelineEngine):
         return bool(cold)
 
     @contextlib.contextmanager
-    def forward_only(self, images: int) -> Iterator[bool]:
-        """Let passes inside this context be forwards on this many images, without dropout, between two steps.
+    def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
+        """Let passes inside this context be forwards on this many images of ``sizes``, without dropout, between two
+        steps.
 
         Yields whether their messages go from host to host, as at the first time.
         """
         self.graph.drop()
         self.module.eval()
         try:
-            yield self.warm_up(images, gradients=False) and runs_behind(self.device)
+            yield self.warm_up(images, gradients=False, sizes=sizes) and runs_behind(self.device)
         finally:
             self.module.train()
             self.send_next_step_through_host()

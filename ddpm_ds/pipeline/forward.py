@@ -12,7 +12,7 @@ pipeline, so that no stage waits for a whole round.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -42,8 +42,14 @@ class Stages(Protocol):
     def module(self) -> Any: ...  # its layers, as ddpm_ds.pipeline.module has them
     def is_first_stage(self) -> bool: ...
     def stage_channels(self, phase: int, images: int) -> StageChannels: ...
-    def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel: ...
-    def forward_only(self, images: int) -> AbstractContextManager[bool]: ...
+    def channel(
+        self,
+        edge: Edge,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        others: Sequence[Sequence[tuple[int, ...]]] = (),
+    ) -> Channel: ...
+    def forward_only(self, images: int, sizes: Collection[int]) -> AbstractContextManager[bool]: ...
 
 
 class ForwardPipeline:
@@ -57,8 +63,8 @@ class ForwardPipeline:
         self._back = StageChannels()
         """Way back of predictions, if the last stage is on another rank than the first."""
         if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
-            shape = (images, *engine.module.unet_layers[-1].output_shape)
-            back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
+            shapes, *others = ([(images, *layers[-1].output_shape)] for layers in engine.module.sized_layers)
+            back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), shapes, torch.float32, others)
             self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
         self._context: Context = lambda number: None
         self._under_way: deque[Carry] = deque()
@@ -72,6 +78,7 @@ class ForwardPipeline:
         take: Take,
         *,
         context: Context = lambda number: None,
+        sizes: Sequence[int] = (),
         depth: int,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,19 +87,21 @@ class ForwardPipeline:
         On the first rank ``give(i)`` returns the arguments of the first layer, ``images`` images of them, and may
         rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
         (images, C, H, W). Other ranks call neither. Each rank whose layers read the encoded text calls ``context(i)``,
-        (images, tokens, channels), in each of its phases. ``progress`` is called on every rank after each of its calls.
+        (images, tokens, channels), in each of its phases. ``sizes`` has the number of each call's size of images, by
+        which the module's ``sized_layers`` are numbered; without it all are 0. ``progress`` is called on every rank
+        after each of its calls.
         """
         self._context = context
         try:
-            with self._engine.forward_only(self._images) as by_host:
-                self._run(calls, give, take, max(1, min(depth, calls)), progress, by_host)
+            with self._engine.forward_only(self._images, set(sizes) or {0}) as by_host:
+                for channels in (*self._channels, self._back):
+                    channels.begin(calls, by_host=by_host, gradients=False, sizes=sizes)
+                self._run(calls, give, take, max(1, min(depth, calls)), progress)
         finally:
             set_context(self._engine.readers, None)
 
-    def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], by_host: bool) -> None:
-        engine, all_channels = self._engine, [*self._channels, self._back]
-        for channels in all_channels:
-            channels.begin(calls, by_host=by_host, gradients=False)
+    def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+        engine = self._engine
         lead = min(depth, self._most_ahead()) - 1
         for number in range(calls + lead):
             if number < calls:
@@ -106,7 +115,7 @@ class ForwardPipeline:
                 if self._gives:
                     take(number - lead, outputs[0].float())
                 progress()
-        for channels in all_channels:
+        for channels in (*self._channels, self._back):
             channels.drain()
 
     def _most_ahead(self) -> int:

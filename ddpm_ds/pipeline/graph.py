@@ -11,15 +11,17 @@ can't be captured, a step is several graphs, between which the host sends and re
                     replay
 
 In the trial an eager step and a replay on the same micro-batches give the same loss and gradients, and change nothing.
-What is not captured, since it is rare: steps that an observer watches, those whose messages go by the hosts, and
-drawing. All of them need the memory of the graph, which is given back before.
+Images of several sizes have a graph for each order of sizes in a step, captured when it first comes, after a trial of
+its own. Their graphs share one pool of memory, which holds the largest, since one is replayed at a time and what a step
+leaves to the host has its own memory. What is not captured, since it is rare: steps that an observer watches, those
+whose messages go by the hosts, and drawing. All of them need the memory of the graphs, which is given back before.
 """
 
 import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -40,6 +42,9 @@ SPREADS = 4
 orders, or by a rounding of the gradients' precision."""
 PIECE = 2**24
 """Number of gradients that are compared at a time, in twice to four times their memory."""
+MOST_ORDERS = 16
+"""Orders of sizes in a step with a graph each, unless graphs are demanded: a graph of a large step takes a device some
+hundred MB beside its pool, and as long as some steps to capture."""
 
 
 class Steps(Protocol):
@@ -55,6 +60,7 @@ class Steps(Protocol):
 
     @property
     def reads_data(self) -> bool: ...
+    def sizes_of_step(self) -> list[int]: ...
     def is_unobserved(self) -> bool: ...
     def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
     def execute_program(self, *, by_host: bool, start: Start) -> Tensor: ...
@@ -97,6 +103,18 @@ class _BetweenGraphs:
         self._graphs.cut(lambda: self._work.wait())
 
 
+@dataclass
+class _Captured:
+    """Graphs of a step whose micro-batches have some order of sizes."""
+
+    inputs: list[Any] = field(default_factory=list)
+    """Micro-batches that they read."""
+    graphs: Graphs | None = None
+    """None until they are captured."""
+    loss: Tensor | None = None
+    """Loss that they give."""
+
+
 class StepGraph:
     """Graphs of an engine's step, captured when they are first wanted.
 
@@ -112,11 +130,11 @@ class StepGraph:
         self.why_eager = why_eager(engine, asked)
         """Reason why steps are not captured, or nothing."""
         self._stream = None if self.why_eager else torch.cuda.Stream(engine.device)
-        self._graph: Graphs | None = None
+        self._pool: Any = None
+        self._of_sizes: dict[tuple[int, ...], _Captured] = {}
+        self._now = _Captured()  # that of the step that is captured or tried
         self._apart = False  # whether messages are between graphs
-        self._proven = False
-        self._inputs: list[Any] = []
-        self._loss: Tensor | None = None
+        self._proven: set[tuple[int, ...]] = set()
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -142,26 +160,35 @@ class StepGraph:
         if not engine.is_unobserved():
             self.drop()
             return None
+        sizes = tuple(engine.sizes_of_step())
+        if sizes not in self._proven:
+            self.drop()  # its trial needs their memory
+            if self._asked is not True and len(self._proven) == MOST_ORDERS:
+                self.why_eager = f"images come in more than {MOST_ORDERS} orders of sizes"
+                self.say_why_eager()
+                return None
+        self._now = self._of_sizes.setdefault(sizes, _Captured())
         self._load()
-        if self._graph is None and not self._begin():
+        if self._now.graphs is None and not self._begin(sizes):
             return None
-        assert self._graph is not None
-        self._graph.replay()
-        return self._loss
+        assert self._now.graphs is not None
+        self._now.graphs.replay()
+        return self._now.loss
 
     def drop(self) -> None:
-        """Give the memory of the graph back; the next step that may be replayed captures it again."""
+        """Give the memory of all graphs back; the next step that may be replayed captures its own again."""
         if self.why_eager:
             return
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph, self._loss, self._inputs = None, None, []
+        for captured in self._of_sizes.values():
+            if captured.graphs is not None:
+                captured.graphs.reset()
+        self._pool, self._of_sizes, self._now = None, {}, _Captured()
         self._gradients().keep_memory(False)
 
     def forget(self) -> None:
-        """Drop the graph, and prove the next one anew."""
+        """Drop all graphs, and prove the next ones anew."""
         self.drop()
-        self._proven = False
+        self._proven.clear()
 
     def _gradients(self) -> FlatGradients:
         gradients = self._engine.gradients
@@ -172,19 +199,26 @@ class StepGraph:
         """Copy the next micro-batches into those of the graph."""
         engine = self._engine
         batches = [next(engine.data_iterator) for _ in range(engine.micro_batches)] if engine.reads_data else []
-        if not self._inputs:
-            self._inputs = [
-                type(batch)(*(None if part is None else part.clone() for part in batch)) for batch in batches
-            ]
-            return
-        for kept, batch in zip(self._inputs, batches, strict=True):
+        if not self._now.inputs:
+            self._now.inputs = [self._place_for(number, batch) for number, batch in enumerate(batches)]
+        for kept, batch in zip(self._now.inputs, batches, strict=True):
             pairs = [(own, new) for own, new in zip(kept, batch, strict=True) if own is not None]
             torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])
 
-    def _begin(self) -> bool:
+    def _place_for(self, number: int, batch: Any) -> Any:
+        """Return memory for a step's micro-batch ``number``: that of other graphs, for parts of the same shape."""
+        others = [captured.inputs[number] for captured in self._of_sizes.values() if captured.inputs]
+
+        def place(at: int) -> Tensor | None:
+            alike = (other[at] for other in others if batch[at] is not None and other[at].shape == batch[at].shape)
+            return next(alike, None if batch[at] is None else torch.empty_like(batch[at]))
+
+        return type(batch)(*map(place, range(len(batch))))
+
+    def _begin(self, sizes: tuple[int, ...]) -> bool:
         """Capture the step, and prove the graph if that was not done; return whether all ranks may replay it."""
         self._gradients().keep_memory(True)
-        trial = None if self._proven else self._try_eagerly()
+        trial = None if sizes in self._proven else self._try_eagerly()
         why_not = self._captured(trial)
         if why_not and self._engine.num_stages > 1 and not self._apart:
             self._apart = True
@@ -195,9 +229,9 @@ class StepGraph:
                 self.say(
                     f"each step is {'CUDA graphs with messages between them' if self._apart else 'one CUDA graph'}"
                 )
-            self._proven = True
+            self._proven.add(sizes)
             return True
-        self._engine.data_iterator = iter(self._inputs)  # the eager step has the micro-batches that were loaded
+        self._engine.data_iterator = iter(self._now.inputs)  # the eager step has the micro-batches that were loaded
         self.drop()
         self.why_eager = why_not
         if self._asked is True:
@@ -215,32 +249,33 @@ class StepGraph:
         return next(filter(None, all_gather_objects(why_not, str)), "")
 
     def _eagerly(self, start: Start = at_once) -> None:
-        self._engine.data_iterator = iter(self._inputs)
-        self._loss = self._engine.execute_program(by_host=False, start=start)
+        self._engine.data_iterator = iter(self._now.inputs)
+        self._now.loss = self._engine.execute_program(by_host=False, start=start)
 
     def _start(self, operation: Callable[[], Work]) -> Work:
         """Start a message of a step that is captured."""
-        assert self._graph is not None
-        return _BetweenGraphs(self._graph, operation) if self._apart else operation()
+        assert self._now.graphs is not None
+        return _BetweenGraphs(self._now.graphs, operation) if self._apart else operation()
 
     def _captured(self, trial: "Trial | None") -> str:
         """Capture the step and compare it with eager ones, if there are any; return why that failed; collective."""
         why_not = self._agreed(self._capture())
         if trial is not None and not why_not:
-            assert self._graph is not None
-            why_not = trial.differences(self._tried(self._graph.replay), self._gradients().precision)
+            assert self._now.graphs is not None
+            why_not = trial.differences(self._tried(self._now.graphs.replay), self._gradients().precision)
             why_not = self._agreed(why_not)
         return why_not
 
     def _capture(self) -> str:
         """Capture the step; return why that failed, or nothing."""
-        self._graph, groups = Graphs(self._engine.device), self._engine.basic_optimizer.param_groups
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._now.graphs, groups = Graphs(self._engine.device, self._pool), self._engine.basic_optimizer.param_groups
         for group in groups:
             group["capturable"] = True  # else PyTorch's optimizers refuse; fused Adam is the same with and without
         wait_for_device(self._engine.device)
         torch.cuda.empty_cache()
         try:
-            self._graph.capture(partial(self._eagerly, self._start))
+            self._now.graphs.capture(partial(self._eagerly, self._start))
         except Exception as error:  # of any operator that can't be captured
             words = next(iter(str(error).splitlines()), type(error).__name__)
             return f"capturing a step as a CUDA graph failed ({words})"
@@ -258,8 +293,8 @@ class StepGraph:
         """Return the loss and gradients of a step on the loaded micro-batches that changes nothing, where they lie."""
         with self._engine.step_withheld():
             step()
-            assert self._loss is not None
-            return [self._loss, self._gradients().own_sum]
+            assert self._now.loss is not None
+            return [self._now.loss, self._gradients().own_sum]
 
 
 @dataclass(frozen=True)
@@ -301,8 +336,6 @@ def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
         return "only flat gradients can be captured, which ZeRO-1, ZeRO-2 and bf16 have"
     if not engine.gradients.decides_itself:
         return "only PyTorch's fused Adam can be captured (optimizer.params.torch_adam and fused)"
-    if len(engine.module.sized_layers) > 1:
-        return "images come in several sizes"
     if engine.wall_clock_breakdown():
         return "wall_clock_breakdown times each instruction"
     if asked == "auto" and torch.distributed.get_world_size() > 1:

@@ -66,6 +66,10 @@ class UnetPipelineModule(PipelineModule):
         ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
 
+    def size_number(self, size: tuple[int, int]) -> int:
+        """Return the number of the size (height, width) among those of the lists of layers."""
+        return [layers[-1].output_shape[1:] for layers in self.sized_layers].index(size)
+
     def walk(self, phase: int, carry: Carry) -> Any:
         """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
         return self(carry)

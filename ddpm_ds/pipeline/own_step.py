@@ -90,7 +90,7 @@ class OwnStep:
         self._scale = LossScale(insides.scale_settings(engine), engine.device) if engine.fp16_enabled() else None
         self._checks = insides.checks_gradients(engine)
         self._rate = torch.zeros((), device=engine.device)
-        self._norm = torch.full((), float("nan"), device=engine.device)
+        self._norm = torch.full((), float("nan"), device=engine.device)  # of all graphs of a step, so at one address
         self._invalid = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._skipped = torch.zeros((), device=engine.device)
         self._withheld = torch.zeros((), device=engine.device)  # 1 skips a step whatever its gradients are
@@ -124,15 +124,15 @@ class OwnStep:
 
         Where DeepSpeed is told not to check, an invalid norm becomes -1 and clips nothing.
         """
-        invalid = (norm - norm) != self._withheld  # inf - inf is NaN
+        invalid = torch.ne(norm - norm, self._withheld, out=self._invalid)  # inf - inf is NaN
         takes = True
         if not self._checks:
             norm.masked_fill_(invalid, -1.0)
-            invalid = self._withheld != 0
+            torch.ne(self._withheld, 0, out=invalid)
         elif not self.decides_itself:
             takes = not bool(invalid)
         found = invalid.float()
-        self._invalid, self._norm = invalid, norm if self._scale is None else norm / self._scale.value
+        torch.div(norm, 1.0 if self._scale is None else self._scale.value, out=self._norm)
         self._skipped.add_(found)
         if self.decides_itself:
             self._optimizer.found_inf = found

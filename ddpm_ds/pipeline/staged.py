@@ -11,7 +11,7 @@ Orders are messages between hosts, so that no device waits for them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -205,6 +205,7 @@ class StagedUnet(UNet):
         first, stop = bounds[pipelines.stage : pipelines.stage + 2]
         super().__init__(layers, 0, range(first, stop))
         self.unet_layers, self.pipelines = tuple(layers), pipelines
+        self.sized_layers = (self.unet_layers,)
         self._first, self._stop = first, stop
         self.readers = transformer_blocks(self.layers)
         self.num_stages, self.stage_id, self.loss_stage = pipelines.stages, pipelines.stage, pipelines.stages - 1
@@ -241,13 +242,19 @@ class StagedUnet(UNet):
             activations_in=channel(self.stage_id - 1, self._first), activations_out=channel(self.stage_id, self._stop)
         )
 
-    def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
+    def channel(
+        self,
+        edge: Edge,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        others: Sequence[Sequence[tuple[int, ...]]] = (),
+    ) -> Channel:
         """Return this rank's end of an edge, which holds all messages of a call."""
         device = next(self.parameters()).device
-        return Channel(shapes, dtype, device, self.pipelines.edges[edge], most_in_flight=2 * self.num_stages)
+        return Channel(shapes, dtype, device, self.pipelines.edges[edge], 2 * self.num_stages, others)
 
     @contextlib.contextmanager
-    def forward_only(self, images: int) -> Iterator[bool]:
+    def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
         """Yield whether messages go from host to host: while kernels are loaded and the allocator grows, the first time
         for so many images.
         """

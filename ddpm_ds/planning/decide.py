@@ -15,9 +15,8 @@ from ddpm_ds.device import memory_bytes
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.planning.predictor_here import predictor_here
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning.run_plan import RunPlan, workload
 from ddpm_ds.predict.decisions import fitted, measured_cuts, planned_again, planned_order
-from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.processes.process_group import decided_by_rank_0
 
@@ -30,7 +29,7 @@ def decided(plan: RunPlan, device: torch.device) -> RunPlan:
     """
     if plan.ds.graphs is True and device.type == "cpu":
         raise DsConfigError("graphs = true needs a GPU; use --set ds.graphs=auto, which takes graphs where they can be")
-    job = Workload(plan.spec, plan.ds.as_json(), on_cpu=device.type == "cpu")
+    job = workload(plan.spec, plan.ds.as_json(), device.type == "cpu", counted=False)
     layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
     return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))
 

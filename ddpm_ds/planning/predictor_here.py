@@ -12,8 +12,9 @@ from ddpm_ds.config.ds_config import precision
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import described
 from ddpm_ds.observe.device_speed import measured_times
+from ddpm_ds.planning.run_plan import workload
 from ddpm_ds.predict.decisions import choose_stages
-from ddpm_ds.predict.layouts import Workload, machine_like
+from ddpm_ds.predict.layouts import machine_like
 from ddpm_ds.predict.predictor import Predictor
 
 
@@ -41,6 +42,6 @@ def predictor_here(
     nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
     name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     devices = machine_like(name, memory, half=precision(config) != "fp32", devices=world_size, nodes=nodes)
-    job = Workload(spec, config, devices.is_cpu)
+    job = workload(spec, config, devices.is_cpu, counted=False)  # alike on all hosts
     times = measured_times(job.layers, timed, job.precision) if timed is not None else None
     return Predictor(job, devices, times)

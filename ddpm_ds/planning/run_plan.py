@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -196,12 +196,29 @@ def plan(
         from ddpm_ds.predict.decisions import candidates, search, sort_out
         from ddpm_ds.predict.predictor import Predictor
 
-    job = Workload(spec, config, devices.is_cpu)
+    job = workload(spec, config, devices.is_cpu, counted=True)
     predictor = Predictor(job, devices)
     among = candidates(predictor, ds_config)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
     return search(predictor, top, among)
+
+
+def workload(spec: RunSpec, config: Mapping[str, Any], on_cpu: bool, *, counted: bool) -> Workload:
+    """Return a run to plan for, with its buckets of aspect, weighed by images that preparation has ``counted``, and the
+    encoders of captions that are encoded while training.
+
+    Raises:
+        DataError: the autoencoder or the encoders can't be used, or there are too few images.
+    """
+    text = spec.data.text
+    if spec.data.buckets is None and (text is None or text.stored != "ids"):
+        return Workload(spec, config, on_cpu)
+    from ddpm_ds.data.prepare import bucket_shares
+    from ddpm_ds.data.text import TextEncoders
+
+    elements = TextEncoders.open(text, None).elements if text is not None and text.stored == "ids" else 0
+    return Workload(spec, config, on_cpu, bucket_shares(spec, counted=counted), elements)
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def planned_costs(
             )
             reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
             sent, received = (
-                elements * layout.micro_batch_images * job.stored_bytes
+                round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
                 for elements in (stage.sent_elements, stage.received_elements)
             )
             backward += reduction
@@ -237,7 +237,7 @@ def step_traffic(
         bounds,
         layout.schedule,
         replicas=layout.replicas,
-        images=layout.micro_batches * layout.micro_batch_images,
+        images=round(layout.micro_batches * layout.micro_batch_images * job.mean_pixels),
         precision=job.precision,
         shared=shared(job, layout),
         reductions=None if programs is None else _reductions(programs, layout),

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
 
 REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
 """Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
@@ -210,11 +210,39 @@ class Workload:
     config: Mapping[str, Any]
     """Checked DeepSpeed JSON; a layout replaces some of its keys."""
     on_cpu: bool
+    sizes: tuple[tuple[tuple[int, int], float], ...] = ()
+    """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
+    encoder_elements: int = 0
+    """Elements on each device that encodes captions while training."""
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Layers of the U-Net."""
-        return unet_layers(self.spec.unet, self.spec.data.interface)
+        """Layers of the U-Net for images of ``data.image_size``."""
+        return self._layers_of(self.spec.data.size)
+
+    @functools.cached_property
+    def largest_layers(self) -> tuple[Layer, ...]:
+        """Layers for the images that need most memory: those of the largest bucket."""
+        sizes = [size for size, _ in self.sizes]
+        return self._layers_of(max(sizes, key=math.prod)) if sizes else self.layers
+
+    @functools.cached_property
+    def mean_macs(self) -> float:
+        """Multiply-accumulates of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
+        return self._mean(lambda size: sum(layer.macs for layer in self._layers_of(size)))
+
+    @property
+    def mean_pixels(self) -> float:
+        """Pixels of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
+        return self._mean(math.prod)
+
+    def _mean(self, of: Callable[[tuple[int, int]], int]) -> float:
+        if not self.sizes:
+            return 1.0
+        return sum(share * of(size) for size, share in self.sizes) / of(self.spec.data.size)
+
+    def _layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
+        return unet_layers(self.spec.unet, replace(self.spec.data.interface, size=size))
 
     @functools.cached_property
     def precision(self) -> Precision:
@@ -233,6 +261,11 @@ class Workload:
         from ddpm_ds.unet.operations import arithmetic_dtype
 
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
+        return self.encoder_elements * (4 if self.on_cpu else 2)
 
     @property
     def accumulated_bytes(self) -> int:
@@ -347,6 +380,19 @@ def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int,
     needs_zero |= not job.on_cpu and job.is_replayed(devices) and job.precision != "bf16"
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload and not job.is_8bit else [])
+
+
+def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> list[int]:
+    """Return the ranks of a pipeline that read encoded text, and encode it if it is not stored: those with transformer
+    blocks, and the first if it reads the pooled text.
+    """
+    first = layers[0]
+    pooled = isinstance(first, EmbedLayer) and first.pooled_channels > 0
+    return [
+        rank
+        for rank, own in enumerate(rank_stages(layers, bounds, schedule))
+        if (rank == 0 and pooled) or context_elements(layers, *((stage.start, stage.stop) for stage in own))
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

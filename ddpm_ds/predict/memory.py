@@ -1,4 +1,4 @@
-"""Model of memory: peak bytes of each rank of a pipeline in a step, by part.
+"""Model of memory: peak bytes of each rank of a pipeline in a step, by part; of buckets of aspect, with the largest.
 
 The planner, the advice of a verdict and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
@@ -12,7 +12,7 @@ from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Layout, Schedule
 from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
-from ddpm_ds.predict.layouts import Workload, rank_stages
+from ddpm_ds.predict.layouts import Workload, encoding_ranks, rank_stages
 from ddpm_ds.predict.scheduler import typical_programs
 from ddpm_ds.unet.layers import (
     BlockLayer,
@@ -55,6 +55,8 @@ class Memory:
     """Bytes of messages in flight, gradients being reduced, and workspace of the running layer."""
     communicators: int = 0
     """Bytes of NCCL's own buffers."""
+    encoders: int = 0
+    """Bytes of frozen encoders of text, and of what they compute."""
     host: int = 0
     """Bytes in host memory, of what is offloaded and of averages that are kept there."""
 
@@ -75,12 +77,13 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
     One is in the passes, with activations; the other in the optimizer's step, without them.
     """
     found = []
+    encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else []
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
-        own = rank_stages(job.layers, bounds, layout.schedule)[rank]
+        own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
         moments = sum(sum(job.moment_bytes[stage.start : stage.stop]) for stage in own)
         state = _State(job, layout, sum(stage.parameters for stage in own), moments)
         activations = _activations(layout, rank, keeps)
-        text = context_elements(job.layers, *((stage.start, stage.stop) for stage in own))
+        text = context_elements(job.largest_layers, *((stage.start, stage.stop) for stage in own))
         # one message in each channel: received ahead of its use, or sent but not delivered
         messages = sum(2 * (stage.sent_elements + stage.received_elements) for stage in own)
         working = max(layout.micro_batch_images * phase.working + phase.working_copies for phase in keeps)
@@ -90,7 +93,8 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
             activations, buffers = 0, state.update - state.gradients
         communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
         parts = (state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, communicators)
-        found.append(Memory(*parts, host=state.host))
+        encoders = job.encoder_bytes if rank in encoding else 0
+        found.append(Memory(*parts, encoders=encoders, host=state.host))
     return tuple(found)
 
 
@@ -138,10 +142,12 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
     held = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
     if interval := layout.interval:
-        kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.layers]
+        kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.largest_layers]
     else:
-        kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.layers]
-    return [per_parameter * layer.parameters + held * size for layer, size in zip(job.layers, kept, strict=True)]
+        kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.largest_layers]
+    return [
+        per_parameter * layer.parameters + held * size for layer, size in zip(job.largest_layers, kept, strict=True)
+    ]
 
 
 class _State:
@@ -243,7 +249,7 @@ class Kept:
 def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
     """Return the bytes that each rank keeps in each of its phases."""
     sizes = job.arithmetic_bytes, job.stored_bytes
-    return _kept_by_rank(job.layers, bounds, layout.schedule, layout.interval, *sizes)
+    return _kept_by_rank(job.largest_layers, bounds, layout.schedule, layout.interval, *sizes)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -214,8 +214,10 @@ class Predictor:
         return longer + further * (longer - step), busier + further * (busier - busy)
 
     def _layer_times(self, images: int) -> Sequence[LayerSeconds]:
+        """Return the seconds of each layer for a micro-batch of so many images, in the mean over buckets of aspect."""
         if images not in self._times:
-            self._times[images] = (self.times or analytic_times(self.job, self.machine))(images)
+            found, mean = (self.times or analytic_times(self.job, self.machine))(images), self.job.mean_macs
+            self._times[images] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
         return self._times[images]
 
     def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:

@@ -3,6 +3,7 @@
 So the first and the last stage draw the same, and a resumed run continues as if it had never stopped.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from ddpm_ds.config.spec import ConditionSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.data.text import Encoded
+from ddpm_ds.data.text import Encoded, TextEncoders
 from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
 from ddpm_ds.diffusion.process import Diffusion
@@ -53,7 +54,7 @@ class Denoising:
     """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec.
 
     ``statistics`` are those of the data-set cache, by field, ``constants`` (C, H, W) its constant fields, and ``empty``
-    the encoded empty text of a run with captions. ``seed`` replaces that of the spec.
+    the encoded empty text of a run with captions, or what encodes it. ``seed`` replaces that of the spec.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Denoising:
         device: torch.device,
         statistics: Mapping[str, Statistics] = MappingProxyType({}),
         constants: npt.NDArray[np.float32] | None = None,
-        empty: Encoded | None = None,
+        empty: Encoded | TextEncoders | None = None,
         *,
         seed: int | None = None,
     ) -> None:
@@ -72,24 +73,32 @@ class Denoising:
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed if seed is None else seed, device)
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
-        self._text = None if data.text is None or empty is None else Text(data.text, empty.on(device), spec.train.seed)
+        self._empty = empty
         numbers = augmentation_numbers(unet, data.channels)
         self._conditions = Conditions(
             data, numbers, device, statistics=statistics.get("condition"), constants=constants
         )
 
+    @functools.cached_property
+    def _text(self) -> Text:
+        """Text of training images; first asked for where text is read, so that other ranks load no encoders."""
+        empty, text = self._empty, self._spec.data.text
+        assert empty is not None and text is not None, "a run with captions has both"
+        if isinstance(empty, TextEncoders):
+            empty = empty.encode([""]).rounded()
+        return Text(text, empty.on(self._device), self._spec.train.seed)
+
     def context(self, micro_batch: MicroBatch) -> Tensor | None:
         """Return the encoded captions, (N, tokens, channels), some of them dropped; None in a run without text."""
         batch = micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        if self._text is None or batch.text is None:
+        if batch.text is None:
             return None
         return self._text.context(batch.text, batch.text_scale, batch.index)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
         """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        height, width = stored = batch.images.shape[2:]
-        size = spec.data.size if spec.data.buckets is None else (height, width)
+        stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0 = self._clean(batch, moves)
@@ -106,9 +115,7 @@ class Denoising:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
         augmentation = torch.cat(numbers, dim=1) if numbers else None
         given = Given(batch.condition, batch.vector, augmentation, draws, moves, trained=True)
-        pooled = None
-        if self._text is not None and batch.pooled is not None:
-            pooled = self._text.pooled(batch.pooled, batch.index)
+        pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, described(pooled, batch.sizes))
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
@@ -116,7 +123,7 @@ class Denoising:
         the timestep or noise level ``time``, and nothing else that is random but rectangles that are cut out.
         """
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        diffusion, moves = self._diffusion, Moves(spec.data.size)
+        diffusion, moves = self._diffusion, Moves(self._size(batch))
         x0 = self._clean(batch, moves)
         t = torch.full_like(batch.index, time, dtype=diffusion.levels.dtype)
         eps = keyed.normal(diffusion.seed, stream, batch.index, x0[0].numel()).view_as(x0)
@@ -126,6 +133,11 @@ class Denoising:
         given = Given(batch.condition, batch.vector, None, draws, moves, trained=False)
         text = described(batch.pooled, batch.sizes)
         return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, text)
+
+    def _size(self, batch: MicroBatch) -> tuple[int, int]:
+        """Return height and width of the images as they are learned."""
+        height, width = batch.images.shape[2:]
+        return self._spec.data.size if self._spec.data.buckets is None else (height, width)
 
     def _clean(self, batch: MicroBatch, moves: Moves) -> Tensor:
         return self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
@@ -163,11 +175,12 @@ def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozen
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
+    stored = None if data.text is None else data.text.stored
     used = {
         "images": first or last,
-        "text": text,
-        "text_scale": text and data.text is not None and data.text.stored == "int8",
-        "pooled": pooled,
+        "text": text or (pooled and stored == "ids"),
+        "text_scale": text and stored == "int8",
+        "pooled": pooled and stored != "ids",
         "sizes": pooled,
         "condition": first and condition.kind == "stored",
         "vector": first and condition.vector_size > 0,
@@ -189,10 +202,12 @@ def replica_batches(
     first: bool = True,
     last: bool = True,
     text: bool = False,
+    encoders: TextEncoders | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device of a rank that holds
     the ``first`` stage, the ``last``, or both, or layers that read ``text``; see
-    :func:`ddpm_ds.data.loader.micro_batches`.
+    :func:`ddpm_ds.data.loader.micro_batches`. ``encoders`` encode captions that are stored as the numbers of their
+    tokens.
     """
     batches = micro_batches(
         store,
@@ -209,7 +224,16 @@ def replica_batches(
         workers=spec.data.workers,
         pin_memory=device.type == "cuda",
     )
-    return on_device(batches, device)
+    loaded = on_device(batches, device)
+    return loaded if encoders is None else (encoded(batch, encoders) for batch in loaded)
+
+
+def encoded(batch: MicroBatch, encoders: TextEncoders) -> MicroBatch:
+    """Return a micro-batch whose captions, if it has some, are encoded as they would have been stored in 16 bits."""
+    if batch.text is None:
+        return batch
+    tokens, pooled = encoders.encode_ids(batch.text).rounded()
+    return batch._replace(text=tokens, pooled=pooled)
 
 
 def learning_rate(spec: RunSpec, images: float) -> float:

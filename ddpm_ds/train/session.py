@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from ddpm_ds.command_line import counted, gib
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.prompts import PROMPTS
+from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC
 from ddpm_ds.observe.flops import FlopsProfile
@@ -31,6 +33,7 @@ from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning.decide import replanning
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.predict.finished_run import RESIDENCE
+from ddpm_ds.predict.layouts import encoding_ranks
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
@@ -86,8 +89,9 @@ def run_training(
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
     """
-    plan, device, store = prepared.plan, prepared.device, prepared.images.store
+    plan, device, (store, among) = prepared.plan, prepared.device, prepared.images
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
+    encoders = encoders_of(plan.spec, device)
     if sender is not None:
         tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), for_good():
@@ -95,17 +99,19 @@ def run_training(
             plan.layers,
             plan.bounds,
             plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
-            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text),
+            Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
-            others=[_layers_of(plan.spec, bucket) for bucket in store.buckets],
+            others=_other_layers(plan.spec, store),
             verbose=asked.verbose,
             doing=doing,
         )
         engine.averages = ema = averages_of(engine, plan.spec.ema)
         if (group := plan.spec.bucket_group) is not None:
-            engine.size_of = BucketOrder(store.counts, plan.spec.train.seed, group).bucket_at
+            numbers = [engine.module.size_number(each.size) for each in store.caches]
+            order = BucketOrder(tuple(map(len, store.by_bucket(among))), plan.spec.train.seed, group)
+            engine.size_of = lambda index: numbers[order.bucket_at(index)]
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
         recording = _recorded(prepared, engine.kernels, asked, progress, files, sender)
@@ -115,13 +121,34 @@ def run_training(
         engine.graph.say = recorder.log
         if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
-        yield _train(prepared, engine, ema, recorder, watchdog, asked)
+        if encoders is not None:
+            recorder.log(said_of(encoders, plan))
+        yield _train(prepared, engine, ema, recorder, watchdog, asked, encoders)
 
 
-def _layers_of(spec: RunSpec, bucket: DatasetCache) -> tuple[Layer, ...]:
-    """Return the U-Net's layers for the images of a bucket of aspect."""
-    height, width = bucket.images.shape[2:]
-    return unet_layers(spec.unet, replace(spec.data.interface, size=(height, width)))
+def encoders_of(spec: RunSpec, device: torch.device) -> TextEncoders | None:
+    """Return the encoders of captions that are encoded while training, which are loaded at their first use."""
+    text = spec.data.text
+    return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
+
+
+def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
+    """Return a line about the ranks of a pipeline that encode captions."""
+    assert encoders.device is not None
+    ranks = encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)
+    each = gib(encoders.parameters * (2 if encoders.device.type == "cuda" else 4))
+    return (
+        f"captions are encoded while training by {counted(len(ranks), 'stage')} of {plan.ds.layout.stages}, which hold "
+        f"{each} of encoders each: {', '.join(map(str, ranks))}"
+    )
+
+
+def _other_layers(spec: RunSpec, store: DatasetCache) -> list[tuple[Layer, ...]]:
+    """Return the U-Net's layers for images of each bucket of aspect that are not of ``data.image_size``."""
+    if spec.data.buckets is None:
+        return []
+    sizes = [each.size for each in store.caches if each.size != spec.data.size]
+    return [unet_layers(spec.unet, replace(spec.data.interface, size=size)) for size in sizes]
 
 
 def _recorded(
@@ -184,6 +211,7 @@ def _train(
     recorder: Recorder,
     watchdog: Watchdog,
     asked: Asked,
+    encoders: TextEncoders | None,
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
     plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
@@ -225,7 +253,7 @@ def _train(
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     holds_out = len(prepared.held_out.positions) > 0
-    losses = HeldOutLoss(spec, engine, *prepared.held_out) if holds_out else None
+    losses = HeldOutLoss(spec, engine, *prepared.held_out, encoders) if holds_out else None
     prompts = prompts_of(spec, prepared.prompts, engine.device)
     previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images), prompts)
     validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
@@ -241,11 +269,12 @@ def _train(
             engine.device,
             replicas=layout.replicas,
             replica=engine.grid.get_data_parallel_id(),
-            among=None if store.buckets else among,
+            among=among,
             start_images=engine.next_index,
             first=engine.is_first_stage(),
             last=engine.stage_id == engine.loss_stage,
             text=bool(engine.readers),
+            encoders=encoders,
         )
 
     def finish() -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from ddpm_ds.checkpoint.groups import CompleteCheckpoint
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
-from ddpm_ds.data.buckets import check_buckets, check_steps
+from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError, one_line
@@ -199,13 +199,17 @@ def _prompts(
     """Return the prompts of the pictures, those that are kept with the run if it is resumed."""
     if spec.data.text is None or spec.samples.every_images is None:
         return None
-    if not spec.samples.prompts:
+    prompts = spec.samples.prompts
+    if not prompts:
         store, positions = held_out if len(held_out.positions) else images
-        return EncodedPrompts.of_captions(store, positions[: min(spec.samples.count, MOST_CAPTIONS)])
+        positions = positions[: min(spec.samples.count, MOST_CAPTIONS)]
+        if spec.data.text.stored != "ids":
+            return EncodedPrompts.of_captions(store, positions)
+        prompts = first_captions(store, positions)
     kept = EncodedPrompts.read(run_dir / PROMPTS)
-    if kept is not None and kept.texts == spec.samples.prompts:
+    if kept is not None and kept.texts == prompts:
         return kept
-    return EncodedPrompts.of(spec.data.text, spec.samples.prompts, device, log)
+    return EncodedPrompts.of(spec.data.text, prompts, device, log)
 
 
 def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None = None) -> None:
@@ -214,7 +218,6 @@ def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None =
     Raises:
         SpecError: the numbers or names of classes differ, too many images are held out, or pictures of decoded latents
             would be too large.
-        DataError: a bucket of aspect has too few images.
     """
     apart = store if apart is None else apart
     try:
@@ -222,9 +225,6 @@ def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None =
     except ValueError as error:
         raise SpecError(str(error)) from None
     parts(spec.data, store, apart)
-    if spec.bucket_group is not None:
-        sizes = [each.images.shape[2:] for each in (store, *store.buckets)]
-        check_buckets(store.counts, [(height, width) for height, width in sizes], spec.bucket_group)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):

@@ -3,11 +3,13 @@
 Both use the averaged weights and run through the pipeline: replicas share the images, stages share the U-Net.
 """
 
-import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +18,7 @@ from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch
-from ddpm_ds.data.text import widened
+from ddpm_ds.data.text import TextEncoders, widened
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import mean_error
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -25,7 +27,7 @@ from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due
-from ddpm_ds.train.objective import Denoising, Noised, fields_read
+from ddpm_ds.train.objective import Denoising, Noised, encoded, fields_read
 from ddpm_ds.train.previews import Previews
 from ddpm_ds.unet.blocks import Carry
 
@@ -33,13 +35,36 @@ NOISE_SEED = 0
 """Seed of the noise, independent of the run's seed: runs are compared on the same noise."""
 
 
+class _Part(NamedTuple):
+    """Held-out images that are one micro-batch."""
+
+    store: DatasetCache
+    """Cache in which they are, of one size of images."""
+    size: int
+    """Number of this size in the engine."""
+    positions: Indices
+    """Their positions there, (n,)."""
+    places: Indices
+    """Their places among all held-out images, (n,)."""
+    counts: npt.NDArray[np.float64]
+    """1 for each, or 0 for images that fill it up, (n,)."""
+
+
 class HeldOutLoss:
     """Loss of an engine on the ``positions`` of a data-set cache, on the centres of images that are cropped in
-    training; only first stages read images and what belongs to them, and text the ranks whose layers read it.
+    training, and of buckets of aspect at the size of each; only first stages read images and what belongs to them, and
+    text the ranks whose layers read it, which ``encoders`` encode if it is stored as the numbers of its tokens.
     """
 
-    def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
-        self._engine, self._store, self._positions = engine, store, positions
+    def __init__(
+        self,
+        spec: RunSpec,
+        engine: UnetPipelineEngine,
+        store: DatasetCache,
+        positions: Indices,
+        encoders: TextEncoders | None = None,
+    ) -> None:
+        self._engine, self._count, self._encoders = engine, len(positions), encoders
         self._objective = Denoising(spec, engine.device, store.meta.statistics, store.constants, seed=NOISE_SEED)
         levels, diffuses = levels_of(spec.diffusion), OBJECTIVES[spec.diffusion.objective].diffuses
         self._quantiles = {
@@ -50,6 +75,7 @@ class HeldOutLoss:
         self._text_fields = sorted(fields_read(spec, first=False, last=False, text=True))
         self._channels = channel_names(spec.data)
         self._images = min(engine.micro_batch_size, len(positions))
+        self._parts = list(self._micro_batches(spec, store, positions))
         self._noised: dict[int, tuple[Noised, Tensor]] = {}
 
     def measure(self, watchdog: Watchdog) -> dict[str, float]:
@@ -63,14 +89,14 @@ class HeldOutLoss:
         the numbers, the others an empty dictionary.
         """
         engine, replicas = self._engine, self._engine.dp_world_size
-        parts = math.ceil(len(self._positions) / self._images)
+        parts = len(self._parts)
         quantiles = list(self._quantiles)
         mine = range(engine.grid.get_data_parallel_id(), len(quantiles) * parts, replicas)
         sums = torch.zeros(len(quantiles) + len(self._channels), dtype=torch.float64, device=engine.device)
 
         def give(number: int) -> Carry:
             quantile, part = divmod(mine[number], parts)
-            return self._inputs(number, self._quantiles[quantiles[quantile]], part)
+            return self._inputs(number, self._quantiles[quantiles[quantile]], self._parts[part])
 
         def take(number: int, prediction: Tensor) -> None:
             prepared, counts = self._noised.pop(number)
@@ -81,14 +107,15 @@ class HeldOutLoss:
                 sums[len(quantiles) :] += (of_channels * counts[:, None]).sum(dim=0) / len(quantiles)
 
         def context(number: int) -> Tensor | None:
-            return self._context(mine[number] % parts)
+            return self._context(self._parts[mine[number] % parts])
 
+        sizes = [self._parts[number % parts].size for number in mine]
         pipeline = ForwardPipeline(engine, self._images)
-        pipeline.run(len(mine), give, take, context=context, depth=len(mine), progress=watchdog.progress)
+        pipeline.run(len(mine), give, take, context=context, sizes=sizes, depth=len(mine), progress=watchdog.progress)
         if not engine.is_first_stage():
             return {}
         dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
-        found = (sums / len(self._positions)).tolist()
+        found = (sums / self._count).tolist()
         losses, of_channels = found[: len(quantiles)], found[len(quantiles) :]
         values = {f"validation/loss_t{quantile}": loss for quantile, loss in zip(quantiles, losses, strict=True)}
         values = values if len(quantiles) > 1 else {}
@@ -97,30 +124,40 @@ class HeldOutLoss:
         }
         return {"eval/loss": sum(losses) / len(losses), **values}
 
-    def _inputs(self, number: int, level: tuple[float, int], part: int) -> Carry:
-        """Return the inputs of the U-Net for one part; the last one is filled up with images that don't count."""
-        (time, stream), index = level, self._index(part)
-        counts = (index < len(self._positions)).double().to(self._engine.device)
-        index = index.clamp(max=len(self._positions) - 1)
-        stored = self._positions[index.numpy()]
-        fields = self._read(self._fields, stored)
-        batch = MicroBatch(labels=torch.from_numpy(self._store.labels[stored]), index=index, **fields)
+    def _micro_batches(self, spec: RunSpec, store: DatasetCache, positions: Indices) -> Iterator[_Part]:
+        """Yield the micro-batches, each of one size; the last one of a size is filled up with images that don't
+        count.
+        """
+        start = 0
+        for cache, stored in zip(store.caches, store.by_bucket(positions), strict=True):
+            size = 0 if spec.data.buckets is None else self._engine.module.size_number(cache.size)
+            for first in range(0, len(stored), self._images):
+                places = np.arange(first, first + self._images)
+                counts, places = (places < len(stored)).astype(np.float64), places.clip(max=len(stored) - 1)
+                yield _Part(cache, size, stored[places], start + places, counts)
+            start += len(stored)
+
+    def _inputs(self, number: int, level: tuple[float, int], part: _Part) -> Carry:
+        """Return the inputs of the U-Net for one part."""
+        time, stream = level
+        batch = self._read(part, self._fields)
         prepared = self._objective.held_out(batch, time, stream)
-        self._noised[number] = prepared, counts
+        self._noised[number] = prepared, torch.from_numpy(part.counts).to(self._engine.device)
         return self._objective.inputs(prepared)
 
-    def _context(self, part: int) -> Tensor | None:
+    def _context(self, part: _Part) -> Tensor | None:
         """Return the encoded first captions of one part."""
-        index = self._index(part).clamp(max=len(self._positions) - 1)
-        found = self._read(self._text_fields, self._positions[index.numpy()])
-        return widened(found["text"], found.get("text_scale")).to(self._engine.device)
+        batch = self._read(part, self._text_fields)
+        assert batch.text is not None, "its layers read text"
+        return widened(batch.text, batch.text_scale).to(self._engine.device)
 
-    def _index(self, part: int) -> Tensor:
-        """Return the places of one part's images among those held out, some of them beyond the last."""
-        return torch.arange(part * self._images, (part + 1) * self._images)
-
-    def _read(self, names: Sequence[str], stored: Indices) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(self._store.fields[name].read(stored)) for name in names}
+    def _read(self, part: _Part, names: Sequence[str]) -> MicroBatch:
+        """Return the fields of these names of one part."""
+        found = {name: torch.from_numpy(part.store.fields[name].read(part.positions)) for name in names}
+        images = found.pop("images", torch.empty(len(part.positions), 0))
+        labels = torch.from_numpy(part.store.labels[part.positions])
+        batch = MicroBatch(images, labels, torch.from_numpy(part.places), **found)
+        return batch if self._encoders is None else encoded(batch, self._encoders)
 
 
 def channel_names(data: DataSpec) -> list[str]:

@@ -342,7 +342,6 @@ def test_a_group_of_a_bucket_has_whole_micro_batches_of_all_replicas() -> None:
         filled(whole, *buckets, held, f"data.buckets.images={images}", world_size=2, stages=1)
     message = refusal(whole, *buckets, held, "data.buckets.images=12", world_size=2, stages=1)
     assert "data.buckets.images = 12 is no multiple of 8" in message and "--set data.buckets.images=16" in message
-    assert "graphs = true needs images of one size" in refusal(config(graphs=True), *buckets, held)
 
 
 @settings(deadline=None)

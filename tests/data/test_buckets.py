@@ -12,18 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from make_text import write_encoders
 from PIL import ExifTags, Image, ImageFile
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.text import BucketsSpec
-from ddpm_ds.data.buckets import AREAS, bucket_of, bucket_sizes, check_steps, cropped
+from ddpm_ds.data.buckets import (
+    AREAS,
+    bucket_of,
+    bucket_sizes,
+    check_steps,
+    cropped,
+    filled_buckets,
+    kept_sizes,
+    numbers_of,
+    shares_of,
+)
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
+from ddpm_ds.data.held_out import parts, prepare_all
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
-from ddpm_ds.data.prepare import cache_path, class_names, prepare, prepare_images
+from ddpm_ds.data.prepare import bucket_shares, buckets_of, cache_path, class_names, prepare, prepare_images
 from ddpm_ds.errors import DataError
 from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
@@ -45,11 +58,11 @@ def test_sizes_have_about_the_pixels_that_were_asked_for(size: tuple[int, int], 
 
 def test_an_image_is_in_the_bucket_that_crops_it_least() -> None:
     sizes = bucket_sizes((1024, 1024), 64, 2.0)
-    for image in ((600, 800), (800, 600), (333, 999), (5, 5)):
-        lost = [cropped(image, size) for size in sizes]
-        assert lost[bucket_of(image, sizes)] == min(lost)
-    assert cropped((600, 800), (300, 400)) == 0.0
-    assert cropped((100, 100), (100, 50)) == cropped((100, 100), (50, 100)) == 0.5
+    shapes = np.array([(600, 800), (800, 600), (333, 999), (5, 5)], np.int32)
+    for (height, width), lost in zip(shapes.tolist(), cropped(shapes, sizes).tolist(), strict=True):
+        assert lost[bucket_of((height, width), sizes)] == min(lost)
+    assert cropped(shapes[:1], [(300, 400)]).tolist() == [[0.0]]
+    assert cropped(shapes[3:], [(100, 50), (50, 100)]).tolist() == [[0.5, 0.5]]
 
 
 def test_each_image_comes_once_in_each_pass_of_its_bucket() -> None:
@@ -115,12 +128,16 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
     again = pickle.loads(pickle.dumps(store))
     assert again.meta == store.meta and again.key == store.key and again.counts == store.counts
     assert store.with_buckets(store.buckets[:1]).key != store.key
-    assert prepare_images(spec_of()).path == store.path, "alone it is the first bucket"
+    assert prepare_images(buckets_of(spec_of(), group=1)[0]).path == store.path
     assert any(name.startswith("bucket/56x40/") for name in store.meta.sha256)
     shutil.rmtree(tmp_path / "pictures")
     assert prepare(spec_of(), learned=store.meta.sha256).meta == store.meta, "the source may be gone"
     assert (
-        class_names(tiny_spec(data=spec_of().model_dump() | {"horizontal_flips": False}, unet=PLAIN))
+        class_names(
+            tiny_spec(
+                data=spec_of(buckets={"step": 8, "images": 8}).model_dump() | {"horizontal_flips": False}, unet=PLAIN
+            )
+        )
         == store.meta.classes
     )
 
@@ -168,7 +185,8 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     spec = spec_of(**latent, text={"encoders": str(tmp_path / "encoders"), "layer": "penultimate"})
     store = prepare(spec, encode_on=torch.device("cpu"))
     assert prepare(spec).meta == store.meta
-    assert prepare_images(pixels_of(spec), learned=pixels_learned(store.meta.sha256)).counts == (20,)
+    first = buckets_of(spec, group=1)[0]
+    assert prepare_images(pixels_of(first), learned=pixels_learned(store.meta.sha256)).counts == (20,)
     originals = [{(48, 48), (50, 48)}, {(70, 50)}, {(50, 70)}]
     for cache, (height, width), shapes in zip((store, *store.buckets), SIZES, originals, strict=True):
         assert cache.meta.kind == "latents" and cache.images.shape[1:] == (4, height // 2, width // 2)
@@ -202,17 +220,128 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
         prepare(spec.model_copy(update={"buckets": BucketsSpec(step=32)}))
 
 
-def test_a_bucket_with_too_few_images_is_refused_before_anything_is_made(
+def test_images_of_small_buckets_are_in_the_next_best_ones(
+    spec_of: Callable[..., DataSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Portraits and landscapes are ten each: with twelve images in a group none of them has a bucket of its own."""
+    store = prepare(spec_of(), group=10)
+    assert store.counts == (20, 10, 10)
+    for number in range(10):
+        Image.fromarray(np.full((50, 72, 3), 60 + number, np.uint8)).save(tmp_path / "pictures" / f"{60 + number}.png")
+    shutil.rmtree(tmp_path / "stores")
+    wide = prepare(spec_of(), group=10)
+    assert wide.counts == (20, 10, 20)
+    capsys.readouterr()
+    merged = prepare(spec_of(), group=12, progress=True)
+    said = "fewer images than the 12 that follow each other are in [56,40] (10); these 10 of 50 images"
+    assert said in capsys.readouterr().err
+    assert [cache.size for cache in merged.caches] == [(48, 48), (40, 56)] and merged.counts == (30, 20)
+    assert {*range(1, 40, 4)} <= {*values_of(torch.from_numpy(merged.images[:]))}
+    assert merged.path != wide.path, "it has more images than the bucket of that size had"
+    assert merged.buckets[0].path == wide.buckets[1].path, "and this one has the same as before"
+    assert prepare(spec_of(), group=31).counts == (50,), "all images are in one"
+    with pytest.raises(DataError, match=r"there are 50 images, fewer than the 51 .* at most 50"):
+        prepare(spec_of(), group=51)
+
+
+def test_the_bucket_of_image_size_may_be_the_small_one(spec_of: Callable[..., DataSpec], tmp_path: Path) -> None:
+    """The first bucket is then the one that is nearest to it."""
+    for number in (*range(4, 40, 4), *range(7, 40, 4)):
+        (tmp_path / "pictures" / f"{number:02}.png").unlink()
+    store = prepare(spec_of(), group=3)
+    assert [cache.size for cache in store.caches] == [(56, 40), (40, 56)] and sum(store.counts) == 22
+    assert values_of(torch.from_numpy(store.images[:])) == [0, 1, 3, *range(5, 40, 4)], "of equal losses the first"
+
+
+def test_the_smallest_bucket_is_left_out_first(spec_of: Callable[..., DataSpec]) -> None:
+    """So that few images are cropped more: with the three of the portraits the squares are seven."""
+    shapes = np.array([(48, 48)] * 4 + [(56, 40)] * 3 + [(40, 56)] * 10, np.int32)
+    assert kept_sizes(spec_of(), shapes, 5) == ((48, 48), (40, 56))
+    assert kept_sizes(spec_of(), shapes, 3) == kept_sizes(spec_of(), shapes[::-1], 3) == SIZES
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), min_size=4, max_size=60),
+    st.integers(1, 30),
+    st.integers(0, 10),
+)
+def test_every_bucket_has_enough_to_train_on(shapes: list[tuple[int, int]], group: int, held_out: int) -> None:
+    given_shapes = np.array(shapes, np.int32)
+    data = DataSpec.model_validate(
+        {"source": "folder", "path": "x", "image_size": 48, "channels": 3, "buckets": {"step": 8}}
+        | {"held_out_images": held_out}
+    )
+    if len(shapes) - held_out < group:
+        with pytest.raises(DataError, match="follow each other"):
+            kept_sizes(data, given_shapes, group)
+        return
+    kept = kept_sizes(data, given_shapes, group)
+    found = filled_buckets(data, given_shapes, kept)
+    members = [bucket.members_of(given_shapes) for bucket in found]
+    assert sorted(np.concatenate(members).tolist()) == [*range(len(shapes))], "each image is in one"
+    counts = np.bincount(numbers_of(given_shapes, kept), minlength=len(kept)).tolist()
+    shares = shares_of(counts, held_out)
+    assert sum(shares) == held_out
+    assert all(not count or count - share >= group for count, share in zip(counts, shares, strict=True))
+    lost = cropped(given_shapes, [bucket.pixels for bucket in found])
+    for number, own in enumerate(members):
+        assert (lost[own, number] <= lost[own].min(axis=1)).all(), "each is in the one that crops it least"
+
+
+def test_held_out_images_are_a_share_of_each_bucket_and_never_trained_on(spec_of: Callable[..., DataSpec]) -> None:
+    data = spec_of(held_out_images=9)
+    trained, held_out = parts(data, *prepare_all(data, group=7))
+    store = trained.store
+    assert held_out.store is store and store.counts == (20, 10, 10)
+    of_buckets = store.by_bucket(held_out.positions)
+    assert [len(at) for at in of_buckets] == [4, 2, 3]
+    kept = {value for cache, at in zip(store.caches, of_buckets, strict=True) for value in seen_at(cache, at)}
+    batches = micro_batches(
+        store, among=trained.positions, seed=0, group=4, batch_images=4, micro_batch_images=4, replicas=1, replica=0
+    )
+    seen = [value for _ in range(40) for value in values_of(next(batches).images)]
+    assert {*seen} == {*range(40)} - kept and len(kept) == 9
+    other = parts(spec_of(held_out_images=9, held_out="last"), store, store)[1]
+    assert other.positions.tolist() == [*range(16, 20), 28, 29, *range(37, 40)], "the last of each"
+    assert prepare(data, group=8).counts == (40,), "those to train on count: seven of ten in a bucket"
+
+
+def seen_at(cache: Any, positions: Any) -> list[int]:
+    """The numbers of pictures of a cache."""
+    return values_of(torch.from_numpy(cache.images.read(positions)))
+
+
+def test_held_out_images_of_their_own_source_are_in_the_buckets_that_are_trained(
     spec_of: Callable[..., DataSpec], tmp_path: Path
 ) -> None:
-    wrong = r"data\.buckets: \[56,40\] has 10 images, fewer than the 12 .* at most 10, a larger data\.buckets\.step"
-    with pytest.raises(DataError, match=wrong):
-        prepare(spec_of(), group=12)
-    assert not [path for path in (tmp_path / "stores").iterdir() if path.is_dir()]
-    for number in (*range(0, 40, 4), *range(3, 40, 4)):
-        (tmp_path / "pictures" / f"{number:02}.png").unlink()
-    with pytest.raises(DataError, match=r"the bucket 48, in which no image falls; use that of \[56,40\], which has 10"):
-        prepare(spec_of())
+    """With a group of eleven, portraits have no bucket; a source without squares has another first bucket."""
+    for number, shape in enumerate([(70, 50), (50, 70), (50, 70)]):
+        (tmp_path / "val").mkdir(exist_ok=True)
+        Image.fromarray(np.full((*shape, 3), 200 + number, np.uint8)).save(tmp_path / "val" / f"{number}.png")
+    Image.fromarray(np.full((50, 70, 3), 77, np.uint8)).save(tmp_path / "pictures" / "77.png")
+    data = spec_of(held_out_path=tmp_path / "val")
+    trained, held_out = parts(data, *prepare_all(data, group=11))
+    assert [cache.size for cache in trained.store.caches] == [(48, 48), (40, 56)]
+    assert len(trained.positions) == 41 and len(held_out.positions) == 3
+    assert [(cache.size, len(cache)) for cache in held_out.store.caches] == [((48, 48), 1), ((40, 56), 2)]
+    (tmp_path / "val" / "0.png").unlink()
+    shutil.rmtree(tmp_path / "stores")
+    store, apart = prepare_all(data, group=11)
+    assert [cache.size for cache in apart.caches] == [(40, 56)] and store.size == (48, 48)
+
+
+def test_the_shares_of_buckets_are_those_of_counted_images_or_equal(spec_of: Callable[..., DataSpec]) -> None:
+    latent = {"unet": PLAIN, "train": {"batch_images": 12}}
+    run = tiny_spec(data=spec_of().model_dump() | {"horizontal_flips": False}, **latent)
+    equal = bucket_shares(run, counted=True)
+    assert equal[0] == ((48, 48), pytest.approx(1 / len(equal))) and len({share for _, share in equal}) == 1
+    prepare(spec_of(), group=10)
+    assert bucket_shares(run, counted=False) == equal
+    assert dict(bucket_shares(run, counted=True)) == {(48, 48): 1.0}, "twelve in a group: all are in one"
+    fewer = run.model_copy(update={"train": run.train.model_copy(update={"batch_images": 10})})
+    assert dict(bucket_shares(fewer, counted=True)) == {(48, 48): 0.5, (56, 40): 0.25, (40, 56): 0.25}
+    assert bucket_shares(run.model_copy(update={"data": spec_of(buckets=None)}), counted=True) == ()
 
 
 def test_images_that_change_are_refused_and_prepared_again(spec_of: Callable[..., DataSpec], tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare, prepare_images
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.text import TextEncoders, check_text
+from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.keyed import Stream
+from ddpm_ds.train.objective import encoded
 from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
 
@@ -44,9 +45,11 @@ TEXT_FIELDS = {"images", "text", "pooled", "sizes"}
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny encoders such as SDXL's, of 32 and 16 channels and 24 of pooled text."""
+    """Tiny encoders such as SDXL's, of 32 and 16 channels and 24 of pooled text, whose tokenizers pad differently."""
     path = tmp_path_factory.mktemp("encoders")
     write_encoders(path, WORDS, width=32, second=16, pooled=24)
+    settings = path / "tokenizer_2" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "!"}))
     return path
 
 
@@ -90,7 +93,7 @@ def test_captions_of_a_folder_are_in_its_metadata_or_beside_its_images(spec_of: 
 
 
 def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> None:
-    texts = ["a red cat", "", "green dog " * 60]
+    texts = ["a red cat", "", "green dog " * 60, *["dog"] * (TEXTS_AT_ONCE - 3)]  # as many as are encoded at once
     parts = {"vae": None, "unet": None, "scheduler": None}
     load: Any = _loaded
     found = TextEncoders.open(TextSpec(encoders=str(encoders), layer="penultimate"), CPU)
@@ -100,7 +103,10 @@ def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> No
     encoded = found.encode(texts)
     assert torch.equal(encoded.tokens, tokens) and encoded.pooled is not None and torch.equal(encoded.pooled, pooled)
     assert (found.tokens, found.channels, found.pooled_channels) == (77, 48, 24) and parts
-    assert found.excess(texts) == [0, 0, 45], "120 words, a start and an end"
+    few = found.encode(texts[:3])
+    assert torch.equal(few.tokens, tokens[:3]), "each text has its bits, however many are encoded"
+    assert (found.ids(texts[:1])[:, 0] != found.ids(texts[:1])[:, 1]).any()
+    assert found.excess(texts[:3]) == [0, 0, 45], "120 words, a start and an end"
     write_encoders(tmp_path / "one", WORDS, width=16)
     last = TextEncoders.open(TextSpec(encoders=str(tmp_path / "one")), CPU)
     pipeline = load(StableDiffusionPipeline, tmp_path / "one", second=False)
@@ -127,6 +133,35 @@ def _loaded(kind: Any, folder: Path, second: bool) -> Any:
     pipeline.register_modules(**modules)
     pipeline.register_to_config(force_zeros_for_empty_prompt=True)
     return pipeline
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 12])
+def test_captions_that_are_encoded_while_training_are_the_stored_ones_bit_for_bit(spec_of: SpecOf, size: int) -> None:
+    """In micro-batches of any size; their tokens' numbers are stored without encoding anything."""
+    spec, stored = spec_of({"stored": "ids"}), prepare(spec_of(), encode_on=CPU)
+    ids = prepare(spec)
+    assert ids.text is not None and ids.text.path.name.endswith("-ids") and ids.empty_text is None
+    assert "the longest loses" not in str(captions.findings(ids.text)) and ids.key != stored.key
+    encoders = TextEncoders.open(spec.text, CPU)  # type: ignore[arg-type]
+    batch, expected = batch_of(ids, size, fields={"text", "sizes"}), batch_of(stored, size)
+    assert batch.text is not None and batch.text.shape == (size, 2, 77) and batch.text.dtype == torch.int32
+    found = encoded(batch, encoders)
+    assert found.text is not None and torch.equal(found.text, expected.text)  # type: ignore[arg-type]
+    assert found.pooled is not None and torch.equal(found.pooled, expected.pooled)  # type: ignore[arg-type]
+    (empty,), stored_empty = encoders.encode([""]).rounded().tokens, stored.empty_text
+    assert stored_empty is not None and torch.equal(empty, stored_empty.tokens[0])
+    assert encoded(batch._replace(text=None), encoders).text is None, "nothing is read"
+
+
+def test_what_encoders_take_of_a_device_is_counted_without_loading_them(encoders: Path) -> None:
+    found = TextEncoders.open(TextSpec(encoders=str(encoders), layer="penultimate"), CPU)
+    counted, elements = found.parameters, found.elements
+    assert counted == sum(each.numel() for model in found.models for each in model.parameters())
+    states = [
+        model(found.ids([""] * TEXTS_AT_ONCE)[:, n].long(), output_hidden_states=True)
+        for n, model in enumerate(found.models)
+    ]
+    assert elements - counted == sum(each.numel() for state in states for each in state.hidden_states)
 
 
 def test_the_loader_yields_the_text_and_sizes_of_each_image(spec_of: SpecOf) -> None:
@@ -214,7 +249,7 @@ def test_long_captions_are_cut_and_counted(spec_of: SpecOf, folder: Path, capsys
 
 def test_what_is_encoded_before_an_interruption_is_kept(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 3 * 77 * 48 * 2)
-    monkeypatch.setattr(captions, "TEXTS_AT_ONCE", 2)
+    monkeypatch.setattr(captions, "CHUNK_TEXTS", 2)
     encode, seen = TextEncoders.encode, list[str]()
 
     def counted(self: TextEncoders, texts: list[str]) -> Any:

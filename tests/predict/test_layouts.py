@@ -12,6 +12,7 @@ from ddpm_ds.config.ds_config import Layout, offloads, resolve
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.predict.decisions import candidates
 from ddpm_ds.predict.layouts import ds_config, kind_of, layouts
+from ddpm_ds.predict.memory import pipeline_memory
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
 
@@ -126,3 +127,20 @@ def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
         },
     }
     assert job.config == {"optimizer": ADAMW, **given}  # what was given is untouched
+
+
+def test_of_buckets_memory_is_that_of_the_largest_and_time_that_of_the_mean() -> None:
+    spec = tiny_spec(unet={"attention_resolutions": []})
+    alone, shares = small_job(spec), (((8, 8), 0.5), ((12, 8), 0.25), ((4, 8), 0.25))
+    largest = small_job(spec.model_copy(update={"data": spec.data.model_copy(update={"image_size": (12, 8)})}))
+    job, layout = replace(alone, sizes=shares), Layout(2, 1, "1f1b", 2, 4, 0, 0, False)
+    bounds = small_predictor(2, alone).bounds(layout)
+    assert pipeline_memory(job, layout, bounds) == pipeline_memory(largest, layout, bounds)
+    assert pipeline_memory(job, layout, bounds) != pipeline_memory(alone, layout, bounds)
+    # pixels of the mean image are those of 8x8; so are its multiply-accumulates but for attention's
+    one, mean = (small_predictor(2, each).predict(layout) for each in (alone, job))
+    assert mean.step_seconds == pytest.approx(one.step_seconds, rel=1e-2)
+    wider = replace(alone, sizes=(((12, 8), 1.0),))
+    longer = small_predictor(2, wider).predict(layout)
+    assert 1.4 * one.pass_seconds < longer.pass_seconds < 1.6 * one.pass_seconds
+    assert longer.traffic.within_hosts == 1.5 * one.traffic.within_hosts > 0

@@ -231,6 +231,16 @@ def test_checkpointing_keeps_a_residual_that_is_closed_in_another_group_than_it_
     )
 
 
+def test_encoders_are_held_where_text_is_read() -> None:
+    """Also where the first stage reads the pooled text alone, and nowhere else."""
+    job, layout = small_job(tiny_text_spec()), Layout(3, 1, "1f1b", 3, 8, 0, 0, False)
+    bounds = (0, 1, len(job.layers) - 1, len(job.layers))
+    plain, encoding = (pipeline_memory(each, layout, bounds) for each in (job, replace(job, encoder_elements=1000)))
+    assert [more.total - less.total for more, less in zip(encoding, plain, strict=True)] == [2000, 2000, 0]
+    on_cpu = replace(job, encoder_elements=1000, on_cpu=True)
+    assert [memory.encoders for memory in pipeline_memory(on_cpu, layout, bounds)] == [4000, 4000, 0]
+
+
 def test_text_is_held_for_each_micro_batch_in_flight_and_for_the_one_that_is_loaded_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -89,7 +89,7 @@ def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None
     _, positions = split(len(store), 20)
     engine = cast(Any, SimpleNamespace(device=CPU, micro_batch_size=16))
     held_out = HeldOutLoss(spec, engine, store, positions)
-    x_t, *_ = held_out._inputs(0, (5, Stream.HELD_OUT + 5), part=0)
+    x_t, *_ = held_out._inputs(0, (5, Stream.HELD_OUT + 5), held_out._parts[0])
     prepared, _ = held_out._noised[0]
     x0, eps = prepared.x0, prepared.eps
     expected = torch.from_numpy(store.images[positions[:16]][:, :, 1:9, 1:9]) / 127.5 - 1.0

@@ -363,18 +363,20 @@ def test_crops_of_rectangles_are_trained_drawn_scored_and_resumed_bit_for_bit(tm
 
 @pytest.mark.launch
 def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    """Three sizes in turn, two in each step: on one process, on two stages, and stopped and resumed on these."""
+    """Three sizes in turn, two in each step: on one process, on two stages, and stopped and resumed on these; some
+    images of each are held out.
+    """
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     random = np.random.default_rng(0)
     for number in range(48):
         pixels = random.integers(0, 256, ((40, 40), (50, 33), (33, 50))[number % 3], np.uint8)
         Image.fromarray(pixels).save(pictures / f"{number}.png")
-    changes = ["data.source=folder", f"data.path={pictures}", "data.image_size=40", "data.held_out_images=0"]
+    changes = ["data.source=folder", f"data.path={pictures}", "data.image_size=40", "data.held_out_images=7"]
     changes += ["data.buckets.step=8", "data.buckets.images=8", "train.batch_images=16", "train.accumulation=8"]
     changes += ["unet.dropout=0", "unet.attention_resolutions=[]", "unet.attention_levels=[1]", "unet.classes=null"]
     changes += ["logging.log_every_images=16"]
-    changes += ["train.label_drop=0", "samples.every_images=96", "evaluation.every_images=null"]
+    changes += ["train.label_drop=0", "samples.every_images=96", "evaluation.every_images=96"]
     for name, processes, lengths in (("one", 1, (96,)), ("whole", 2, (96,)), ("resumed", 2, (48, 96))):
         for images in lengths:
             overrides = [*TINY, *changes, f"train.images={images}"]
@@ -384,9 +386,12 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     one, whole, resumed = (tmp_path / "runs" / name for name in ("one", "whole", "resumed"))
     assert the_same(end_of(whole), end_of(resumed))
     assert curve(one) == pytest.approx(curve(whole), rel=1e-5) and len(curve(one)) == 6
-    wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=32"])
+    measured = [curve(run, "eval/loss") for run in (one, whole, resumed)]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5) and len(measured[0]) == 1
+    assert measured[1] == measured[2][-1:]
+    wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"])
     assert wrong.returncode == 2
-    assert "data.buckets: 40 has 16 images, fewer than the 32 that follow each other" in wrong.stderr
+    assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr
 
 
 @pytest.mark.launch

@@ -26,7 +26,7 @@ from ddpm_ds.unet.model import UNet
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of
-from tests.train.validation_worker import WATCHDOG, Look
+from tests.train.validation_worker import WATCHDOG, Look, in_memory
 from tests.unet.variants import randomise
 
 CPU = torch.device("cpu")
@@ -52,6 +52,9 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
                 Look(2, 1, text=True, guidance=3.0, kind="ddim", between=(0.1, 50.0)),
                 Look(2, 1, schedule="folded", text=True, guidance=3.0),
                 Look(1, 2, zero=1, text=True),
+                Look(2, 1, "fp16", text=True, buckets=True),
+                Look(2, 1, schedule="folded", text=True, buckets=True),
+                Look(1, 2, zero=1, text=True, buckets=True),
             ],
             id="2 processes",
         ),
@@ -131,10 +134,8 @@ def test_the_held_out_loss_of_fields_is_of_what_is_not_masked_and_of_each_channe
     batch, unet = global_batch(spec, 0), UNet(layers_of(spec), 0).eval().requires_grad_(False)
     randomise(unet, 1)
     parts = {name: getattr(batch, name)[:count].numpy() for name in ("images", "condition", "mask", "vector")}
-    fields = {name: SimpleNamespace(read=lambda positions, part=part: part[positions]) for name, part in parts.items()}
     constants = np.random.default_rng(0).random((1, 8, 16), np.float32)
-    meta = SimpleNamespace(statistics=STATISTICS)
-    store = SimpleNamespace(fields=fields, labels=batch.labels.numpy(), meta=meta, constants=constants)
+    store = in_memory(batch.labels.numpy(), parts, STATISTICS, constants)
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
     engine = SimpleNamespace(device=CPU, micro_batch_size=4, dp_world_size=1, grid=grid, is_first_stage=lambda: True)
 
@@ -147,7 +148,7 @@ def test_the_held_out_loss_of_fields_is_of_what_is_not_masked_and_of_each_channe
 
     monkeypatch.setattr(validation, "ForwardPipeline", Alone)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    found = HeldOutLoss(spec, cast(Any, engine), cast(Any, store), np.arange(count)).measure(cast(Any, WATCHDOG))
+    found = HeldOutLoss(spec, cast(Any, engine), store, np.arange(count)).measure(cast(Any, WATCHDOG))
 
     objective = Denoising(spec, CPU, STATISTICS, constants, seed=0)
     levels = levels_of(spec.diffusion)

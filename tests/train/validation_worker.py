@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,8 +23,8 @@ from torch import Tensor
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.config.spec import EmaSpec, Interface, RunSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.held_out import parts
 from ddpm_ds.data.latents import to_pixels
-from ddpm_ds.data.loader import split
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
@@ -38,7 +39,7 @@ from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
-from tests.pipeline.batches import global_batch
+from tests.pipeline.batches import BUCKETS, global_batch
 from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, report_cases
 
 HELD_OUT = 13
@@ -77,10 +78,14 @@ class Look:
     process: dict[str, Any] = field(default_factory=dict)
     between: tuple[float, float] = (0.0, 1e6)
     text: bool = False
+    buckets: bool = False
+    """Whether images are of several sizes, in a run with text."""
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance, "guidance_between": self.between}
         data, unet = TEXT if self.text else ({}, {})
+        if self.buckets:
+            data, unet = {**data, "buckets": {"step": 8}}, {**unet, "dropout": 0.0}
         return tiny_spec(
             diffusion=self.process,
             sampler=sampler,
@@ -91,20 +96,35 @@ class Look:
 
 
 def store_of(spec: RunSpec) -> DatasetCache:
-    """Sixty images that any process makes alike."""
+    """Sixty images that any process makes alike, or of each bucket twenty."""
+    if spec.data.buckets is None:
+        return store_of_size(spec, (8, 8), 60)
+    first, *others = (store_of_size(spec, size, 20) for size in BUCKETS)
+    return replace(first, buckets=tuple(others))
+
+
+def store_of_size(spec: RunSpec, size: tuple[int, int], count: int) -> DatasetCache:
+    """Images of one size."""
     draws = np.random.default_rng(5)
-    images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
+    images = draws.integers(0, 256, (count, 1, *size), np.uint8)
     arrays = {"images": images}
-    labels = draws.integers(0, 10, 60)
+    labels = draws.integers(0, 10, count)
     if spec.data.text is not None:
-        arrays["text"] = draws.integers(-127, 128, (60, TOKENS, WIDTH), np.int8)
-        arrays["text_scale"] = draws.random((60, TOKENS), np.float32) / 50
-        arrays["pooled"] = draws.standard_normal((60, POOLED), np.float32).astype(np.float16)
-        arrays["sizes"] = draws.integers(4, 20, (60, 6)).astype(np.float32)
-    fields = {name: SimpleNamespace(read=lambda at, array=array: array[at]) for name, array in arrays.items()}
-    meta = SimpleNamespace(statistics={})
-    prepared = SimpleNamespace(images=images, fields=fields, labels=labels, meta=meta, constants=None)
-    return cast(DatasetCache, prepared)
+        arrays["text"] = draws.integers(-127, 128, (count, TOKENS, WIDTH), np.int8)
+        arrays["text_scale"] = draws.random((count, TOKENS), np.float32) / 50
+        arrays["pooled"] = draws.standard_normal((count, POOLED), np.float32).astype(np.float16)
+        arrays["sizes"] = draws.integers(4, 20, (count, 6)).astype(np.float32)
+    return in_memory(labels, arrays)
+
+
+def in_memory(labels: Any, arrays: dict[str, Any], statistics: Any = None, constants: Any = None) -> DatasetCache:
+    """A cache of arrays by field."""
+    fields: dict[str, Any] = {
+        name: SimpleNamespace(read=lambda at, array=array: array[at], shape=array.shape)
+        for name, array in arrays.items()
+    }
+    meta: Any = SimpleNamespace(statistics=statistics or {}, count=len(labels))
+    return DatasetCache(Path(), meta, fields.pop("images"), labels, fields, constants)
 
 
 def reference(spec: RunSpec) -> UNet:
@@ -177,28 +197,35 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
 
 
 def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, float]:
-    """The held-out loss in one process, image by image, without the weights of the loss."""
-    _, positions = split(60, HELD_OUT)
-    diffusion = Diffusion(spec.diffusion, 0, "cpu")
-    index = torch.arange(HELD_OUT)
-    x0 = diffusion.prepare(torch.from_numpy(store.images[positions]), None, flips=False)
-    labels = torch.from_numpy(store.labels[positions])
-    told: tuple[Tensor, ...] = ()
-    read = None
-    if spec.data.text is not None:
-        text, scale, pooled, sizes = (
-            torch.from_numpy(store.fields[name].read(positions)) for name in ("text", "text_scale", "pooled", "sizes")
-        )
-        told, read = (torch.cat((pooled.float(), sizes), dim=1),), text * scale[:, :, None]
-    values = {}
-    for percent in range(10, 100, 10):
-        time, stream = diffusion.levels.quantile(percent)
-        assert spec.diffusion.schedule == "edm" or (time, stream) == (10 * percent - 1, Stream.HELD_OUT + time)
-        t = torch.full((HELD_OUT,), time)
-        eps = normal(NOISE_SEED, stream, index, 64).view_as(x0)
-        prediction = unet(diffusion.noised(x0, t, eps), t, labels, *told, context=read)
-        values[f"validation/loss_t{percent}"] = diffusion.distances(prediction, x0, eps, t).mean().item()
+    """The held-out loss in one process, all images of a size at once, without the weights of the loss."""
+    diffusion, values = Diffusion(spec.diffusion, 0, "cpu"), dict[str, float]()
+    places = torch.arange(HELD_OUT).split([len(at) for at in store.by_bucket(held_out_of(spec, store))])
+    for cache, positions, index in zip(store.caches, store.by_bucket(held_out_of(spec, store)), places, strict=True):
+        x0 = diffusion.prepare(torch.from_numpy(cache.images.read(positions)), None, flips=False)
+        labels = torch.from_numpy(cache.labels[positions])
+        told: tuple[Tensor, ...] = ()
+        read = None
+        if spec.data.text is not None:
+            text, scale, pooled, sizes = (
+                torch.from_numpy(cache.fields[name].read(positions))
+                for name in ("text", "text_scale", "pooled", "sizes")
+            )
+            told, read = (torch.cat((pooled.float(), sizes), dim=1),), text * scale[:, :, None]
+        for percent in range(10, 100, 10):
+            time, stream = diffusion.levels.quantile(percent)
+            assert spec.diffusion.schedule == "edm" or (time, stream) == (10 * percent - 1, Stream.HELD_OUT + time)
+            t = torch.full((len(index),), time)
+            eps = normal(NOISE_SEED, stream, index, x0[0].numel()).view_as(x0)
+            prediction = unet(diffusion.noised(x0, t, eps), t, labels, *told, context=read)
+            name, share = f"validation/loss_t{percent}", len(index) / HELD_OUT
+            loss = diffusion.distances(prediction, x0, eps, t).mean().item()
+            values[name] = values.get(name, 0.0) + share * loss
     return {"eval/loss": sum(values.values()) / 9, **values}
+
+
+def held_out_of(spec: RunSpec, store: DatasetCache) -> Any:
+    """Positions of the images that are held out."""
+    return parts(spec.data, store, store)[1].positions
 
 
 def weights(engine: UnetPipelineEngine) -> list[Tensor]:
@@ -258,7 +285,7 @@ def run_case(look: Look) -> dict[str, Any]:
         record["expected"] = measured_alone(spec, unet, store)
     else:
         assert drawn is None
-    values = HeldOutLoss(spec, engine, store, split(60, HELD_OUT)[1]).measure(WATCHDOG)
+    values = HeldOutLoss(spec, engine, store, held_out_of(spec, store)).measure(WATCHDOG)
     record["held_out"] = values
     if look.text:  # what is drawn and measured draws no random number, text or not
         engine.destroy()
