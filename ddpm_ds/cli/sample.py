@@ -234,7 +234,7 @@ def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = Fals
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
     """Add the folder of the weights, and the options that choose the kind of weights and the device."""
-    folder = "folder of the weights; of a run, its newest checkpoint"
+    folder = "folder of the weights; of a run, its newest checkpoint; or an export on the hub, OWNER/NAME"
     parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help=folder)
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
     moved = "data.autoencoder of the run, if it has moved"

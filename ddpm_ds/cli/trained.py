@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import copy
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from ddpm_ds.command_line import (
     positive,
     whole,
 )
+from ddpm_ds.data.hub import Upload, is_hub_name
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
@@ -86,6 +88,9 @@ EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
 samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
 folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+
+--push-to-hub uploads the folder, with the run's spec, to the Hugging Face hub in one commit, as a private repository.
+--register makes it a version of a model in MLflow that mlflow.pyfunc.load_model samples from.
 """
 
 
@@ -95,6 +100,9 @@ examples
   ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
   ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
       one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
+
+  ddpm-ds export runs/digits hub/digits --push-to-hub OWNER/digits
+      a private repository; `hf auth login` or HF_TOKEN says who you are
 
   ddpm-ds export runs/faces hub/faces --label none
       a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
@@ -284,8 +292,8 @@ def add_export(verbs: Verbs) -> None:
         type=_samples,
         default=MOST_SAMPLES,
         metavar="N",
-        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; none of a "
-        "run with a condition or text)",
+        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; of a run "
+        "with a condition or text it is the run's last picture)",
     )
     parser.add_argument(
         "--single-file",
@@ -293,6 +301,10 @@ def add_export(verbs: Verbs) -> None:
         help="write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline",
     )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
+    hub = parser.add_argument_group("Hugging Face hub")
+    hub.add_argument("--push-to-hub", type=_hub_name, metavar="OWNER/NAME", help="upload the export to this repository")
+    hub.add_argument("--public", action="store_true", help="a repository that everybody can read (default: private)")
+    hub.add_argument("--overwrite", action="store_true", help="replace the files of a repository that exists")
     parser.set_defaults(run=_export)
 
 
@@ -328,6 +340,12 @@ def _label(text: str) -> str:
     return text
 
 
+def _hub_name(text: str) -> str:
+    if not is_hub_name(text):
+        raise argparse.ArgumentTypeError(f"{text!r} should be OWNER/NAME")
+    return text
+
+
 def _samples(text: str) -> int:
     return whole(text, 0, MOST_SAMPLES, f"a number from 0 to {MOST_SAMPLES}")
 
@@ -339,9 +357,12 @@ def _export(options: argparse.Namespace) -> None:
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.diffusers.export import (
+        SPEC_FILE,
         check_in_diffusers,
+        last_picture,
         model_card,
         rounded,
+        shared_spec,
         without_labels,
         write_pipeline,
     )
@@ -350,8 +371,11 @@ def _export(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
-    device = choose_device(options.device)
+    device, name = choose_device(options.device), options.push_to_hub
+    if name is None and (options.public or options.overwrite):
+        raise SpecError(f"--{'public' if options.public else 'overwrite'} is of --push-to-hub, which is missing")
     with new_folder(options.out) as folder:
+        upload = None if name is None else Upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if options.register and trained.run_dir is None:
@@ -369,19 +393,27 @@ def _export(options: argparse.Namespace) -> None:
             write_pipeline(trained, folder, options.dtype)
             compared = check_in_diffusers(trained, folder)
         alone = not trained.is_conditioned and trained.unet_spec.text is None
-        picture = "samples.png" if options.samples and alone else None
-        if picture:
+        last = None if alone else last_picture(trained)
+        picture = "samples.png" if options.samples and (alone or last) else None
+        if picture and last:
+            shutil.copyfile(last, folder / picture)
+        elif picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
+        shared = trained.spec if upload else None
+        if shared is not None:
+            (folder / SPEC_FILE).write_text(shared_spec(shared), encoding="utf-8")
         written = {"precision": options.dtype, "label": options.label, "picture": picture, "single_file": single}
-        card = model_card(trained, **written)
+        card = model_card(trained, **written, hub_name=name, has_spec=shared is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
-    print(f"{options.out}: {trained.weights} weights of {trained.origin} in {options.dtype}, {size / 1e6:,.1f} MB")
-    print(compared)
+    what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
+    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
+    if upload is not None:
+        print(f"{upload.page}: {'public' if options.public else 'private'}, {upload.push(options.out, what)}")
     record_child(
         trained,
         "export",
