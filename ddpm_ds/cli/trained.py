@@ -368,6 +368,7 @@ def _export(options: argparse.Namespace) -> None:
     )
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
+    from ddpm_ds.evaluate.registry import Registry, note_links
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
@@ -378,11 +379,9 @@ def _export(options: argparse.Namespace) -> None:
         upload = None if name is None else Upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
-        if options.register and trained.run_dir is None:
-            raise SpecError(
-                f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run "
-                f"would hold the model; leave it out"
-            )
+        if options.register is not None and options.single_file:
+            raise SpecError(f"--register {options.register} needs a pipeline's folder; leave out --single-file")
+        registry = None if options.register is None else Registry(options.register, trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
@@ -412,15 +411,19 @@ def _export(options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
     print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
+    links = {}
     if upload is not None:
         print(f"{upload.page}: {'public' if options.public else 'private'}, {upload.push(options.out, what)}")
-    record_child(
-        trained,
-        "export",
-        {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared},
-        artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"),
-        model_name=options.register,
-    )
+        links[upload.name] = upload.page
+    params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
+    parts = sorted(options.out.iterdir()) if registry is None else []  # whose model has them
+    run_id = record_child(trained, "export", params, artifacts=dict.fromkeys(parts, "export"))
+    if registry is not None:
+        model, page = registry.add(trained, options.out, run_id)
+        print(f"MLflow has {model}, at {page}")
+        links[model] = page
+    if links and trained.run_dir is not None:
+        note_links(trained.run_dir, links)
 
 
 def _row(label: str | None, classes: int | None) -> int | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import constants
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import CheckpointError
@@ -20,26 +19,11 @@ from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conftest import FakeTracker
 from tests.evaluate.planted import UNLABELLED, plant, same_weights
 from tests.forking import REPOSITORY
-from tests.hub_server import HubServer, Repository, hub_served
+from tests.hub_server import HubServer, Repository
 
 Export = Callable[..., str]
 FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
 MODEL = "unet/diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that the client in this process speaks to, with the token of `me` in the file of a login."""
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    (tmp_path / "token").write_text("hf_mine")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    with hub_served() as served:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", served.address)
-        yield served
 
 
 @pytest.fixture(scope="module")
