@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ddpm_ds.cli.sample import (
     LAUNCHER,
     add_drawing_options,
+    add_text_options,
     add_weights_options,
     called,
     different,
     launched,
     load,
     pipelines_of,
+    texts_of,
 )
 from ddpm_ds.command_line import (
     MOST_COUNT,
@@ -53,8 +55,8 @@ DRAWN_AT_ONCE = 16
 
 EVALUATE_DESCRIPTION = """\
 Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
-features (extra [fid] and a download), and a Fréchet distance of raw pixels. Lists of samplers, guidances and lengths of
-the average are evaluated one by one.
+features (extra [fid] and a download), and a Fréchet distance of raw pixels. Of a U-Net with text, --clip-model says how
+well they fit their prompts. Lists of samplers, guidances and lengths of the average are evaluated one by one.
 
 Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS,
 spread, and spread over skill, by channel, spectra, and PSNR and SSIM of pictures.
@@ -72,6 +74,8 @@ examples
   ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15 --metrics pixel
       averages of other lengths, of a run that keeps snapshots (ema.profiles)
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
+  ddpm-ds evaluate runs/shapes --prompts held-out --count 1000 --metrics clip --clip-model openai/clip-vit-large-patch14
+      how well images fit the captions of the held-out images
   ddpm-ds evaluate runs/downscaling --members 16
       16 members for each held-out image
   deepspeed --num_gpus 4 launch/evaluate.py runs/large --stages 2
@@ -194,6 +198,13 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         metavar="L,...",
         help="evaluate averages of these relative lengths, made from a run's snapshots",
     )
+    parser.add_argument(
+        "--clip-model",
+        type=file_path,
+        metavar="DIR|OWNER/NAME",
+        help="CLIP model that scores how well images fit their prompts: a folder, or a name on the Hugging Face hub",
+    )
+    add_text_options(parser)
     add_drawing_options(parser, several=True)
 
 
@@ -243,17 +254,27 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
     """Return what evaluates weights without conditions by a sampler and a guide."""
+    from ddpm_ds.evaluate.clip import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
     for option in ("members", "conditions"):
         if (value := getattr(options, option)) is not None:
             raise SpecError(f"--{option} {value}: {trained.origin} was trained without conditions; leave it out")
+    by_clip = "clip" in (options.metrics or ())
+    if trained.unet_spec.text is None and (by_clip or options.clip_model):
+        asked = "--metrics clip" if by_clip else f"--clip-model {options.clip_model}"
+        raise SpecError(f"{asked}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out")
+    if by_clip and options.clip_model is None:
+        raise SpecError("--metrics clip needs --clip-model, such as openai/clip-vit-large-patch14")
     count = MANY if options.count is None else options.count
     if not FEWEST_IMAGES <= count <= MOST_COUNT:
         raise SpecError(f"--count {count} should be {FEWEST_IMAGES} to {MOST_COUNT:,}; fewer images can't be compared")
-    scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
+    clip = None if options.clip_model is None else Clip(options.clip_model)
+    reference = None if options.metrics == ("clip",) else open_reference(trained, options.dataset)
+    scorer = Scorer(options.metrics, reference, options.inception_weights, clip)
     numbers = {"seed": options.seed, "count": count, "batch_images": options.batch_images}
-    return partial(evaluate, scorer=scorer, out=options.out, **numbers)
+    prompts = {"texts": texts_of(options, trained), "negative": options.negative}
+    return partial(evaluate, scorer=scorer, out=options.out, **prompts, **numbers)
 
 
 def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated | None]:
@@ -261,9 +282,9 @@ def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[...
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
-    for option in ("metrics", "inception_weights"):
+    for option in ("metrics", "inception_weights", "clip_model", "prompt", "prompts", "negative"):
         if (value := getattr(options, option)) is not None:
-            said = ",".join(value) if option == "metrics" else value
+            said = ",".join(value) if option in ("metrics", "prompt") else value
             raise SpecError(
                 f"--{option.replace('_', '-')} {said} is of images without conditions, and {trained.origin} has some, "
                 "whose scores are all computed; leave it out"
