@@ -42,9 +42,12 @@ def public_address(address: str) -> str:
     return _parts(address)[0]
 
 
-def without_secrets(text: str) -> str:
-    """Return another program's message without the secrets of this process's environment, and with public addresses."""
-    secrets: set[str] = set()
+def without_secrets(text: str, *others: str) -> str:
+    """Return another program's message without the secrets of this process's environment, and with public addresses.
+
+    ``others`` are secrets that come from elsewhere.
+    """
+    secrets = set(others)
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name):
             secrets.add(value)

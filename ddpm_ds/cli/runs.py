@@ -6,7 +6,6 @@ import argparse
 import os
 import shutil
 import sys
-from datetime import date
 from pathlib import Path
 
 from ddpm_ds.command_line import Verbs, add_overwrite, check_outputs, file_path, writing
@@ -147,8 +146,7 @@ def _note(options: argparse.Namespace) -> None:
     if text is None:
         print(run.note or f"{options.recorded_run} has no note yet; write one: ddpm-ds note RUN TEXT")
         return
-    paragraphs = [run.note.rstrip()] if run.note.strip() else []  # MLflow shows the note as Markdown
-    run.set_note("\n\n".join([*paragraphs, f"{date.today().isoformat()}: {text}"]))
+    run.add_note(text)
     print(f"{run.name}: noted")
 
 

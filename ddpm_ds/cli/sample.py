@@ -163,6 +163,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="feed each image back as the next condition, N - 1 times (--steps is the sampler's)",
     )
+    add_text_options(parser)
+    group.add_argument("--channel", metavar="NAME", help="channel of fields that a picture shows (default the first)")
+    parser.add_argument(
+        "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
+    )
+    add_overwrite(parser)
+    add_drawing_options(parser)
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what a U-Net with text draws."""
     text = parser.add_argument_group("text", "for runs that were trained with captions (data.text)")
     either = text.add_mutually_exclusive_group()
     either.add_argument(
@@ -171,14 +182,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what images show; may be given several times, images take them in turn (default count: one of each)",
     )
-    either.add_argument("--prompts", type=file_path, metavar="FILE", help="text file with a prompt in each line")
-    text.add_argument("--negative", metavar="TEXT", help="what --guidance leads away from (default: no text)")
-    group.add_argument("--channel", metavar="NAME", help="channel of fields that a picture shows (default the first)")
-    parser.add_argument(
-        "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
+    either.add_argument(
+        "--prompts",
+        type=file_path,
+        metavar="FILE|held-out",
+        help="text file with a prompt in each line, or the captions of the run's held-out images",
     )
-    add_overwrite(parser)
-    add_drawing_options(parser)
+    text.add_argument("--negative", metavar="TEXT", help="what --guidance leads away from (default: no text)")
 
 
 def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -234,7 +244,7 @@ def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = Fals
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
     """Add the folder of the weights, and the options that choose the kind of weights and the device."""
-    folder = "folder of the weights; of a run, its newest checkpoint"
+    folder = "folder of the weights; of a run, its newest checkpoint; or an export on the hub, OWNER/NAME"
     parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help=folder)
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
     moved = "data.autoencoder of the run, if it has moved"
@@ -409,11 +419,15 @@ def _inputs(options: argparse.Namespace, trained: Trained) -> Inputs | None:
     return Inputs.open(options.conditions, trained)
 
 
-def _texts(options: argparse.Namespace) -> list[str] | None:
+def texts_of(options: argparse.Namespace, trained: Trained) -> list[str] | None:
     """Return the prompts of --prompt or --prompts; None without."""
+    from ddpm_ds.evaluate.inputs import HELD_OUT, held_out_captions
+
     if options.prompts is None:
         prompts: list[str] | None = options.prompt
         return prompts
+    if str(options.prompts) == HELD_OUT and not options.prompts.exists():
+        return [HELD_OUT] if trained.unet_spec.text is None else held_out_captions(trained)  # the former are refused
     try:
         lines = read_bytes(options.prompts, MOST_PROMPTS_BYTES).decode().splitlines()
     except OSError as error:
@@ -489,7 +503,7 @@ def _sample(options: argparse.Namespace) -> int:
     unets = called(trained, guide)
     inputs = _inputs(options, trained)
     log: Callable[[str], None] = print if pipelines.is_first else lambda line: None
-    texts, negative = _texts(options), options.negative
+    texts, negative = texts_of(options, trained), options.negative
     prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=log)
     given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
     numbers: dict[str, Any] = {name: value for name in given if (value := getattr(options, name)) is not None}

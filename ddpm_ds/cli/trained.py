@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import copy
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ddpm_ds.cli.sample import (
     LAUNCHER,
     add_drawing_options,
+    add_text_options,
     add_weights_options,
     called,
     different,
     launched,
     load,
     pipelines_of,
+    texts_of,
 )
 from ddpm_ds.command_line import (
     MOST_COUNT,
@@ -33,6 +36,7 @@ from ddpm_ds.command_line import (
     positive,
     whole,
 )
+from ddpm_ds.data.hub import Upload, is_hub_name
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
@@ -51,8 +55,8 @@ DRAWN_AT_ONCE = 16
 
 EVALUATE_DESCRIPTION = """\
 Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
-features (extra [fid] and a download), and a Fréchet distance of raw pixels. Lists of samplers, guidances and lengths of
-the average are evaluated one by one.
+features (extra [fid] and a download), and a Fréchet distance of raw pixels. Of a U-Net with text, --clip-model says how
+well they fit their prompts. Lists of samplers, guidances and lengths of the average are evaluated one by one.
 
 Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS,
 spread, and spread over skill, by channel, spectra, and PSNR and SSIM of pictures.
@@ -70,6 +74,8 @@ examples
   ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15 --metrics pixel
       averages of other lengths, of a run that keeps snapshots (ema.profiles)
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
+  ddpm-ds evaluate runs/shapes --prompts held-out --count 1000 --metrics clip --clip-model openai/clip-vit-large-patch14
+      how well images fit the captions of the held-out images
   ddpm-ds evaluate runs/downscaling --members 16
       16 members for each held-out image
   deepspeed --num_gpus 4 launch/evaluate.py runs/large --stages 2
@@ -86,6 +92,9 @@ EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
 samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
 folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+
+--push-to-hub uploads the folder, with the run's spec, to the Hugging Face hub in one commit, as a private repository.
+--register makes it a version of a model in MLflow that mlflow.pyfunc.load_model samples from.
 """
 
 
@@ -95,6 +104,9 @@ examples
   ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
   ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
       one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
+
+  ddpm-ds export runs/digits hub/digits --push-to-hub OWNER/digits
+      a private repository; `hf auth login` or HF_TOKEN says who you are
 
   ddpm-ds export runs/faces hub/faces --label none
       a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
@@ -186,6 +198,13 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         metavar="L,...",
         help="evaluate averages of these relative lengths, made from a run's snapshots",
     )
+    parser.add_argument(
+        "--clip-model",
+        type=file_path,
+        metavar="DIR|OWNER/NAME",
+        help="CLIP model that scores how well images fit their prompts: a folder, or a name on the Hugging Face hub",
+    )
+    add_text_options(parser)
     add_drawing_options(parser, several=True)
 
 
@@ -235,17 +254,27 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
     """Return what evaluates weights without conditions by a sampler and a guide."""
+    from ddpm_ds.evaluate.clip import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
     for option in ("members", "conditions"):
         if (value := getattr(options, option)) is not None:
             raise SpecError(f"--{option} {value}: {trained.origin} was trained without conditions; leave it out")
+    by_clip = "clip" in (options.metrics or ())
+    if trained.unet_spec.text is None and (by_clip or options.clip_model):
+        asked = "--metrics clip" if by_clip else f"--clip-model {options.clip_model}"
+        raise SpecError(f"{asked}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out")
+    if by_clip and options.clip_model is None:
+        raise SpecError("--metrics clip needs --clip-model, such as openai/clip-vit-large-patch14")
     count = MANY if options.count is None else options.count
     if not FEWEST_IMAGES <= count <= MOST_COUNT:
         raise SpecError(f"--count {count} should be {FEWEST_IMAGES} to {MOST_COUNT:,}; fewer images can't be compared")
-    scorer = Scorer(options.metrics, open_reference(trained, options.dataset), options.inception_weights)
+    clip = None if options.clip_model is None else Clip(options.clip_model)
+    reference = None if options.metrics == ("clip",) else open_reference(trained, options.dataset)
+    scorer = Scorer(options.metrics, reference, options.inception_weights, clip)
     numbers = {"seed": options.seed, "count": count, "batch_images": options.batch_images}
-    return partial(evaluate, scorer=scorer, out=options.out, **numbers)
+    prompts = {"texts": texts_of(options, trained), "negative": options.negative}
+    return partial(evaluate, scorer=scorer, out=options.out, **prompts, **numbers)
 
 
 def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated | None]:
@@ -253,9 +282,9 @@ def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[...
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
-    for option in ("metrics", "inception_weights"):
+    for option in ("metrics", "inception_weights", "clip_model", "prompt", "prompts", "negative"):
         if (value := getattr(options, option)) is not None:
-            said = ",".join(value) if option == "metrics" else value
+            said = ",".join(value) if option in ("metrics", "prompt") else value
             raise SpecError(
                 f"--{option.replace('_', '-')} {said} is of images without conditions, and {trained.origin} has some, "
                 "whose scores are all computed; leave it out"
@@ -284,8 +313,8 @@ def add_export(verbs: Verbs) -> None:
         type=_samples,
         default=MOST_SAMPLES,
         metavar="N",
-        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; none of a "
-        "run with a condition or text)",
+        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none; of a run "
+        "with a condition or text it is the run's last picture)",
     )
     parser.add_argument(
         "--single-file",
@@ -293,6 +322,10 @@ def add_export(verbs: Verbs) -> None:
         help="write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline",
     )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
+    hub = parser.add_argument_group("Hugging Face hub")
+    hub.add_argument("--push-to-hub", type=_hub_name, metavar="OWNER/NAME", help="upload the export to this repository")
+    hub.add_argument("--public", action="store_true", help="a repository that everybody can read (default: private)")
+    hub.add_argument("--overwrite", action="store_true", help="replace the files of a repository that exists")
     parser.set_defaults(run=_export)
 
 
@@ -328,6 +361,12 @@ def _label(text: str) -> str:
     return text
 
 
+def _hub_name(text: str) -> str:
+    if not is_hub_name(text):
+        raise argparse.ArgumentTypeError(f"{text!r} should be OWNER/NAME")
+    return text
+
+
 def _samples(text: str) -> int:
     return whole(text, 0, MOST_SAMPLES, f"a number from 0 to {MOST_SAMPLES}")
 
@@ -339,26 +378,31 @@ def _export(options: argparse.Namespace) -> None:
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.diffusers.export import (
+        SPEC_FILE,
         check_in_diffusers,
+        last_picture,
         model_card,
         rounded,
+        shared_spec,
         without_labels,
         write_pipeline,
     )
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
+    from ddpm_ds.evaluate.registry import Registry, note_links
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
-    device = choose_device(options.device)
+    device, name = choose_device(options.device), options.push_to_hub
+    if name is None and (options.public or options.overwrite):
+        raise SpecError(f"--{'public' if options.public else 'overwrite'} is of --push-to-hub, which is missing")
     with new_folder(options.out) as folder:
+        upload = None if name is None else Upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
-        if options.register and trained.run_dir is None:
-            raise SpecError(
-                f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run "
-                f"would hold the model; leave it out"
-            )
+        if options.register is not None and options.single_file:
+            raise SpecError(f"--register {options.register} needs a pipeline's folder; leave out --single-file")
+        registry = None if options.register is None else Registry(options.register, trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
@@ -369,26 +413,38 @@ def _export(options: argparse.Namespace) -> None:
             write_pipeline(trained, folder, options.dtype)
             compared = check_in_diffusers(trained, folder)
         alone = not trained.is_conditioned and trained.unet_spec.text is None
-        picture = "samples.png" if options.samples and alone else None
-        if picture:
+        last = None if alone else last_picture(trained)
+        picture = "samples.png" if options.samples and (alone or last) else None
+        if picture and last:
+            shutil.copyfile(last, folder / picture)
+        elif picture:
             drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
             images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
+        shared = trained.spec if upload else None
+        if shared is not None:
+            (folder / SPEC_FILE).write_text(shared_spec(shared), encoding="utf-8")
         written = {"precision": options.dtype, "label": options.label, "picture": picture, "single_file": single}
-        card = model_card(trained, **written)
+        card = model_card(trained, **written, hub_name=name, has_spec=shared is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
-    print(f"{options.out}: {trained.weights} weights of {trained.origin} in {options.dtype}, {size / 1e6:,.1f} MB")
-    print(compared)
-    record_child(
-        trained,
-        "export",
-        {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared},
-        artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"),
-        model_name=options.register,
-    )
+    what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
+    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
+    links = {}
+    if upload is not None:
+        print(f"{upload.page}: {'public' if options.public else 'private'}, {upload.push(options.out, what)}")
+        links[upload.name] = upload.page
+    params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
+    parts = sorted(options.out.iterdir()) if registry is None else []  # whose model has them
+    run_id = record_child(trained, "export", params, artifacts=dict.fromkeys(parts, "export"))
+    if registry is not None:
+        model, page = registry.add(trained, options.out, run_id)
+        print(f"MLflow has {model}, at {page}")
+        links[model] = page
+    if links and trained.run_dir is not None:
+        note_links(trained.run_dir, links)
 
 
 def _row(label: str | None, classes: int | None) -> int | None:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import CAPTIONS, DatasetCache
+from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.fields import CONDITION
-from ddpm_ds.data.held_out import parts, prepare_held_out, told_apart
+from ddpm_ds.data.held_out import Part, parts, prepare_held_out, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
 from ddpm_ds.diffusion.condition import Condition, Moves
@@ -29,7 +30,7 @@ from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.trained import Trained
 
 HELD_OUT = "held-out"
-"""Value of ``--conditions`` for the images that a run has held out."""
+"""Value of ``--conditions`` for the images that a run has held out, and of ``--prompts`` for their captions."""
 
 
 class Stored(Protocol):
@@ -72,26 +73,10 @@ class Inputs:
             DataError: the data set is missing, damaged, or not the one that the run has learned.
             SpecError: the run has no condition, or has held out no image.
         """
-        data = _conditioned(trained)
-        if trained.spec is None:
-            raise SpecError(f"--conditions {HELD_OUT}: {trained.origin} is an export; name a file or folder")
-        if not data.held_out_images and data.held_out_path is None:
-            raise SpecError(
-                f"--conditions {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
-                "file or folder"
-            )
-        learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
-        known = learned if data.held_out_path is None else held_out
-        if dataset is None:
-            store = prepare_held_out(data, True, learned=known)
-        else:
-            store = DatasetCache.open(dataset, progress=True)
-        if store.meta.sha256 != known:
-            what = "learned" if known is learned else "held out"
-            raise DataError(f"{store.path} holds other images than those that {trained.origin} {what}; use theirs")
+        _conditioned(trained)
+        store, positions = held_out_images(trained, "--conditions", dataset)
         if trained.facts is not None:
             store = store.with_statistics(trained.facts.statistics)
-        positions = parts(data, store, store)[1].positions
         key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
         labels = None if trained.unet_spec.classes is None else store.labels[positions]
         return cls(trained, store.fields, positions, key, store.images.read, labels, are_residuals=True)
@@ -221,3 +206,37 @@ def _conditioned(trained: Trained) -> DataSpec:
     if not trained.is_conditioned:
         raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")
     return trained.data
+
+
+def held_out_images(trained: Trained, option: str, dataset: Path | None = None) -> Part:
+    """Return the held-out images of a run, in its prepared data set or the copy of it at ``dataset``.
+
+    Raises:
+        DataError: the data set is missing, damaged, or not the one that the run has learned.
+        SpecError: there is no run, or it has held out no image; the message is about ``option``.
+    """
+    if trained.spec is None:
+        raise SpecError(f"{option} {HELD_OUT}: {trained.origin} is an export; name a file or folder")
+    data = trained.spec.data
+    if not data.held_out_images and data.held_out_path is None:
+        raise SpecError(
+            f"{option} {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
+            "file or folder"
+        )
+    learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
+    known = learned if data.held_out_path is None else held_out
+    if dataset is None:
+        store = prepare_held_out(data, True, learned=known)
+    else:
+        store = DatasetCache.open(dataset, progress=True)
+    if store.meta.sha256 != known:
+        what = "learned" if known is learned else "held out"
+        raise DataError(f"{store.path} holds other images than those that {trained.origin} {what}; use theirs")
+    return parts(data, store, store)[1]
+
+
+def held_out_captions(trained: Trained) -> list[str]:
+    """Return the first caption of each held-out image of a run with text; raises as :func:`held_out_images`."""
+    store, positions = held_out_images(trained, "--prompts")
+    texts, rows = texts_of(store), store.others[CAPTIONS].read(positions)[:, 0]
+    return [texts[row] for row in rows]

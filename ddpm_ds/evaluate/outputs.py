@@ -356,26 +356,24 @@ def record_child(
     *,
     metrics: Mapping[str, float] | None = None,
     artifacts: Mapping[Path, str],
-    model_name: str | None = None,
-) -> None:
-    """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
+) -> str | None:
+    """Record finished work as a child of the run that ``trained`` was saved by, print where it is and return its id.
 
     Weights outside a run's folder have no parent, so nothing is recorded and one line says so. Records that MLflow does
     not accept stay in the run's folder, as in training.
 
     ``params`` may be nested. The step of ``metrics`` is the checkpoint's number of images seen. ``artifacts`` are
-    files and folders, each with its destination among the artifacts. ``model_name`` registers the artifacts' folder
-    ``export`` as a version of that model.
+    files and folders, each with its destination among the artifacts.
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
-        return
+        return None
     try:
         parent = RunFolder(trained.run_dir).identity()
     except OSError as error:  # such as a copied run without an identity, on a read-only disk
         path = error.filename or trained.run_dir
         print_to_stderr(f"{path} can't be written ({error.strerror}), so nothing is recorded in MLflow")
-        return
+        return None
     checkpoint = Path(trained.origin).name
     tracker = Tracker.start(
         trained.spec.logging.experiment,
@@ -398,10 +396,9 @@ def record_child(
         tracker.metrics(metrics, trained.images_seen or 0)
     for path, folder in artifacts.items():
         tracker.artifact(path, folder)
-    if model_name is not None:
-        tracker.register(model_name, "export")
     link = tracker.finish("FINISHED")
     if link.run_id is None:
         print(f"MLflow was not reached at {link.tracking_uri}")
     else:
         print(f"MLflow run {link.run_id}\nopen with  {link.open_with}")
+    return link.run_id

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import buckets_of, prepare_images
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
+from ddpm_ds.evaluate.clip import Clip
 from ddpm_ds.evaluate.inception import (
     Inception,
     Pixels,
@@ -43,6 +45,7 @@ from ddpm_ds.version import __version__
 GRID_IMAGES = 64
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
 TEXT_COLUMNS = {0, 5, 7, 9}
+CARD_HEADER = ("score", "value", "images", "sampler", "guidance", "precision")
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -112,23 +115,30 @@ class Score:
 class Scorer:
     """Scorer that computes the requested scores, or all that this machine can compute."""
 
-    def __init__(self, asked: Sequence[str] | None, reference: DatasetCache, inception_weights: Path | None) -> None:
+    def __init__(
+        self,
+        asked: Sequence[str] | None,
+        reference: DatasetCache | None,
+        inception_weights: Path | None,
+        clip: Clip | None = None,
+    ) -> None:
         """Prepare the scores ``asked`` for, some of METRICS; None takes all that can be computed, and names the others
-        on stderr.
+        on stderr. The CLIP score alone needs no ``reference``, and is computed wherever ``clip`` is given.
 
         Raises:
             EvaluationError: a score was asked for by name and can't be computed.
             OutputError: there is no folder in which Inception's features of the reference can be kept.
         """
-        if len(reference) < FEWEST_IMAGES:
+        if reference is not None and len(reference) < FEWEST_IMAGES:
             raise EvaluationError(
                 f"{reference.path} has {len(reference)} images, too few to compare with; use a larger data set"
             )
         self.reference = reference
-        """Cache of the real images."""
+        """Cache of the real images; None without."""
+        self._clip = clip
         self._inception: tuple[Inception, Path] | None = None  # with the folder for features of the reference
         self._wanted = set(METRICS if asked is None else asked)
-        if needing := [name for name in OF_INCEPTION if name in self._wanted]:
+        if reference is not None and (needing := [name for name in OF_INCEPTION if name in self._wanted]):
             try:
                 self._inception = find_inception(inception_weights), cache_beside(reference.path)
             except Unavailable as reason:
@@ -137,13 +147,20 @@ class Scorer:
                 if os.environ.get("RANK", "0") == "0":
                     print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
-    def scores(self, images: Pixels, device: torch.device) -> list[Score]:
-        """Return the scores of uint8 ``images`` (N, C, H, W)."""
-        found = [] if self._inception is None else self._inception_scores(*self._inception, images, device)
-        return [*found, self._pixel_score(images)] if "pixel" in self._wanted else found
+    def scores(self, images: Pixels, device: torch.device, prompts: Sequence[str] = ()) -> list[Score]:
+        """Return the scores of uint8 ``images`` (N, C, H, W), drawn for ``prompts`` in turn."""
+        found, reference = [], self.reference
+        if reference is not None and self._inception is not None:
+            found += self._inception_scores(reference, *self._inception, images, device)
+        if reference is not None and "pixel" in self._wanted:
+            found.append(self._pixel_score(reference, images))
+        if self._clip is not None:
+            found.append(_clip_score(self._clip, images, prompts, device))
+        return found
 
-    def _inception_scores(self, inception: Inception, cache: Path, images: Pixels, device: torch.device) -> list[Score]:
-        reference = self.reference
+    def _inception_scores(
+        self, reference: DatasetCache, inception: Inception, cache: Path, images: Pixels, device: torch.device
+    ) -> list[Score]:
         values = inception_scores(
             inception,
             images,
@@ -167,8 +184,8 @@ class Scorer:
             for name, value in values.items()
         ]
 
-    def _pixel_score(self, images: Pixels) -> Score:
-        real = self.reference.images
+    def _pixel_score(self, source: DatasetCache, images: Pixels) -> Score:
+        real = source.images
         reference = pixel_gaussian(real)
         dims = len(reference.mean)
         halves = [pixel_gaussian(real, np.sort(half)) for half in np.array_split(shuffled(len(real)), 2)]
@@ -184,6 +201,14 @@ class Scorer:
         )
 
 
+def _clip_score(clip: Clip, images: Pixels, prompts: Sequence[str], device: torch.device) -> Score:
+    found = clip.scores(images, prompts, device)
+    details = {"standard_deviation": float(found.std()), "model": clip.name}
+    title, tool = f"CLIP score, {Path(clip.name).name}", f"transformers {version('transformers')}"
+    counts = len(images), len(set(prompts[: len(images)]))
+    return Score(f"clip_{short(len(images))}", title, float(found.mean()), *counts, tool, details=details)
+
+
 def evaluate(
     trained: Trained,
     sampler: SamplerSpec,
@@ -191,29 +216,34 @@ def evaluate(
     scorer: Scorer,
     out: Path | None,
     pipelines: Pipelines = ALONE,
+    texts: Sequence[str] | None = None,
+    negative: str | None = None,
     **numbers: int,
 ) -> tuple[Request, list[Score]] | None:
     """Draw, score and record images of the given weights and sampler, in a folder of their own.
 
     It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
     Of several ``pipelines`` all draw and only the first does the rest; the others return None. A U-Net with text draws
-    for the prompts of its run's pictures.
+    for the prompts ``texts``, by default those of its run's pictures, and away from the ``negative`` one.
     """
     reference, count = scorer.reference, numbers["count"]
-    labels = None if trained.unet_spec.classes is None else labels_like(reference, count)
-    prompts = prompts_for(trained, None, None, sampler, guided=guide is not None, log=print)
-    request = Request.of(trained, sampler, labels, guide, **numbers, **said_of(prompts, None))
+    labels = None
+    if (classes := trained.unet_spec.classes) is not None:
+        labels = list(range(classes)) if reference is None else labels_like(reference, count)
+    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print)
+    request = Request.of(trained, sampler, labels, guide, **numbers, **said_of(prompts, negative))
     origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
     folder = out or (trained.run_dir or Path()) / "evaluations"
     folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(count)}-{request.key}"
     device = next(trained.unet.parameters()).device
     guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
+    against = "" if reference is None else f"reference  {reference.path}, {len(reference):,} images\n"
     said = print if pipelines.is_first else lambda *_, **__: None
     said(
         f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
         f"{guided}"
         f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
-        f"reference  {reference.path}, {len(reference):,} images\n"
+        f"{against}"
         f"outputs    {folder}",
         flush=True,
     )
@@ -223,7 +253,7 @@ def evaluate(
         if not pipelines.is_first:
             return None
         images = drawn.images()
-        scores = scorer.scores(images, device)
+        scores = scorer.scores(images, device, request.prompts or ())
     except KeyboardInterrupt:
         said("interrupted: what is drawn is kept, and the same command continues from there")
         raise
@@ -285,11 +315,13 @@ def rounded(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
-    """Return facts about the scored images and their reference, for ``scores.json`` and MLflow."""
+def about(request: Request, reference: DatasetCache | None) -> dict[str, Any]:
+    """Return facts about the scored images and their reference, if any, for ``scores.json`` and MLflow."""
     drawn = request.model_dump(mode="json", exclude={"batch_images"})
     labels = None if request.labels is None else "in the proportions of the reference"
-    real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
+    real: dict[str, Any] | None = None
+    if reference is not None:
+        real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
     versions = {"ddpm_ds": __version__, "torch": torch.__version__}
     return {**drawn, "labels": labels, "reference": real, "version": versions}
 
@@ -306,7 +338,9 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     new = [asdict(score) for score in scores]
     try:
         before = read_json(path)
-        kept = before["scores"] if before["reference"]["sha256"] == facts["reference"]["sha256"] else []
+        there, here = before["reference"], facts["reference"]
+        same = there is None or here is None or there["sha256"] == here["sha256"]
+        kept, facts = (before["scores"], {**facts, "reference": here or there}) if same else ([], facts)
     except (OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
         kept = []
     names = {score["name"] for score in new}
@@ -314,3 +348,20 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     write_file(path, (json.dumps(content, indent=2) + "\n").encode())
     write_png(samples, picture)
     return [path, picture]
+
+
+def score_rows(trained: Trained) -> list[tuple[str, ...]]:
+    """Return a table of all scores of these weights in the folder of their run, and a header; [] if there are none."""
+    rows: list[tuple[str, ...]] = []
+    for path in sorted(trained.run_dir.glob("evaluations/*/scores.json")) if trained.run_dir else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or written by something else
+            content = read_json(path)
+            if content["digest"] != trained.digest:
+                continue
+            found, sampler = content["scores"], content["sampler"]
+            if isinstance(found, dict):  # of ensembles
+                named = {**found["total"], **{name: found[name] for name in ("psnr", "ssim") if name in found}}
+                found = [{"title": name, "value": value, "samples": content["count"]} for name, value in named.items()]
+            how = f"{sampler['kind']} in {sampler['steps']} steps", f"{sampler['guidance']:g}", content["precision"]
+            rows += [(each["title"], rounded(each["value"]), f"{each['samples']:,}", *how) for each in found]
+    return [CARD_HEADER, *rows] if rows else []

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,16 +36,18 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
+from ddpm_ds.data.hub import from_hub, is_hub_name
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.prompts import EncodedPrompts
 from ddpm_ds.data.residuals import REGRESSION
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.data.text import parts_of
 from ddpm_ds.device import DTYPES, usable_device
 from ddpm_ds.diffusion.condition import Conditions, Scale
 from ddpm_ds.diffusion.text import Prompts, no_text
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
-from ddpm_ds.evaluate.diffusers.folder import DiffusersFolder
+from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
 from ddpm_ds.pipeline.staged import Pipelines, StagedUnet
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
@@ -55,6 +57,10 @@ from ddpm_ds.unet.model import UNet, parameter_shapes
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
 """Names in a checkpoint of the averaged weights and of the weights as trained."""
+EXPECTED = (
+    f"name a checkpoint ({MANIFEST}), a run's folder (checkpoints/), an export (unet/config.json), or OWNER/NAME on "
+    "the Hugging Face hub"
+)
 
 
 class _Place(NamedTuple):
@@ -78,7 +84,7 @@ class Trained:
     interface: Interface
     """What the U-Net takes and predicts."""
     origin: str
-    """Path of the folder that the weights were read from."""
+    """Path of the folder that the weights were read from, or their name on the Hugging Face hub."""
     digest: str
     """SHA-256 that changes whenever the weights do."""
     weights: str
@@ -248,9 +254,7 @@ def find_trained(path: Path) -> Path:
     if checkpoints_of(path).is_dir():
         return checkpoint_at(path, log=print_to_stderr)
     what = "holds no weights" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
-    raise CheckpointError(
-        f"{path} {what}; name a checkpoint ({MANIFEST}), a run's folder (checkpoints/) or an export (unet/config.json)"
-    )
+    raise CheckpointError(f"{path} {what}; {EXPECTED}")
 
 
 def _known(dtype: torch.dtype) -> torch.dtype:
@@ -271,6 +275,7 @@ def load_trained(
 ) -> Trained:
     """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 
+    What is no path is an export on the Hugging Face hub, ``OWNER/NAME``, of which what is read is downloaded.
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
     With ``ema_length``, ``path`` must be a run's folder, and the average of that relative length (0.001 to 0.28,
     sigma_rel of EDM2) at the time of the newest snapshot is loaded, whatever ``weights`` says. ``autoencoder`` is the
@@ -279,7 +284,7 @@ def load_trained(
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
-        DataError: the autoencoder can't be used.
+        DataError: the autoencoder can't be used, or the hub has no such export or can't be reached.
         LayoutError: the U-Net can't be cut into so many stages.
         SpecError: ``ema_length`` is out of range, ``autoencoder`` is given for a run on pixels, or an export is to be
             cut into stages.
@@ -289,17 +294,32 @@ def load_trained(
     if ema_length is not None:
         average = Reconstruction(snapshots_of(path), ema_length)
         return _load_checkpoint(average, average.kind, average.digest, autoencoder, place)
-    found = find_trained(path)
+    on_hub = is_hub_name(str(path)) and not path.exists()
+    found = path if on_hub else find_trained(path)
     if (found / MANIFEST).is_file():
         reader = Reader(found)
         kind = _kind(reader, weights)
         digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
         return _load_checkpoint(reader, kind, digest, autoencoder, place)
+    what = f"{found} is {'no folder here, and on the Hugging Face hub ' if on_hub else ''}an export"
     if weights != "ema":
-        raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
+        raise CheckpointError(f"{what}, which has weights of one kind; leave out --weights {weights}")
     if place.pipelines is not None:
         stages = place.pipelines.stages
-        raise SpecError(f"--stages {stages}: {found} is an export, which is read whole; name a run or a checkpoint")
+        raise SpecError(f"--stages {stages}: {what}, which is read whole; name a run or a checkpoint")
+    if not on_hub:
+        return _load_export(found, place)
+
+    def opened(folder: Path) -> Trained:
+        trained = _load_export(folder, place)
+        if trained.text is not None:  # whose weights are read later
+            parts_of(trained.text)
+        return replace(trained, origin=str(path))
+
+    return from_hub(str(path), DRAWN_FROM, opened, said=str(path), expected=EXPECTED, newest=True)
+
+
+def _load_export(found: Path, place: _Place) -> Trained:
     folder = DiffusersFolder(found)
     decoder, digest = folder.autoencoder(), folder.weights.digest
     diffusion, levels = folder.process()

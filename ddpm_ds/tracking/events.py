@@ -9,7 +9,6 @@ One JSON object per line, appended by rank 0, with the ``time`` in milliseconds:
     {"text": content, "name": file name}
     {"numbers": {name: value}, "step": int}         measured once: tags in MLflow, so no charts
     {"tags": {name: value}}
-    {"register": model name, "folder": of the run's artifacts}
     {"finish": "FINISHED" | "FAILED" | "KILLED"}
 """
 

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -251,12 +252,13 @@ class RecordedRun:
         with _speaking_to(self.tracking_uri) as client, tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
             return Path(client.download_artifacts(self.id, path, folder)).read_bytes()
 
-    def set_note(self, note: str) -> None:
-        """Replace the note.
+    def add_note(self, text: str) -> None:
+        """Add a paragraph with the date to the note, which MLflow shows as Markdown.
 
         Raises:
             ExperimentError: it is longer than MLflow takes, which would cut it, or MLflow does not answer.
         """
+        note = f"{self.note.rstrip()}\n\n{date.today().isoformat()}: {text}".lstrip()
         if len(note) > NOTE_CHARACTERS:
             raise ExperimentError(
                 f"the note of {self.name} would have {len(note):,} characters, and MLflow keeps {NOTE_CHARACTERS:,}; "

@@ -217,10 +217,6 @@ class Tracker:
         """Set tags of the run."""
         self._put({"tags": dict(values)})
 
-    def register(self, name: str, folder: str) -> None:
-        """Make a folder of the run's artifacts a version of the registered model ``name``."""
-        self._put({"register": name, "folder": folder})
-
     def finish(self, status: Status, timeout_seconds: float = 30.0) -> RunLink:
         """End the run. Waits until all is sent, or nothing has been sent for about ``timeout_seconds``, 3 s if the
         trackers are down; the rest can be sent later. A second call only returns the link."""

@@ -66,8 +66,6 @@ class MlflowRun:
             case {"tags": tags} | {"numbers": tags}:
                 tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
-            case {"register": name, "folder": folder}:
-                self._register(name, folder)
             case {"finish": status, "time": at}:
                 client.set_terminated(run, status, at)
 
@@ -115,23 +113,6 @@ class MlflowRun:
     def _find(self, experiment_id: str, identity: str) -> Run | None:
         found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{identity}'", max_results=1)
         return found[0] if found else None
-
-    def _register(self, name: str, folder: str) -> None:
-        """Make a folder of the run's artifacts a new version of a model."""
-        from mlflow.exceptions import MlflowException
-
-        client, run_id = self._client, self._run.info.run_id
-        source = f"{client.get_run(run_id).info.artifact_uri}/{folder}".rstrip("/")
-        try:
-            client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        known = client.search_model_versions(f"run_id = '{run_id}'")
-        same = [version for version in known if (version.name, version.source) == (name, source)]
-        version = same[0] if same else client.create_model_version(name, source, run_id, await_creation_for=0)
-        line = f"MLflow has version {version.version} of the model {name}: models:/{name}/{version.version}"
-        self._log(f"registered {name}", line)
 
 
 def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:

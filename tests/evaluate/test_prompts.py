@@ -188,7 +188,7 @@ def test_an_evaluation_draws_for_the_prompts_of_the_runs_pictures(
     in_run = replace(trained, run_dir=tmp_path)
     seen: list[Tensor] = []
 
-    def score(images: np.ndarray, device: torch.device) -> list[scores.Score]:
+    def score(images: np.ndarray, device: torch.device, prompts: tuple[str, ...]) -> list[scores.Score]:
         seen.append(torch.from_numpy(np.array(images)))
         raise KeyboardInterrupt
 

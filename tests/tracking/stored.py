@@ -41,5 +41,4 @@ def everything(root: Path) -> dict[str, Any]:
         "points": {name: sorted(repr(dict(p)) for p in points) for name, points in histories.items()},
         "images": [given.dataset.digest for given in run.inputs.dataset_inputs],
         "files": files,
-        "models": [(one.name, one.version) for one in client.search_model_versions()],
     }

@@ -211,7 +211,6 @@ def test_sending_everything_again_changes_nothing(root: Path, capsys: pytest.Cap
             tracker.image(picture, "eval/samples_ema", number)
         tracker.text("went back", "rewinds/1.txt")
         tracker.numbers({"train/rewinds": 1.0}, 2)
-        tracker.register("digits", "")
         tracker.finish("KILLED" if images == 100 else "FINISHED", PATIENCE_SECONDS)
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     client.set_tag(read_run(root).info.run_id, NOTE_TAG, "why, and what was learned")

@@ -47,6 +47,7 @@ from ddpm_ds.evaluate.diffusers.folder import (
     AUTOENCODER_FOLDER,
     CONFIG,
     FIELDS,
+    IMPORTED,
     PIPELINE,
     SCHEDULER_CONFIG,
     DiffusersFolder,
@@ -57,7 +58,10 @@ from ddpm_ds.evaluate.diffusers.text_pipeline import copy_parts, pipeline_of
 from ddpm_ds.evaluate.diffusers.unet import class_of, diffusers_config, to_diffusers
 from ddpm_ds.evaluate.diffusers.weights import WEIGHTS
 from ddpm_ds.evaluate.outputs import new_folder
+from ddpm_ds.evaluate.scores import score_rows
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.secret import without_secrets
+from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.runs import Run
 from ddpm_ds.unet.layers import SIZES
 from ddpm_ds.unet.model import UNet
@@ -74,17 +78,6 @@ t = 1000 its rounding error is 1e-5.
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
-IMPORTED = (
-    *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
-    *(
-        SCHEDULER_CONFIG,
-        f"scheduler/{SCHEDULER_CONFIG}",
-        PIPELINE,
-        f"text_encoder/{CONFIG}",
-        f"text_encoder_2/{CONFIG}",
-    ),
-)
-"""Files that are read of a model on the Hugging Face hub."""
 ANY_UNET = (
     *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
     *("head_channels=null", "norm_groups=1"),
@@ -111,6 +104,20 @@ A diffusion U-Net for images of {{ images }}, trained with ddpm_ds.
 {% for name, value in facts.items() %}
 | {{ name }} | {{ value }} |
 {% endfor %}
+{% if has_spec %}
+
+[`spec.yaml`](spec.yaml) has all settings of the run, without the folders of its data.
+{% endif %}
+{% if scores %}
+
+## Scores
+
+| {{ scores[0] | join(" | ") }} |
+|---|{{ "---|" * (scores[0] | length - 1) }}
+{% for row in scores[1:] %}
+| {{ row | join(" | ") }} |
+{% endfor %}
+{% endif %}
 
 ## Use
 
@@ -133,7 +140,7 @@ times 1000, as its class label" if told_level }}. \
 `DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out.
 {% endif %}
 {% if not single_file %}
-In this folder, in Python:
+In Python{{ ", in this folder" if here == "." }}:
 
 ```python
 {% if text %}
@@ -141,19 +148,19 @@ import torch
 {% if pipeline %}
 from diffusers import {{ pipeline }}
 
-pipeline = {{ pipeline }}.from_pretrained(".")
+pipeline = {{ pipeline }}.from_pretrained("{{ here }}")
 generator = torch.Generator().manual_seed(0)
 images = pipeline("a prompt", num_inference_steps=30, guidance_scale=5.0, generator=generator).images
 {% else %}
 from diffusers import UNet2DConditionModel
 
-unet = UNet2DConditionModel.from_pretrained("unet")
+unet = UNet2DConditionModel.from_pretrained("{{ here }}", subfolder="unet")
 {% endif %}
 {% elif classes or autoencoder or continuous or conditions %}
 import torch
 from diffusers import {{ pipeline }}
 
-pipeline = {{ pipeline }}.from_pretrained(".")
+pipeline = {{ pipeline }}.from_pretrained("{{ here }}")
 unet, scheduler = pipeline.unet, pipeline.scheduler
 scheduler.set_timesteps({{ steps }})
 {% if classes %}
@@ -181,7 +188,7 @@ images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3
 {% else %}
 from diffusers import DDPMPipeline, DPMSolverMultistepScheduler
 
-pipeline = DDPMPipeline.from_pretrained(".")
+pipeline = DDPMPipeline.from_pretrained("{{ here }}")
 images = pipeline(batch_size=16, num_inference_steps={{ steps }}).images
 
 # With fewer evaluations of the U-Net:
@@ -198,12 +205,12 @@ images = pipeline(batch_size=16, num_inference_steps={{ [20, steps] | min }}).im
 {% if text and pipeline and not single_file %}
 Without diffusers, with ddpm_ds, which wrote this folder:
 
-    ddpm-ds sample . --prompt "a prompt" --guidance 5 --out samples.png
+    ddpm-ds sample {{ here }} --prompt "a prompt" --guidance 5 --out samples.png
 
 {% elif not text %}
 Without diffusers, with ddpm_ds, which wrote this folder:
 
-    ddpm-ds sample . --count 64 --out samples.png
+    ddpm-ds sample {{ here }} --count 64 --out samples.png
 
 `ddpm-ds sample --sampler ddim` derives the noise again from the clipped image. In diffusers that is
 `DDIMScheduler.step(..., use_clipped_model_output=True)`; its default does not, and gives other images.
@@ -483,13 +490,34 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
         raise SpecError(f"{base} with the unet and diffusion of {folder.path}: {message}") from None
 
 
+def shared_spec(spec: RunSpec) -> str:
+    """Return a run's spec as YAML without what is of its host alone: secrets, and the folders above absolute paths."""
+
+    def shared(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shared(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [shared(each) for each in value]
+        return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+    return without_secrets(yaml.safe_dump(shared(spec.model_dump(mode="json")), sort_keys=False))
+
+
 def model_card(
-    trained: Trained, *, precision: str, label: str | None, picture: str | None, single_file: str | None = None
+    trained: Trained,
+    *,
+    precision: str,
+    label: str | None,
+    picture: str | None,
+    single_file: str | None = None,
+    hub_name: str | None = None,
+    has_spec: bool = False,
 ) -> str:
     """Return the model card in Markdown, with the front matter that model hubs read.
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples, and
-    ``single_file`` the file that was written instead of a pipeline's folder.
+    ``single_file`` the file that was written instead of a pipeline's folder. ``hub_name`` is where it will be, and
+    ``has_spec`` says that ``spec.yaml`` is beside it.
     """
     colours, height, width = trained.picture_shape
     diffusion, spec, autoencoder, losses = trained.diffusion, trained.spec, trained.autoencoder, last_losses(trained)
@@ -518,6 +546,7 @@ def model_card(
     if spec is not None:
         facts["data"] = f"{spec.data.source}, {images}"
         facts["images seen"] = f"{trained.images_seen:,}, {spec.train.batch_images} per step"
+        facts["learning rate"] = f"{spec.optimizer.learning_rate:g}"
     if "train/loss" in losses:
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
     if spec is not None and "eval/loss" in losses:
@@ -525,6 +554,8 @@ def model_card(
         facts["held-out loss"] = f"{losses['eval/loss']:.4f} on {held_out} images, averaged weights"
     facts["noise schedule"] = diffusion.schedule + ("" if continuous else f", {diffusion.timesteps:,} timesteps")
     facts["prediction"] = diffusion.objective
+    how, steps = trained.sampler, trained.sampler.steps_of(diffusion)
+    facts["sampler"] = f"{how.kind} in {steps} steps" + (f", guidance {how.guidance:g}" if how.guides else "")
     return Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         front=yaml.safe_dump(front, sort_keys=False),
         title=spec.name if spec else Path(trained.origin).resolve().name,
@@ -539,6 +570,9 @@ def model_card(
         pipeline=pipeline,
         text=text,
         single_file=single_file,
+        here=hub_name or ".",
+        has_spec=has_spec,
+        scores=[] if label is not None else score_rows(trained),
         steps=EDM_STEPS if continuous else diffusion.timesteps,
         conditions=trained.interface.condition_channels,
         told_level=trained.interface.told_level,
@@ -558,3 +592,11 @@ def last_losses(trained: Trained) -> dict[str, float]:
             if step <= last_step and not math.isnan(value):
                 found[metric] = value
     return found
+
+
+def last_picture(trained: Trained) -> Path | None:
+    """Return the picture that the run has drawn after the images of these averaged weights; None if there is none."""
+    if trained.run_dir is None or trained.images_seen is None or trained.weights != "ema":
+        return None
+    path = RunFolder(trained.run_dir).samples(trained.images_seen)
+    return path if path.is_file() else None

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ddpm_ds.config.spec import DataSpec, DiffusionSpec
-from ddpm_ds.data.cache import FieldFacts
+from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder
+from ddpm_ds.data.text import DOWNLOADED as ENCODERS
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.original import SingleFile
 from ddpm_ds.evaluate.diffusers.scheduler import process_from_scheduler
@@ -37,6 +38,14 @@ AUTOENCODER_FOLDER = "vqvae"
 """Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 TEXT_AUTOENCODER = "vae"
 """The same in pipelines of text."""
+IMPORTED = (
+    *(f"{place}{file}" for place in ("", "unet/") for file in (CONFIG, "diffusion_pytorch_model*.safetensors*")),
+    *(SCHEDULER_CONFIG, f"scheduler/{SCHEDULER_CONFIG}", PIPELINE),
+    *(f"text_encoder/{CONFIG}", f"text_encoder_2/{CONFIG}"),
+)
+"""Files of a model on the Hugging Face hub that an import reads."""
+DRAWN_FROM = (*IMPORTED, f"{AUTOENCODER_FOLDER}/*", f"{TEXT_AUTOENCODER}/*", *ENCODERS, FIELDS, CONSTANTS)
+"""Files that drawing reads."""
 
 
 class FieldsFile(BaseModel):
