@@ -123,7 +123,7 @@ train.initial_weights. What our U-Net can't express is refused by name.
 IMPORT_EXAMPLES = """\
 examples
   ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
-  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
+  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
 
   ddpm-ds import stabilityai/stable-diffusion-xl-base-1.0 --spec captions.yaml --out imported
       from the Hugging Face hub, of which the U-Net is downloaded; the encoders are when captions are prepared
@@ -465,4 +465,4 @@ def _import(options: argparse.Namespace) -> None:
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
     print("\n".join(import_weights(*given, last_label_is_class=is_class)))
     spec = shlex.quote(str(options.out / SPEC_FILE))
-    print(f"train it with\n  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec {spec}")
+    print(f"train it with\n  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json --spec {spec}")

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -205,11 +206,18 @@ def test_a_rank_that_was_started_twice_is_named_and_one_that_takes_the_place_of_
     twice = r"rank 1 \(host worker-1\): it was started twice, here and on host worker-1; give each host its own"
     assert all(isinstance(error, HostError) and re.match(twice, str(error)) for error in ended)
 
+    def agrees(together: Rendezvous, beats: int = 0) -> object:
+        time.sleep(beats * rendezvous.BEAT_SECONDS)
+        said = agree(together)
+        together.close()
+        return said
+
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(take_part, rank, agree) for rank in (0, 1)]
+        ranks = [pool.submit(take_part, rank, agrees) for rank in (0, 1)]
         assert pool.submit(take_part, 2, lambda together: together.close()).result() is None
-        assert [rank.result() for rank in [*waiting, pool.submit(take_part, 2, agree)]] == [[{}, {}, {}]] * 3
+        ranks.append(pool.submit(take_part, 2, partial(agrees, beats=5)))
+        assert [rank.result() for rank in ranks] == [[{}, {}, {}]] * 3
 
 
 def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
