@@ -267,10 +267,11 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
-    offload = prediction.layout.offload
-    rows = [("rank", *prediction.peak.parts, "total", *(["(host)"] if offload else []))]
+    offload, encodes = prediction.layout.offload, any(memory.encoders for memory in prediction.memory)
+    parts = [name for name in prediction.peak.parts if name != "encoders" or encodes]
+    rows = [("rank", *parts, "total", *(["(host)"] if offload else []))]
     for rank, memory in enumerate(prediction.memory):
-        sizes = [*memory.parts.values(), memory.total, *([memory.host] if offload else [])]
+        sizes = [*(memory.parts[name] for name in parts), memory.total, *([memory.host] if offload else [])]
         rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
     return rows
 
