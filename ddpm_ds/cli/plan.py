@@ -267,10 +267,11 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
-    on_host = any(memory.host for memory in prediction.memory)
-    rows = [("rank", *prediction.peak.parts, "total", *(["(host)"] if on_host else []))]
+    on_host, encodes = (any(getattr(memory, what) for memory in prediction.memory) for what in ("host", "encoders"))
+    parts = [name for name in prediction.peak.parts if name != "encoders" or encodes]
+    rows = [("rank", *parts, "total", *(["(host)"] if on_host else []))]
     for rank, memory in enumerate(prediction.memory):
-        sizes = [*memory.parts.values(), memory.total, *([memory.host] if on_host else [])]
+        sizes = [*(memory.parts[name] for name in parts), memory.total, *([memory.host] if on_host else [])]
         rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
     return rows
 
