@@ -158,12 +158,13 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate({"name": "tiny", **values})
 
 
-def tiny_text_spec(**sections: dict[str, Any]) -> RunSpec:
-    """The tiny U-Net with a caption of five tokens, pooled text and sizes; a third of the captions are dropped."""
-    text = {"context_channels": 6, "tokens": 5, "blocks": [1, 2], "middle_blocks": 2, "heads": [2, 4]}
-    text |= {"pooled_channels": 4, "size_channels": 4}
+def tiny_text_spec(levels: int = 2, **sections: dict[str, Any]) -> RunSpec:
+    """The tiny U-Net, of two levels or one, with a caption of five tokens, pooled text and sizes; a third of the
+    captions are dropped."""
+    text = {"context_channels": 6, "tokens": 5, "blocks": [1, 2][:levels], "middle_blocks": levels}
+    text |= {"heads": [2, 4][:levels], "pooled_channels": 4, "size_channels": 4}
     values: dict[str, dict[str, Any]] = {
-        "unet": {"attention_resolutions": [], "text": text},
+        "unet": {"multipliers": [1, 2][:levels], "attention_resolutions": [], "text": text},
         "data": {"source": "folder", "path": "pictures", "text": {"encoders": "pipeline", "drop": 0.3}},
     }
     for name, section in sections.items():
