@@ -19,7 +19,7 @@ from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
-from tests.forking import ONE_THREAD, REPOSITORY, Forked
+from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
@@ -127,7 +127,7 @@ def run_ranks(processes: int, script: Path, *arguments: str, **environment: str)
         while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
             if code == 0 and (code := next(filter(None, codes), 0)):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS * (codes[0] not in SAID_BY_RANK_0))
-            time.sleep(0.02)
+            wait_for_end([rank.pid for rank, ended in zip(ranks, codes, strict=True) if ended is None], deadline)
         for process in ranks:
             process.kill()
         ended = [process.wait() for process in ranks]
