@@ -39,6 +39,8 @@ ONE_THREAD = {
     "PYTHONPATH": PYTHON_PATH,
 }
 DIE_WITH_PARENT = 1
+READS_TEXT = "READS_TEXT"
+"""Variable of scripts that open text encoders."""
 
 
 DETACHED = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, '-u', sys.argv[1]])"
@@ -109,6 +111,21 @@ def heard(teller: socket.socket) -> tuple[Any, list[int]]:
     return json.loads(line or b"null"), fds
 
 
+def wait_for_end(pids: Sequence[int], deadline: float) -> None:
+    """Wait until one of some processes ends that nobody has asked about yet, or for a deadline of the monotonic clock;
+    asking the server again and again takes a twentieth of a core."""
+    fds: list[int] = []
+    try:
+        fds.extend(map(os.pidfd_open, pids))
+        left = max(deadline - time.monotonic(), 0.0)
+        select.select(fds, [], [], left if left < float("inf") else None)
+    except ProcessLookupError:  # another thread has just asked about one that has ended
+        pass
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 server = functools.cache(Server)
 """The server of this process."""
 
@@ -139,7 +156,7 @@ class Forked:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            time.sleep(0.01)
+            wait_for_end([self.pid], deadline)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -228,6 +245,14 @@ def import_store() -> None:
     gc.freeze()
 
 
+@functools.cache
+def import_encoders() -> None:
+    """Import what reads text, which takes longer than PyTorch."""
+    from transformers import CLIPTextModel, CLIPTokenizer  # noqa: F401
+
+    gc.freeze()
+
+
 def run(program: Callable[[], object]) -> NoReturn:
     """Run a program and end as Python does, but do not free one by one what the server imported."""
     code = 0
@@ -292,6 +317,8 @@ def fork_script(
     records = "MLFLOW_TRACKING_URI" in environment  # which says that a store is where the run is
     if records:
         import_store()
+    if READS_TEXT in environment:
+        import_encoders()
     if (pid := fork()) != 0:
         return pid
     os.environ.clear()

@@ -19,7 +19,7 @@ from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
-from tests.forking import ONE_THREAD, REPOSITORY, Forked
+from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0
 PATIENCE_SECONDS = 900.0
@@ -127,7 +127,7 @@ def run_ranks(processes: int, script: Path, *arguments: str, **environment: str)
         while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
             if code == 0 and (code := next(filter(None, codes), 0)):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS * (codes[0] not in SAID_BY_RANK_0))
-            time.sleep(0.02)
+            wait_for_end([rank.pid for rank, ended in zip(ranks, codes, strict=True) if ended is None], deadline)
         for process in ranks:
             process.kill()
         ended = [process.wait() for process in ranks]
@@ -158,12 +158,13 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate({"name": "tiny", **values})
 
 
-def tiny_text_spec(**sections: dict[str, Any]) -> RunSpec:
-    """The tiny U-Net with a caption of five tokens, pooled text and sizes; a third of the captions are dropped."""
-    text = {"context_channels": 6, "tokens": 5, "blocks": [1, 2], "middle_blocks": 2, "heads": [2, 4]}
-    text |= {"pooled_channels": 4, "size_channels": 4}
+def tiny_text_spec(levels: int = 2, **sections: dict[str, Any]) -> RunSpec:
+    """The tiny U-Net, of two levels or one, with a caption of five tokens, pooled text and sizes; a third of the
+    captions are dropped."""
+    text = {"context_channels": 6, "tokens": 5, "blocks": [1, 2][:levels], "middle_blocks": levels}
+    text |= {"heads": [2, 4][:levels], "pooled_channels": 4, "size_channels": 4}
     values: dict[str, dict[str, Any]] = {
-        "unet": {"attention_resolutions": [], "text": text},
+        "unet": {"multipliers": [1, 2][:levels], "attention_resolutions": [], "text": text},
         "data": {"source": "folder", "path": "pictures", "text": {"encoders": "pipeline", "drop": 0.3}},
     }
     for name, section in sections.items():

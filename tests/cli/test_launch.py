@@ -38,18 +38,25 @@ def spec(tmp_path: Path) -> Path:
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_goes_on(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    processes: int, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each process imports PyTorch, so that two take long; forked ones are stopped in ``test_preemption.py``."""
     place_empty_store(tmp_path)
     place_digits(tmp_path)
     run_dir = tmp_path / "run"
-    words = f"train --processes 2 -p 2 --deepspeed_config {CONFIG} --spec {spec} --run-dir {run_dir}"
+    layout = f"--processes {processes} -p {processes}"
+    words = f"train {layout} --deepspeed_config {CONFIG} --spec {spec} --run-dir {run_dir}"
     first = Terminal([*PROGRAM, *words.split()], tmp_path)
     first.read(lambda text: re.search(r"\d/400 images.* loss \d", text) is not None)
     first.process.send_signal(signal.SIGINT)
     assert first.ended() == EXIT_PREEMPTED, first.text
-    shown = ["starting     2 x python -m ddpm_ds.cli.rank", "starting PyTorch and DeepSpeed", "building the pipeline"]
+    shown = [
+        f"starting     {processes} x python -m ddpm_ds.cli.rank",
+        "starting PyTorch and DeepSpeed",
+        "building the pipeline",
+    ]
     places = [first.text.find(what) for what in shown]
     assert -1 not in places and places == sorted(places), first.text
     saved = re.fullmatch(rf"ddpm-ds train: saved after ([\d,]+) images in {run_dir}; go on with: (.*)", first.lines[-2])

@@ -54,7 +54,7 @@ def residuals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(script: Path, run_dir: Path, stages: int, replicas: int, *words: object) -> str:
     """Run a verb by so many pipelines and return what it printed; each part has ``PART`` images."""
     batch = PART if stages == 1 else PART * 2 * stages
-    shared = ("--batch-images", batch, "--stages", stages, *words)
+    shared = ("--steps", 2, "--batch-images", batch, "--stages", stages, *words)
     done = run_ranks(stages * replicas, script, str(run_dir), *FAST, *map(str, shared), MLFLOW_TRACKING_URI="")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
@@ -191,7 +191,7 @@ def test_an_export_has_no_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_stage_ends_the_others_and_what_is_drawn_is_kept(lost: int, planted: Path, tmp_path: Path) -> None:
     out, said = tmp_path / "x.npz", tmp_path / "said"
-    words = ("--stages", "2", "--steps", "500", "--count", "64", "--batch-images", "1", "--out", str(out))
+    words = ("--stages", "2", "--steps", "100", "--count", "64", "--batch-images", "1", "--out", str(out))
     ranks = fork_ranks(2, SAMPLE, str(planted), *FAST, *words, stdout=said, stderr=said)
     try:
         wait_for(lambda: list(tmp_path.glob(".x.npz.*/*.npy")), said=said.read_text)

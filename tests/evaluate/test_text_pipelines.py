@@ -231,7 +231,20 @@ def checkpoint_of(pipeline: Path, folder: Path, noise: str, **text: Any) -> Path
     return folder / "checkpoint"
 
 
-@pytest.mark.parametrize("noise", NOISE)
+QUICK = (("sd", "eps"), ("sdxl", "v"), ("sdxl", "flow"))
+EACH = pytest.mark.parametrize(
+    ("pipeline", "noise"),
+    [
+        pytest.param(kind, noise, marks=() if (kind, noise) in QUICK else pytest.mark.long)
+        for kind in KINDS
+        for noise in NOISE
+    ],
+    indirect=["pipeline"],
+)
+"""Each kind of pipeline with each noise, which know nothing of each other."""
+
+
+@EACH
 def test_an_exported_pipeline_draws_a_prompt_and_is_imported_again(pipeline: Path, tmp_path: Path, noise: str) -> None:
     checkpoint, hub = checkpoint_of(pipeline, tmp_path, noise), tmp_path / "hub"
     assert main(["export", str(checkpoint), str(hub)]) == 0
@@ -341,7 +354,7 @@ def test_an_export_of_a_run_with_encoders_on_the_hub_is_whole(
         assert (tmp_path / "again" / part).read_bytes() == (tmp_path / "mine" / part).read_bytes()
 
 
-@pytest.mark.parametrize("noise", NOISE)
+@EACH
 def test_an_exported_pipeline_draws_what_the_run_draws_for_a_prompt(pipeline: Path, tmp_path: Path, noise: str) -> None:
     """Its own encoders make the prompts, and what guidance leads away from, and its autoencoder decodes."""
     checkpoint, hub = checkpoint_of(pipeline, tmp_path, noise), tmp_path / "hub"

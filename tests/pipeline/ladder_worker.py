@@ -29,6 +29,7 @@ from rivals.measure import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_map
 
 from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, Schedule
 from ddpm_ds.config.spec import RunSpec
@@ -222,10 +223,19 @@ class Reference:
 
 @functools.cache
 def expected_steps(precision: Precision, compiled: bool, process: Process) -> list[Expected]:
-    """What the cases of a precision must equal: no other of their values changes it."""
-    spec = spec_of(compiled, process)
-    reference = Reference(spec, layers_of(spec), precision)
-    return [reference.step(global_batch(spec, step)) for step in range(STEPS)]
+    """What the cases of a precision must equal, computed by rank 0: no other of their values changes it."""
+    found: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        spec = spec_of(compiled, process)
+        reference = Reference(spec, layers_of(spec), precision)
+        found = [moved([reference.step(global_batch(spec, step)) for step in range(STEPS)], torch.device("cpu"))]
+    torch.distributed.broadcast_object_list(found)
+    return moved(found[0], device())
+
+
+def moved(steps: list[Expected], to: torch.device) -> list[Expected]:
+    """Steps whose tensors are on a device."""
+    return tree_map(lambda value: value.to(to) if isinstance(value, Tensor) else value, steps)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -346,7 +356,7 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     if process == "text":
         return tiny_text_spec()
     if process == "buckets":
-        return tiny_text_spec(data={"buckets": {"step": 8}}, unet={"dropout": 0.0})
+        return tiny_text_spec(levels=1, data={"buckets": {"step": 8}}, unet={"dropout": 0.0})
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
     if process == "rectangles":

@@ -43,7 +43,7 @@ from tests.pipeline.ladder_worker import DTYPES, Case, Precision, layers_of
 WARM_UP = 2
 IMAGES = 2
 """Images of a micro-batch."""
-PARAMETERS = {2: 304, 1: 204}
+PARAMETERS = {2: 184, 1: 128}
 """Parameters of the U-Net by its blocks per level."""
 Costs = dict[str, list[HostCost]]
 """Counts of the loop and the ranks by case."""
@@ -67,8 +67,8 @@ def counted(step: Callable[[int], object]) -> HostCost:
 
 
 def spec_of(blocks: int, images: int) -> RunSpec:
-    """CIFAR-10's U-Net with few channels and pixels. Without dropout, whose masks are not the engine's."""
-    unet = {"channels": 8, "multipliers": [1, 2, 2, 2], "blocks_per_level": blocks, "attention_resolutions": [4]}
+    """A small U-Net without dropout, whose masks are not the engine's."""
+    unet = {"channels": 8, "multipliers": [1, 2], "blocks_per_level": blocks, "attention_resolutions": [4]}
     sections: dict[str, Any] = {"unet": {**unet, "dropout": 0.0, "classes": None}}
     return tiny_spec(**sections, train={"batch_images": images, "label_drop": 0.0})
 
@@ -122,7 +122,7 @@ def engine_cost(spec: RunSpec, case: Case) -> HostCost:
 
 ONE = [Case(1, 1, zero, precision, 0, fused=True, micro_batches=1) for zero in (0, 1, 2) for precision in PRECISIONS]
 WIDE = Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=1, fp32_accumulation=True)
-SEVERAL = [replace(case, micro_batches=3) for case in ONE if case.precision == "bf16"] + [WIDE]
+SEVERAL = [Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=3), WIDE]
 TWO_STAGES = Case(2, 1, 2, "bf16", 0, schedule="folded", fused=True, micro_batches=4)
 
 
@@ -157,11 +157,10 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
 def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: Costs, case: Case) -> None:
     loop, engine = costs[name_of(case)]
     few = 16 + 4 * case.micro_batches  # the engine also skips steps that are not finite, and knows each image's index
+    assert engine.launches - loop.launches <= few
+    assert engine.operators - loop.operators <= few
     if case.zero or case.precision == "bf16":
-        assert engine.launches - loop.launches <= few
-        assert engine.operators - loop.operators <= few
         assert engine.calls <= 1.1 * loop.calls
-    assert engine.operators <= 1.01 * loop.operators
     assert engine.slow == 0, "foreach takes a launch for each tensor"
     assert engine.waits == 0
 

@@ -60,7 +60,7 @@ BY_TWO = [
     Case(2, 1, 1, "fp16", 1, random_programs=14, process="text", cuts=(21,)),
     # micro-batches of three sizes
     Case(2, 1, 1, "fp32", 0, process="buckets"),
-    Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(9, 15, 20)),
+    Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
     Case(1, 2, 2, "fp32", 1, process="buckets"),
 ]
 BY_FOUR = [

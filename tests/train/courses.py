@@ -61,7 +61,7 @@ class Courses:
             unet={"attention_resolutions": [], "multipliers": [1]},
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
-        ).model_dump(mode="json")
+        ).model_dump(mode="json", exclude_defaults=True)
         values["ema"] = {
             "halflife_images": HALFLIFE_IMAGES,
             "rampup_fraction": RAMPUP_FRACTION,

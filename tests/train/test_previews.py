@@ -22,6 +22,7 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
 from ddpm_ds.train.previews import Previews
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
+from tests.forking import READS_TEXT
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec, write_json
 from tests.train.validation_worker import WATCHDOG
 
@@ -51,6 +52,7 @@ def train(folder: Path, spec: RunSpec, processes: int) -> Path:
         str(folder / "run"),
         MLFLOW_TRACKING_URI="",
         XDG_CACHE_HOME=str(folder / "cache"),
+        **({READS_TEXT: "1"} if spec.data.text else {}),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return folder / "run"

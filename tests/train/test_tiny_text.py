@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddpm_ds import open_run
 from ddpm_ds.cli.main import main as ddpm_ds
 from ddpm_ds.evaluate.trained import load_trained
+from tests.forking import READS_TEXT
 from tests.launching import REPOSITORY, place_empty_store, run_ranks
 
 SPEC = REPOSITORY / "launch" / "specs" / "tiny_text.yaml"
@@ -66,6 +67,7 @@ def train(folder: Path, run: str, processes: int, stages: int, changes: Sequence
         *settings(folder, *changes),
         MLFLOW_TRACKING_URI="",
         XDG_CACHE_HOME=str(folder / "cache"),
+        **{READS_TEXT: "1"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return run_dir
