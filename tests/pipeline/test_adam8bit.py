@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import math
+import sys
 import unittest.mock
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,9 +30,12 @@ from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.predict.costs import EIGHT_BIT_UPDATE
+from ddpm_ds.unet.model import parameter_shapes
 from tests.launching import run_ranks, write_json
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases, spec_of
+from tests.predict.small import EIGHT_BIT as PLANNED
+from tests.predict.small import small_job
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 4
@@ -225,6 +229,14 @@ def test_launches_are_those_that_the_planner_counts_for_each_chunk(monkeypatch: 
     (few, one), (many, chunks) = counts
     assert one == 1 and (many - few) / (chunks - one) == EIGHT_BIT_UPDATE
     assert few < 2 * EIGHT_BIT_UPDATE, "norms and biases are stepped together"
+
+
+def test_the_planner_counts_the_bytes_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job(optimizer=PLANNED)
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", parameter_shapes(job.layers))
+    optimizer, _, _ = optimizer_of(CUTS[0])
+    held = [*itertools.chain(*optimizer._state.values()), *optimizer._plain.values()]
+    assert sum(one.untyped_storage().nbytes() for one in held) == sum(job.moment_bytes)
 
 
 class Launches(TorchDispatchMode):
