@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ddpm_ds.command_line import counted, gib
+from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.held_out import checksums_of
@@ -137,10 +137,8 @@ def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
     assert encoders.device is not None
     ranks = encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)
     each = gib(encoders.parameters * (2 if encoders.device.type == "cuda" else 4))
-    return (
-        f"captions are encoded while training by {counted(len(ranks), 'stage')} of {plan.ds.layout.stages}, which hold "
-        f"{each} of encoders each: {', '.join(map(str, ranks))}"
-    )
+    where = ", ".join(map(str, ranks))
+    return f"captions are encoded while training, by encoders of {each} on each of these stages: {where}"
 
 
 def _other_layers(spec: RunSpec, store: DatasetCache) -> list[tuple[Layer, ...]]:

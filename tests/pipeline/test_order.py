@@ -147,7 +147,7 @@ class RecordedEngine:
         self.loss_stage = 0 if schedule == "folded" else ranks - 1
         self.operations: list[Operation] = []
         self.module, self._device_waits, self._by_host = self, device_waits, by_host
-        self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
+        self.sized_layers = [[type("Layer", (), {"output_shape": (1,)})]]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
         self.readers: list[Any] = []
         self.unpacked = lambda phase, received, kept: (*received, *kept)
@@ -176,7 +176,7 @@ class RecordedEngine:
         last = self.phases - 1 == phase and self.stage_id == self.loss_stage
         return torch.zeros(1) if last else (torch.zeros(1),) * 3
 
-    def forward_only(self, images: int) -> contextlib.AbstractContextManager[bool]:
+    def forward_only(self, images: int, sizes: set[int]) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(self._by_host)
 
 
