@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.cli.sample import (
@@ -430,21 +431,24 @@ def _export(options: argparse.Namespace) -> None:
         card = model_card(trained, **written, hub_name=name, has_spec=shared is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
-    what = f"{trained.weights} weights of {trained.origin} in {options.dtype}"
-    print(f"{options.out}: {what}, {size / 1e6:,.1f} MB\n{compared}")
+    weights, origin = f"{trained.weights} weights of", Path(trained.origin)
+    print(f"{options.out}: {weights} {origin} in {options.dtype}, {size / 1e6:,.1f} MB\n{compared}")
     links = {}
     if upload is not None:
-        print(f"{upload.page}: {'public' if options.public else 'private'}, {upload.push(options.out, what)}")
+        commit = upload.push(options.out, f"{weights} {origin.name} in {options.dtype}")
+        print(f"{upload.page}: {'public' if options.public else 'private'}, {commit}")
         links[upload.name] = upload.page
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
     parts = sorted(options.out.iterdir()) if registry is None else []  # whose model has them
     run_id = record_child(trained, "export", params, artifacts=dict.fromkeys(parts, "export"))
-    if registry is not None:
-        model, page = registry.add(trained, options.out, run_id)
-        print(f"MLflow has {model}, at {page}")
-        links[model] = page
-    if links and trained.run_dir is not None:
-        note_links(trained.run_dir, links)
+    try:
+        if registry is not None:
+            model, page = registry.add(trained, options.out, run_id)
+            print(f"MLflow has {model}, at {page}")
+            links[model] = page
+    finally:
+        if links and trained.run_dir is not None:
+            note_links(trained.run_dir, links)
 
 
 def _row(label: str | None, classes: int | None) -> int | None:

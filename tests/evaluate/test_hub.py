@@ -59,7 +59,11 @@ def test_an_export_is_one_commit_to_a_private_repository_that_is_drawn_from(
 ) -> None:
     said = export("--push-to-hub", "me/digits")
     found, out = hub.repositories["me/digits"], tmp_path / "out"
-    assert found.private and len(found.commits) == 1 and f"{hub.address}/me/digits: private, " in said
+    assert (
+        found.private
+        and found.commits == ["ema weights of checkpoint in fp32"]
+        and f"{hub.address}/me/digits: private, " in said
+    )
     written = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {name: data for name, data in found.files.items() if name != ".gitattributes"} == written
     assert {"README.md", "samples.png", "spec.yaml", MODEL} <= written.keys()

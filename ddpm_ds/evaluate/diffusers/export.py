@@ -492,15 +492,16 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
 
 def shared_spec(spec: RunSpec) -> str:
     """Return a run's spec as YAML without what is of its host alone: secrets, and the folders above absolute paths."""
+    return without_secrets(yaml.safe_dump(_shared(spec.model_dump(mode="json")), sort_keys=False))
 
-    def shared(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: shared(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [shared(each) for each in value]
-        return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
-    return without_secrets(yaml.safe_dump(shared(spec.model_dump(mode="json")), sort_keys=False))
+def _shared(value: Any) -> Any:
+    """Return a value of a spec in which absolute paths are their last parts."""
+    if isinstance(value, dict):
+        return {key: _shared(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shared(each) for each in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
 def model_card(
@@ -540,7 +541,7 @@ def model_card(
         facts["classes"] = f"{classes}, and no label"
     if autoencoder is not None:
         channels, rows, columns = trained.image_shape
-        facts["latents"] = f"{rows}x{columns} and {channels} channels, of the autoencoder {autoencoder.name}"
+        facts["latents"] = f"{rows}x{columns} and {channels} channels, of the autoencoder {_shared(autoencoder.name)}"
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
     if spec is not None:
