@@ -209,10 +209,12 @@ def test_a_rank_that_was_started_twice_is_named_and_one_that_takes_the_place_of_
     def agrees(together: Rendezvous, beats: int = 0) -> object:
         time.sleep(beats * rendezvous.BEAT_SECONDS)
         said = agree(together)
+        all_heard.wait(30.0)  # the store goes with rank 0
         together.close()
         return said
 
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    all_heard = threading.Barrier(3)
     with ThreadPoolExecutor(4) as pool:
         ranks = [pool.submit(take_part, rank, agrees) for rank in (0, 1)]
         assert pool.submit(take_part, 2, lambda together: together.close()).result() is None
