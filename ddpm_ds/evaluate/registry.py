@@ -66,6 +66,7 @@ class Registry:
             raise SpecError(f"--register {name} should have 1 to {LONGEST_NAME} characters, and no / or :")
         self._root = trained.run_dir.parent.resolve()
         with self._asked("can't be looked up") as client:
+            client.search_registered_models(max_results=1)  # what follows says None of a registry that is down
             taken = client.get_prompt(name) is not None  # of which it would make a version
         if taken:
             raise SpecError(f"--register {name} is the name of a prompt of MLflow's; take another")

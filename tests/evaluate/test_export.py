@@ -371,7 +371,7 @@ def test_a_spec_of_the_base_begins_with_the_models_weights(
 
     *_, command = capsys.readouterr().out.splitlines()
     words = shlex.split(command)
-    assert words[:2] == ["deepspeed", "launch/train.py"] and words[-2:] == ["--spec", str(out / "spec.yaml")]
+    assert words[:2] == ["ddpm-ds", "train"] and words[-2:] == ["--spec", str(out / "spec.yaml")]
     assert (REPOSITORY / words[words.index("--deepspeed_config") + 1]).is_file()
     assert sorted(path.name for path in out.parent.iterdir()) == ["imported"]
 
