@@ -58,6 +58,8 @@ ROUNDS, STEPS = {"layout": 15, "cuda": 5, "cpu": 3}, {"layout": 20, "cuda": 20, 
 """Rounds, and steps of a round, if they are not given: on all processes, and of ``--one-device`` by device."""
 CPU_IMAGES = 8
 """Images of a step of ``--one-device`` on a CPU, unless ``--images`` says otherwise."""
+READ_TEXT = ("1f1b", "folded", "planned", "stock", "stock-default")
+"""Rows of U-Nets that read text; those of DeepSpeed's engine relay it, with its gradient, as all that is carried."""
 HOST_IMAGES = 2
 HOST_SIZES = (
     *("unet.channels=8", "unet.norm_groups=4", "unet.attention_resolutions=[4]"),
@@ -82,6 +84,8 @@ def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[
 def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
     """Return why a row of :data:`ROWS` can't run in this layout; None if it can."""
     layout, processes, stages = plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
+    if plan.spec.unet.text is not None and row not in READ_TEXT:
+        return "reads no captions"
     if row == "plain" and processes > 1:
         return f"has one process, and {processes} were started"
     if row in ("folded", "planned", "stock-default", "stock-dualpipev", *TORCH_SCHEDULES) and stages == 1:

@@ -25,6 +25,7 @@ from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.planning.decide import cut_and_ordered
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.train.objective import Noised
+from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import UNet, build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
@@ -162,23 +163,28 @@ class ZeroWithoutPipeline:
 class TupleLayer(nn.Module):
     """Layer of the list as a function from tuple to tuple, which the stock engine needs.
 
-    The images' index, which dropout needs on every stage, travels as the first tensor. Tensors are made contiguous,
-    since gloo refuses others. The last layer uses the embedding, since the engine sends a gradient for every tensor
-    that a stage received, and the last stage may not use the embedding otherwise.
+    The images' index, which dropout needs on every stage, travels as the first tensor, and encoded text, if the U-Net
+    reads any, as the second. Tensors are made contiguous, since gloo refuses others. The last layer uses the embedding
+    and the text, since the engine sends a gradient for every tensor that a stage received, and the last stage may not
+    use them otherwise.
     """
 
-    def __init__(self, layer: Layer, index: int, seed: int) -> None:
+    def __init__(self, layer: Layer, index: int, seed: int, reads_text: bool) -> None:
         super().__init__()
         self.layer = build_layer(layer, index, seed)
         self._dropouts = [part for part in self.layer.modules() if isinstance(part, KeyedDropout)]
+        self._readers = transformer_blocks(self.layer.modules())
+        self._relayed = 1 + reads_text
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-        index, *carry = inputs
+        (index, *context), carry = inputs[: self._relayed], inputs[self._relayed :]
+        context = [one if one.requires_grad else one.requires_grad_() for one in context]  # the engine sends gradients
         set_image_index(self._dropouts, index)
-        outputs = self.layer(tuple(carry))
+        set_context(self._readers, context[0] if context else None)
+        outputs = self.layer(carry)
         if isinstance(outputs, Tensor):
-            return outputs + 0 * carry[1][0, 0]
-        return (index, *(tensor.contiguous() for tensor in outputs))
+            return outputs + sum(0 * one.flatten()[0] for one in (carry[1], *context))
+        return (index, *context, *(tensor.contiguous() for tensor in outputs))
 
 
 class CutModule(PipelineModule):
@@ -211,12 +217,12 @@ class StockPipeline:
         crash = "no activation checkpointing, whose default crashes it on several outputs"
         self.note = "; ".join(part for part in (why, crash if plan.ds.layout.checkpoint_interval else "") if part)
         self.is_pipeline = plan.ds.layout.stages > 1
-        self._objective = setting.objective()
+        self._objective, text = setting.objective(), plan.spec.unet.text is not None
         config = with_zero_stage(plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), zero_stage)
         with layout_of(None), quiet_deepspeed(setting.verbose):
             module = (FoldedCutModule if folded else CutModule)(
                 None if default_cuts else bounds_of(plan, "folded" if folded else "1f1b"),
-                layers=[LayerSpec(TupleLayer, layer, index, seed) for index, layer in enumerate(plan.layers)],
+                layers=[LayerSpec(TupleLayer, layer, index, seed, text) for index, layer in enumerate(plan.layers)],
                 num_stages=plan.ds.layout.stages,
                 loss_fn=self._loss,
             )
@@ -241,8 +247,12 @@ class StockPipeline:
         replica = self._engine.grid.get_data_parallel_id()
         for micro_batch in setting.batches(setting.plan.ds.layout.replicas, replica):
             prepared = self._objective.prepare(micro_batch)
-            inputs = self._objective.inputs(prepared) if self._engine.is_first_stage() else ()
-            yield (micro_batch.index, *inputs), (prepared.x0, prepared.t, prepared.eps)
+            inputs: list[Tensor] = [micro_batch.index]
+            if self._engine.is_first_stage():
+                if (context := self._objective.context(micro_batch)) is not None:
+                    inputs.append(context.to(next(self._engine.module.parameters()).dtype))
+                inputs += self._objective.inputs(prepared)
+            yield tuple(inputs), (prepared.x0, prepared.t, prepared.eps)
 
 
 def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:

@@ -77,13 +77,14 @@ class Setting:
         return cls(decided(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose, load_before)
 
     def objective(self) -> Denoising:
-        return Denoising(self.plan.spec, self.device)
+        store = self.store
+        return Denoising(self.plan.spec, self.device, store.meta.statistics, store.constants, store.empty_text)
 
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
         """Yield the endless micro-batches of one of ``replicas``, from the first image on, on the device."""
-        return replica_batches(
-            self.plan.spec, self.plan.ds.layout, self.store, self.device, replicas=replicas, replica=replica
-        )
+        spec, layout = self.plan.spec, self.plan.ds.layout
+        text = spec.unet.text is not None
+        return replica_batches(spec, layout, self.store, self.device, replicas=replicas, replica=replica, text=text)
 
     def unchecked(self) -> str:
         """Return the note of a row that recomputes nothing, if the configuration asks for it."""

@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rivals.choice import ROWS, TORCH_SCHEDULES, bounds_of, choose, why_not_in_layout
-from rivals.deepspeed_rows import stock_zero_stage
+import torch
+from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, choose, why_not_in_layout
+from rivals.deepspeed_rows import TupleLayer, stock_zero_stage
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.planning.run_plan import RunPlan, plan_run
-from tests.launching import REPOSITORY
+from ddpm_ds.unet.layers import SIZES, unet_layers
+from ddpm_ds.unet.model import UNet
+from tests.launching import REPOSITORY, tiny_text_spec
 
 CONFIGS = REPOSITORY / "ds_configs"
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -88,3 +91,32 @@ def test_rows_that_can_not_run_are_left_out_and_all_of_them_are_refused() -> Non
     assert choose(["1f1b", "torch"], reasons.get) == (["1f1b"], {"torch": "needs 2 stages"})
     with pytest.raises(LayoutError, match="leaves nothing to run: torch: needs 2 stages; ddp: needs 2 processes"):
         choose(["torch", "ddp"], reasons.get)
+
+
+def test_of_a_unet_that_reads_text_our_rows_run_and_a_relay_of_it() -> None:
+    changes = ["train.batch_images=8", "train.accumulation=4"]
+    spec = REPOSITORY / "launch" / "specs" / "tiny_text.yaml"
+    plan = plan_run(spec, changes, CONFIGS / "zero1_fp32.json", world_size=2, stages=2)
+    assert [row for row in ROWS if why_not_in_layout(row, plan) is None] == list(READ_TEXT)
+    assert why_not_in_layout("ddp", plan) == "reads no captions"
+
+
+def test_the_relay_gives_every_layer_the_text_that_it_carries_with_a_gradient() -> None:
+    spec = tiny_text_spec()
+    layers = unet_layers(spec.unet, spec.data.interface)
+    generator = torch.Generator().manual_seed(0)
+    images, text = 2, spec.unet.text
+    assert text is not None
+    x, context = (
+        torch.randn(images, *shape, generator=generator)
+        for shape in (spec.data.shape, (text.tokens, text.context_channels))
+    )
+    t, index = torch.tensor([3.0, 500.0]), torch.arange(images)
+    inputs = (x, t, torch.randn(images, (text.pooled_channels or 0) + SIZES, generator=generator))
+    carry: Any = (index, context, *inputs)
+    for number, layer in enumerate(layers):
+        carry = TupleLayer(layer, number, 0, reads_text=True).eval()(carry)
+    unet = UNet(layers, 0).eval()
+    assert torch.equal(carry, unet(*inputs, context=context.detach()))
+    (given,) = torch.autograd.grad(carry.sum(), [context])
+    assert given.shape == context.shape

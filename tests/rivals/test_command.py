@@ -160,6 +160,6 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_captions_are_refused_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     spec = REPOSITORY / "launch" / "specs" / "sd15.yaml"
-    words = ["--deepspeed_config", str(MAIN), "--spec", str(spec), "--set", "data.path=pictures"]
-    with pytest.raises(SpecError, match="needs captions, which no row of the benchmark reads"):
+    words = ["--one-device", "--deepspeed_config", str(MAIN), "--spec", str(spec), "--set", "data.path=pictures"]
+    with pytest.raises(SpecError, match="needs captions, which no row of --one-device reads"):
         command._benchmark(command.parse(words))
