@@ -361,7 +361,7 @@ class DsConfig(Section):
     graphs: Literal["auto"] | bool = "auto"
     """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where one process trains
     alone on a GPU; true in any number of processes, with messages between several graphs if they can't be captured,
-    which has not run on GPUs yet (docs/performance.md)."""
+    which no GPU has proved yet (docs/gpu.md)."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """Only off."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
