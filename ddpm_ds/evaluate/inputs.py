@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
-from ddpm_ds.data.cache import CAPTIONS, DatasetCache
-from ddpm_ds.data.captions import texts_of
+from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import Part, parts, prepare_held_out, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
+from ddpm_ds.data.prompts import first_captions
 from ddpm_ds.diffusion.condition import Condition, Moves
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
@@ -226,7 +226,8 @@ def held_out_images(trained: Trained, option: str, dataset: Path | None = None) 
     learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
     if dataset is None:
-        store = prepare_held_out(data, True, learned=known)
+        group = 1 if data.held_out_path is not None else trained.spec.bucket_group or 1
+        store = prepare_held_out(data, True, learned=known, group=group)
     else:
         store = DatasetCache.open(dataset, progress=True)
     if store.meta.sha256 != known:
@@ -237,6 +238,4 @@ def held_out_images(trained: Trained, option: str, dataset: Path | None = None) 
 
 def held_out_captions(trained: Trained) -> list[str]:
     """Return the first caption of each held-out image of a run with text; raises as :func:`held_out_images`."""
-    store, positions = held_out_images(trained, "--prompts")
-    texts, rows = texts_of(store), store.others[CAPTIONS].read(positions)[:, 0]
-    return [texts[row] for row in rows]
+    return [*first_captions(*held_out_images(trained, "--prompts"))]

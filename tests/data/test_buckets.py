@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -32,12 +33,13 @@ from ddpm_ds.data.buckets import (
 )
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
-from ddpm_ds.data.held_out import parts, prepare_all
+from ddpm_ds.data.held_out import Part, parts, prepare_all
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.prepare import bucket_shares, buckets_of, cache_path, class_names, prepare, prepare_images
 from ddpm_ds.errors import DataError
+from ddpm_ds.evaluate import inputs
 from tests.autoencoders import save_autoencoder
 from tests.launching import tiny_spec
 
@@ -198,6 +200,9 @@ def test_latents_text_and_sizes_agree_with_the_pixels_of_each_bucket(
     for cache, caption in zip(store.buckets, ("a", "a cat"), strict=True):  # of odd numbers, and of even ones
         texts = texts_of(cache)
         assert {texts[number] for number in cache.others["captions"][:][:, 0].tolist()} == {caption}
+    of_others = Part(store, np.array([store.counts[0], sum(store.counts[:2])]))
+    with patch.object(inputs, "held_out_images", lambda *_: of_others):
+        assert inputs.held_out_captions(Mock()) == ["a", "a cat"]
     batches = micro_batches(
         store,
         fields={"images", "text", "pooled", "sizes"},
