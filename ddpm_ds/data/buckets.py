@@ -91,6 +91,12 @@ def _factor(data: DataSpec) -> int:
     return 1 if autoencoder is None else autoencoder.factor
 
 
+def image_sizes(data: DataSpec, sizes: Sequence[Size]) -> list[Size]:
+    """Return ``sizes`` in pixels as ``data.image_size`` counts them; raises DataError as :func:`sizes_of`."""
+    factor = _factor(data)
+    return [(height // factor, width // factor) for height, width in sizes]
+
+
 def sizes_of(data: DataSpec) -> tuple[Size, ...]:
     """Return heights and widths in pixels of all buckets of ``data``, that of ``data.image_size`` first.
 
@@ -143,17 +149,16 @@ def filled_buckets(data: DataSpec, shapes: Shapes, kept: Sequence[Size]) -> list
 
     One that has the images that it would have among all sizes names those, so that its cache is that of other runs.
     """
-    sizes, factor = sizes_of(data), _factor(data)
+    sizes = sizes_of(data)
     numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
     found: list[BucketData] = []
-    for kept_number, size in enumerate(kept):
+    for kept_number, (size, image_size) in enumerate(zip(kept, image_sizes(data, kept), strict=True)):
         number, members = sizes.index(size), kept_numbers == kept_number
         if not members.any():
             continue
         among: dict[str, object] = {"number": kept_number, "sizes": tuple(kept)}
         if np.array_equal(members, numbers == number):
             among = {"number": number, "sizes": sizes}
-        image_size = (size[0] // factor, size[1] // factor)
         found.append(BucketData(**{**dict(data), "image_size": image_size, **among}))
     first = found.pop(bucket_of(data.size, [bucket.size for bucket in found]))
     return [first, *found]

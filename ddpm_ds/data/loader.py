@@ -57,9 +57,7 @@ class MicroBatch(NamedTuple):
     condition: Tensor | None = None  # (n, C, h, w), the stored condition, of its own size and dtype
     mask: Tensor | None = None  # (n, 1 or C, H, W) uint8, 1 where a pixel counts in the loss
     vector: Tensor | None = None  # (n, K) float32
-    text: Tensor | None = (
-        None  # (n, tokens, channels) float16 or int8, the encoded caption; (n, encoders, tokens) int32
-    )
+    text: Tensor | None = None  # the caption: (n, tokens, channels) float16 or int8, or (n, encoders, tokens) int32
     text_scale: Tensor | None = None  # (n, tokens) float32, factor of the tokens in int8
     pooled: Tensor | None = None  # (n, channels) float16, the pooled text
     sizes: Tensor | None = None  # (n, 6) float32, sizes of the original image and of its crop
@@ -98,10 +96,10 @@ def micro_batches(
     Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
     rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
     :class:`ddpm_ds.data.order.Order`. Of a cache with buckets of aspect, ``group`` images that follow each other are of
-    one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A
-    worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if
-    ``batch_images``, ``group`` or ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and
-    KeyError for a field that the cache does not have.
+    one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A worker's error or death is
+    raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images``, ``group`` or
+    ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and KeyError for a field that the
+    cache does not have.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:

@@ -35,6 +35,7 @@ from ddpm_ds.data.buckets import (
     Members,
     Shapes,
     filled_buckets,
+    image_sizes,
     kept_sizes,
     moved,
     read_shapes,
@@ -330,10 +331,7 @@ def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], 
     if counted and (shapes := _known_shapes(data)) is not None:
         found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in _buckets_of(data, shapes, group, None)]
     else:
-        every = sizes_of(data)
-        found = [
-            ((height * data.size[0] // every[0][0], width * data.size[0] // every[0][0]), 1) for height, width in every
-        ]
+        found = [(size, 1) for size in image_sizes(data, sizes_of(data))]
     total = sum(count for _, count in found)
     return tuple((size, count / total) for size, count in found)
 

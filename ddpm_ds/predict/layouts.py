@@ -320,11 +320,8 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
 
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
-    batch, wanted, zeros = (
-        job.spec.train.batch_images,
-        job.spec.train.accumulation,
-        _zero_choices(job, devices, offload),
-    )
+    batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
+    zeros = _zero_choices(job, devices, offload)
     for stages in divisors(devices):
         replicas = devices // stages
         if stages > len(job.layers) or batch % replicas:

@@ -72,7 +72,7 @@ def parent_in(uri: str, run_dir: Path) -> str:
 
 
 def assert_sampled_from(model: Any, exported: Path) -> None:
-    """Of each row as many images as it asks for are drawn, those of the seed and the label, by the run's sampler."""
+    """Each row draws as many images as it asks for, those of the seed and the label, by the run's sampler."""
     trained = load_trained(exported)
     sampler = trained.sampler.model_copy(update={"kind": "ddim", "steps": 2})
     table = pd.DataFrame({"count": [2, 1], "seed": [3, 4], "label": [5, 1]})
