@@ -309,10 +309,22 @@ AcrossHosts = Literal["stages", "replicas"]
 
 
 @dataclass(frozen=True)
+class TensorSplit:
+    """Layers whose weights are split among the ranks of a tensor group, and the size of a group."""
+
+    size: int = 1
+    """Number of ranks of a group; 1 splits nothing."""
+    levels: tuple[int, ...] | Literal["auto"] = "auto"
+    """Levels of the U-Net whose layers are split, 0 at full size; "auto" is all of them."""
+    layers: tuple[str, ...] = ()
+    """Names of the layers that are split instead, or patterns of names, such as ``up.0.*``."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Layout of a run on its processes: the values of the JSON's keys that the planner can choose.
 
-    Processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
+    Processes = stages x tensor group x replicas, batch = replicas x micro-batches x micro-batch.
     """
 
     stages: int
@@ -331,11 +343,12 @@ class Layout:
     """Axis that is split over hosts; "auto" is undecided, or makes no difference."""
     in_flight: int | Literal["auto"] = "auto"
     """Most micro-batches that a rank of a planned pipeline holds; "auto" is the usual number."""
+    tensor: TensorSplit = TensorSplit()
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.stages * self.replicas
+        return self.stages * self.tensor.size * self.replicas
 
     @property
     def batch_images(self) -> int:

@@ -96,7 +96,7 @@ def build_engine(
         kind = FoldedUnetModule if folds(resolved.layout.schedule) else UnetPipelineModule
         with insides.named_builds(doing), insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(
-                model=kind(layers, bounds, seed, across, others),
+                model=kind(layers, bounds, seed, across, others, resolved.layout.tensor.size),
                 config=resolved.for_deepspeed(),
                 optimizer=partial(Adam8bit, **resolved.eight_bit_settings) if resolved.eight_bit_settings else None,
             )

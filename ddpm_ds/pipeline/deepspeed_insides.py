@@ -27,7 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
 from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
-from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -35,6 +35,8 @@ from torch.utils.file_baton import FileBaton
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, AcrossHosts
 from ddpm_ds.errors import HostError
+from ddpm_ds.unet.shards import Shard
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of
 
 BUILD_SECONDS = 1800.0
 """Time after which an extension's build counts as hung, or its lock as forgotten; one takes minutes on a busy host."""
@@ -46,15 +48,27 @@ class _NoStageLimit:
     gradients = 3
 
 
-def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology:
-    """Return the global ranks of a pipeline's stages and replicas, numbered as by :class:`Grid` in ``placement``.
+def topology(across: AcrossHosts, stages: int, replicas: int, tensor: int = 1) -> ProcessTopology:
+    """Return the global ranks of a pipeline's stages and replicas, and of tensor groups, which are neighbours, numbered
+    as by :class:`Grid` in ``placement``.
 
     Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and takes the groups of stages, of
-    replicas and of whole pipelines, and the rank of a neighbour, from the topology and not from its own order of axes.
+    replicas, of tensors and of everything but replicas, and the rank of a neighbour, from the topology and not from its
+    own order of axes.
     """
-    sizes = {"pipe": stages, "data": replicas}
-    axes = ["pipe", "data"] if across == "stages" else ["data", "pipe"]
+    sizes = {"pipe": stages, "data": replicas, "model": tensor}
+    axes = ["pipe", "data", "model"] if across == "stages" else ["data", "pipe", "model"]
     return ProcessTopology(axes=axes, dims=[sizes[axis] for axis in axes])
+
+
+def tensor_group(grid: PipelineParallelGrid) -> TensorGroup:
+    """Return this rank's tensor group.
+
+    Assumes that a grid's group of the axis ``model`` is used by nothing else in DeepSpeed's engine and optimizers.
+    """
+    if grid.model_parallel_size == 1:
+        return ALONE
+    return TensorGroup(grid.get_slice_parallel_rank(), grid.model_parallel_size, grid.slice_proc_group)
 
 
 @contextlib.contextmanager
@@ -575,6 +589,8 @@ class OwnedPiece:
     """Index of the piece's first element in the flattened ``master``."""
     dimensions: int
     """Dimensions of the parameter: 1 of norms and biases."""
+    shard: Shard | None = None
+    """Part of the whole parameter that this rank's is, whose elements ``first`` counts; None if it is whole."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor shaped as ``master``, such as one of its moments: a 1-D view."""
@@ -605,11 +621,14 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
                 group = engine.basic_optimizer.param_groups[mapping.param_group_index]
                 (flat,) = group["params"]
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                pieces.append(OwnedPiece(name, here.start, here.numel, flat, there.start, parameter.dim()))
+                place = here.start, here.numel, flat, there.start
+                pieces.append(OwnedPiece(name, *place, parameter.dim(), shard_of(parameter)))
         return pieces
     wide = {id(parameter): master for parameter, master in _unfused_masters(optimizer)}
     return [
-        OwnedPiece(name, 0, parameter.numel(), wide.get(id(parameter), parameter), 0, parameter.dim())
+        OwnedPiece(
+            name, 0, parameter.numel(), wide.get(id(parameter), parameter), 0, parameter.dim(), shard_of(parameter)
+        )
         for name, parameter in named
     ]
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.own_step import OwnStep
+from ddpm_ds.unet.tensor_group import is_partial, shard_of
 
 PassKind = Literal["whole", "inputs", "weights"]
 """What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
@@ -84,7 +85,13 @@ class FlatGradients(OwnStep):
             self._sum = flat.accumulator
         self._keeps = flat.accumulator is not None
         self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
-        self._summed = self._own.split(SUMMED if device.type == "cpu" else self._owned)
+        self._tensor = engine.module.tensor
+        counts = self._tensor.rank == 0
+        counted = self._runs(lambda one: counts or shard_of(one) is not None) if self._tensor.size > 1 else [self._own]
+        counted = counted or [self._own[:0]]
+        self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
+        self._partial = self._runs(is_partial)
+        self._alike = self._runs(lambda one: shard_of(one) is None and not is_partial(one))
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
         self._bucket = max(min(flat.bucket, flat.elements), largest)
@@ -94,6 +101,19 @@ class FlatGradients(OwnStep):
         self._passes: dict[tuple[int, PassKind], _Pass] = {}
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
+
+    def _runs(self, wanted: Callable[[nn.Parameter], bool]) -> list[Tensor]:
+        """Return the contiguous pieces of the own partition's sum that belong to some parameters."""
+        first = self._flat.replica * self._owned
+        found: list[tuple[int, int]] = []
+        for parameter, place in sorted(self._flat.places.items(), key=lambda item: item[1]):
+            start, stop = max(place - first, 0), min(place + parameter.numel() - first, self._owned)
+            if start >= stop or not wanted(parameter):
+                continue
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+        return [self._own[start:stop] for start, stop in found]
 
     # ---------------------------------------------------------------- passes
 
@@ -233,12 +253,14 @@ class FlatGradients(OwnStep):
 
     # ---------------------------------------------------------------- step
 
+    @torch.no_grad()
     def reduce(self) -> None:
         flat = self._flat
         if flat.replicas > 1 and flat.accumulator is not None:
             insides.reduce_gradients(self._engine)
         elif flat.replicas > 1 and not self._reduces:
             self._scatter()
+        self._tensor.agree(self._partial, self._alike)
         insides.show_fragments(self._engine, self._shown)
 
     @torch.no_grad()
@@ -319,8 +341,8 @@ def norm_of(parts: Sequence[Tensor]) -> Tensor:
 
 
 def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
-    """Return the norm over all stages from that of each."""
-    if engine.num_stages == 1:
+    """Return the norm over all stages and tensor groups from that of what each rank counts."""
+    if engine.grid.get_model_parallel_world_size() == 1:
         return norm
     squared = norm.square()
     comm.all_reduce(squared, group=engine.grid.get_model_parallel_group())

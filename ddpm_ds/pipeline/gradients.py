@@ -14,6 +14,7 @@ from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, norm_of, over_stages
 from ddpm_ds.pipeline.own_step import OwnStep
+from ddpm_ds.unet.tensor_group import is_partial, shard_of
 from ddpm_ds.unet.weight_gradients import through_autograd
 
 
@@ -132,6 +133,7 @@ class SeparateGradients(OwnStep):
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__(engine)
         self._parameters = list(engine.module.parameters())
+        self._tensor = engine.module.tensor
         self._masters = insides.separate_masters(engine)
         sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
@@ -154,8 +156,14 @@ class SeparateGradients(OwnStep):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        if self._engine.dp_world_size == 1:
-            return
+        if self._engine.dp_world_size > 1:
+            self._average_all()
+        gradients = [(one, one.grad) for one in self._parameters if shard_of(one) is None and one.grad is not None]
+        partial = [gradient for one, gradient in gradients if is_partial(one)]
+        self._tensor.agree(partial, [gradient for one, gradient in gradients if not is_partial(one)])
+
+    def _average_all(self) -> None:
+        """Average all gradients over the replicas, some at a time."""
         chunk: list[Tensor] = []
         elements = 0
         for parameter in self._parameters:
@@ -170,7 +178,10 @@ class SeparateGradients(OwnStep):
     @torch.no_grad()
     def step(self) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = over_stages(self._engine, norm_of(gradients))
+        counted = gradients
+        if self._tensor.rank > 0:
+            counted = [one.grad for one in self._parameters if shard_of(one) is not None and one.grad is not None]
+        norm = over_stages(self._engine, norm_of(counted or [gradients[0].flatten()[:0]]))
         with self._unless_invalid(norm) as steps:
             if steps:
                 self._step_masters(gradients, self._factor(norm))

@@ -12,21 +12,28 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
+from ddpm_ds.unet.blocks import Carry, CarryLayer, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.tensor_group import TensorGroup
 
 
 class UnetLayerSpec(LayerSpec):
-    """Spec from which DeepSpeed builds layer ``index`` of the list; weights are a function of (seed, index) alone."""
+    """Spec from which DeepSpeed builds layer ``index`` of the list; weights are a function of (seed, index) alone, of
+    which a split layer keeps the part of this rank in its ``tensor`` group.
+    """
 
-    def __init__(self, layer: Layer, index: int, seed: int) -> None:
+    def __init__(self, layer: Layer, index: int, seed: int, tensor: Callable[[], TensorGroup]) -> None:
         super().__init__(nn.Module)
-        self.layer, self.index, self.seed = layer, index, seed
+        self.layer, self.index, self.seed, self.tensor = layer, index, seed, tensor
 
     def build(self, log: bool = False) -> nn.Module:
-        return build_layer(self.layer, self.index, self.seed)
+        built = build_layer(self.layer, self.index, self.seed)
+        if self.layer.shards > 1:
+            assert isinstance(built, CarryLayer)
+            built.split(self.tensor())
+        return built
 
 
 class UnetPipelineModule(PipelineModule):
@@ -35,7 +42,7 @@ class UnetPipelineModule(PipelineModule):
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
     are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).
     ``first`` and ``stop`` are the layers that :meth:`forward` walks. ``others`` are the lists of layers for images of
-    other sizes.
+    other sizes. ``tensor_size`` neighbouring ranks have each stage, whose split layers they compute together.
     """
 
     schedule: Schedule = "1f1b"
@@ -49,6 +56,7 @@ class UnetPipelineModule(PipelineModule):
         seed: int,
         across: AcrossHosts = "stages",
         others: Sequence[Sequence[Layer]] = (),
+        tensor_size: int = 1,
     ) -> None:
         self.unet_layers = tuple(layers)
         self.sized_layers = (self.unet_layers, *map(tuple, others))
@@ -56,12 +64,13 @@ class UnetPipelineModule(PipelineModule):
         self._bounds = tuple(bounds)
         stages = (len(bounds) - 1) // self.phases
         super().__init__(
-            layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
-            topology=insides.topology(across, stages, dist.get_world_size() // stages),
+            layers=[UnetLayerSpec(layer, index, seed, lambda: self.tensor) for index, layer in enumerate(layers)],
+            topology=insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size),
         )
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
+        self.tensor = insides.tensor_group(self._grid)
         self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
         ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
@@ -135,6 +144,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self.num_stages *= 2  # as the parent counts them from here on
         self.parts = list(self._bounds)
+        self.tensor = insides.tensor_group(self._grid)
         self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
 
     def activate_phase(self, phase: int) -> None:

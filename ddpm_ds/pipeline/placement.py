@@ -35,32 +35,39 @@ class Edges(Counter[tuple[Hashable, Hashable]]):
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of ``stages`` pipeline ranks x ``replicas``, and the host of each global rank."""
+    """Grid of ``stages`` pipeline ranks x ``replicas`` x ``tensor``, the ranks of a tensor group, which are neighbours
+    and have the same stage of the same replica; and the host of each global rank.
+    """
 
     stages: int
     replicas: int
     across: AcrossHosts
     hosts: tuple[Hashable, ...]
+    tensor: int = 1
 
-    def rank(self, stage: int, replica: int) -> int:
-        """Return the global rank of a rank of the pipeline in a replica."""
-        return stage * self.replicas + replica if self.across == "stages" else replica * self.stages + stage
+    def rank(self, stage: int, replica: int, part: int = 0) -> int:
+        """Return the global rank of a rank of the pipeline in a replica, of this place in its tensor group."""
+        group = stage * self.replicas + replica if self.across == "stages" else replica * self.stages + stage
+        return group * self.tensor + part
 
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """Return the rank in its pipeline and the replica of a global rank."""
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Return the rank in its pipeline, the replica and the place in the tensor group of a global rank."""
+        group, part = divmod(rank, self.tensor)
         if self.across == "stages":
-            return divmod(rank, self.replicas)
-        replica, stage = divmod(rank, self.stages)
-        return stage, replica
+            return *divmod(group, self.replicas), part
+        replica, stage = divmod(group, self.stages)
+        return stage, replica, part
 
     def hosts_of(self, stage: int) -> list[Hashable]:
-        """Return the host of each replica of a rank of the pipeline."""
-        return [self.hosts[self.rank(stage, replica)] for replica in range(self.replicas)]
+        """Return the host of each replica of a rank of the pipeline, of the first of its tensor group."""
+        return self._members(stage)[0]
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
-        """Return the connections between each rank of the pipeline and the next, in all replicas, there and back."""
-        pairs = itertools.pairwise(self.hosts_of(stage) for stage in range(self.stages))
+        """Return the connections between each rank of the pipeline and the next, in all replicas and tensor groups,
+        there and back.
+        """
+        pairs = itertools.pairwise([*itertools.chain(*self._members(stage))] for stage in range(self.stages))
         return tuple(Edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
 
     @cached_property
@@ -70,8 +77,22 @@ class Grid:
 
         Collectives use these rings: gloo by the order of ranks, NCCL through each host once.
         """
-        members = [self.hosts_of(stage) for stage in range(self.stages)]
-        return tuple(Edges(zip(hosts, [*hosts[1:], hosts[0]], strict=True) if hosts[1:] else ()) for hosts in members)
+        return tuple(
+            Edges(
+                pair
+                for hosts in self._members(stage)
+                for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+                if hosts[1:]
+            )
+            for stage in range(self.stages)
+        )
+
+    def _members(self, stage: int) -> list[list[Hashable]]:
+        """Return the host of each replica of a rank of the pipeline, by the place in its tensor group."""
+        return [
+            [self.hosts[self.rank(stage, replica, part)] for replica in range(self.replicas)]
+            for part in range(self.tensor)
+        ]
 
 
 @dataclass(frozen=True)

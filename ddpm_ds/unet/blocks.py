@@ -6,7 +6,7 @@ residual block also from its projection of emb and a mask, which :func:`walk` ma
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from ddpm_ds.unet.operations import (
     norm_silu,
     project,
 )
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of
 
 Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
@@ -72,10 +73,28 @@ class CarryLayer(nn.Module):
     A layer that opens a residual pushes its h, and one that closes it pops it, for its :meth:`compute` to add.
     """
 
+    pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
+    """Methods that ``torch.compile`` may compile, which are arithmetic of one rank without the sums of a group, and the
+    convolutions and linear layers of each; () is all of them."""
+
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.pops = layer.skip_channels > 0
         self.pushes, self.opens, self.closes = layer.pushes, layer.opens, layer.closes
+        self.tensor = ALONE
+        """Ranks among which the layer is split."""
+
+    def split(self, tensor: TensorGroup) -> None:
+        """Keep this rank's part of the layer, which a tensor group computes together from now on."""
+        self.tensor = tensor
+        self.keep_own()
+        for parameter in self.parameters():
+            parameter.model_parallel = shard_of(parameter) is not None  # type: ignore[attr-defined]
+            parameter.partial = shard_of(parameter) is None  # type: ignore[attr-defined]
+
+    def keep_own(self) -> None:
+        """Replace the weights that are split by this rank's parts, in a layer that can be split."""
+        raise NotImplementedError
 
     def forward(self, carry: Carry, given: Callable[[Tensor], tuple[Any, ...]] | None = None) -> Carry:
         """Return the next carry; ``given`` is called instead of :meth:`given`."""
@@ -206,23 +225,53 @@ class ResidualBlock(CarryLayer):
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         return given_to([self], emb)[0]
 
+    def keep_own(self) -> None:
+        self.pieces = {"part": ()}
+        self.tensor.rows(self.conv1)
+        self.tensor.rows(self.time_projection, parts=2 if self.scale_shift else 1)
+        self.tensor.rows(self.norm2)
+        self.norm2.num_groups //= self.tensor.size
+        self.dropout.own = self.tensor.place(self.norm2.weight.numel())
+        self.tensor.columns(self.conv2)
+        if self.shortcut is not None:
+            self.tensor.rows(self.shortcut)
+
     def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
+        if self.tensor.size == 1:
+            return (h if self.shortcut is None else self.shortcut(h)) + self.branch(h, time, keep)
+        summed = self.tensor.sum(self.part(self.tensor.enter(h), time, keep))
+        return summed if self.shortcut is not None else h + summed
+
+    def branch(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
+        """Return what is added to h or its shortcut (N, C, H, W); of a split block the part of this rank."""
         branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
             scale, shift = time.chunk(2, dim=1)
             branch = norm_silu(self.norm2, branch, scale=scale, shift=shift)
         else:
             branch = norm_silu(self.norm2, branch, add=time)
-        branch = self.conv2(self.dropout(branch, keep))  # (N, C, H, W)
-        return (h if self.shortcut is None else self.shortcut(h)) + branch
+        return self.conv2(self.dropout(branch, keep))  # (N, C, H, W)
+
+    def part(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
+        """Return this rank's part of the sum: of the branch, and the own channels of the shortcut."""
+        branch = self.branch(h, time, keep)
+        if self.shortcut is None:
+            return branch
+        own = self.shortcut(h)
+        return branch + F.pad(own, (0, 0, 0, 0, *self.tensor.place(own.shape[1])))
 
 
 def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Return what each block computes with beside h: its projection of the embedding, (N, C or 2C) in the dtype of the
     arithmetic, and the mask of its dropout.
     """
-    times = project([block.time_projection for block in blocks], emb.to(arithmetic_dtype(emb.device.type, emb.dtype)))
-    return list(zip(times, draw_masks([block.dropout for block in blocks]), strict=True))
+    emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
+    for tensor in dict.fromkeys(block.tensor for block in blocks):
+        together = [block for block in blocks if block.tensor is tensor]
+        projected = project([block.time_projection for block in together], tensor.enter(emb))
+        times.update(zip(together, projected, strict=True))
+    masks = draw_masks([block.dropout for block in blocks])
+    return [(times[block], mask) for block, mask in zip(blocks, masks, strict=True)]
 
 
 def walk(layers: Iterable[nn.Module], carry: Any) -> Any:
@@ -254,9 +303,18 @@ class Attention(CarryLayer):
         self.qkv = Linear(width, 3 * width, parts=3)
         self.projection = Linear(width, width, starts_at_zero=True)
 
+    def keep_own(self) -> None:
+        self.pieces = {"mixed": ()}
+        self.heads //= self.tensor.size
+        self.tensor.rows(self.qkv, parts=3)
+        self.tensor.columns(self.projection)
+
     def compute(self, h: Tensor) -> Tensor:
-        mixed = attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), heads=self.heads)
-        return h + as_image(self.projection(mixed), h)
+        return h + as_image(self.tensor.sum(self.mixed(self.tensor.enter(h))), h)
+
+    def mixed(self, h: Tensor) -> Tensor:
+        """Return what the heads of this rank add to each pixel, (N, pixels, C)."""
+        return self.projection(attend(*self.qkv(as_pixels(self.norm(h))).chunk(3, dim=2), heads=self.heads))
 
 
 class TransformerInput(CarryLayer):
@@ -299,13 +357,38 @@ class TransformerBlock(CarryLayer):
             raise RuntimeError("cross-attention needs the encoded text: call set_context before the forward")
         return (self.context.to(arithmetic_dtype(emb.device.type, emb.dtype)),)
 
+    def keep_own(self) -> None:
+        self.pieces = {
+            "mixed": ("qkv", "projection1"),
+            "read": ("q", "kv", "projection2"),
+            "widened": ("gated", "projection3"),
+        }
+        self.heads //= self.tensor.size
+        for fused, parts in ((self.qkv, 3), (self.q, 1), (self.kv, 2), (self.gated, 2)):
+            self.tensor.rows(fused, parts)
+        for projection in (self.projection1, self.projection2, self.projection3):
+            self.tensor.columns(projection)
+
     def compute(self, h: Tensor, context: Tensor) -> Tensor:
+        enter, add = self.tensor.enter, self.tensor.sum
         pixels = as_pixels(h)
-        pixels = pixels + self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), heads=self.heads))
+        pixels = pixels + add(self.mixed(enter(pixels)))
+        pixels = pixels + add(self.read(enter(pixels), context))
+        return as_image(pixels + add(self.widened(enter(pixels))), h)
+
+    def mixed(self, pixels: Tensor) -> Tensor:
+        """Return what self-attention adds to the pixels (N, pixels, C); this and the two below, of the own heads."""
+        return self.projection1(attend(*self.qkv(self.norm1(pixels)).chunk(3, dim=2), heads=self.heads))
+
+    def read(self, pixels: Tensor, context: Tensor) -> Tensor:
+        """Return what attention to the context adds."""
         query = self.q(self.norm2(pixels))
-        pixels = pixels + self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), heads=self.heads))
+        return self.projection2(attend(query, *self.kv(context).chunk(2, dim=2), heads=self.heads))
+
+    def widened(self, pixels: Tensor) -> Tensor:
+        """Return what the gated network adds."""
         values, gate = self.gated(self.norm3(pixels)).chunk(2, dim=2)  # (N, pixels, 4C) each
-        return as_image(pixels + self.projection3(values * F.gelu(gate)), h)
+        return self.projection3(values * F.gelu(gate))
 
 
 class TransformerOutput(CarryLayer):

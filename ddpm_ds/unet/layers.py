@@ -31,7 +31,7 @@ height and width of the crop, in pixels."""
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Layer of the list. Its kind is its class; counts are per image."""
+    """Layer of the list. Its kind is its class; counts are per image, and of one rank if the layer is split."""
 
     name: str
     in_channels: int
@@ -49,6 +49,13 @@ class Layer:
     """Whether the old h is pushed as a residual, which travels with h until a layer that ``closes`` adds it."""
     closes: bool = False
     """Whether the residual is popped and added to the new h."""
+    shards: int = 1
+    """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
+
+    @property
+    def units(self) -> int:
+        """Number of equal parts, groups of channels or heads, of which each rank may have some; 1 if none may."""
+        return 1
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -217,6 +224,10 @@ class BlockLayer(Layer):
     scale_shift: bool
 
     @property
+    def units(self) -> int:
+        return self.groups
+
+    @property
     def width(self) -> int:
         """Number of channels that the block works on: h and the popped skip."""
         return self.in_channels + self.skip_channels
@@ -232,28 +243,34 @@ class BlockLayer(Layer):
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
+    def _own_channels(self) -> int:
+        """Number of channels of the inner convolution's output on this rank."""
+        return self.out_channels // self.shards
+
+    @property
     def _convolved(self) -> int:
         """Number of elements of the convolutions' weights."""
-        return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self.out_channels
+        return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self._own_channels
 
     @property
     def weights(self) -> int:
-        return self._convolved + self.embedding_channels * self.time_channels
+        return self._convolved + self.embedding_channels * self.time_channels // self.shards
 
     @property
     def vectors(self) -> int:
-        return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + self.time_channels
+        return 2 * self.width + (4 + self.has_shortcut) * self._own_channels + self.time_channels // self.shards
 
     @property
     def weight_macs(self) -> int:
-        return self._convolved * self.pixels + self.embedding_channels * self.time_channels
+        return self._convolved * self.pixels + self.embedding_channels * self.time_channels // self.shards
 
     @property
     def activation_elements(self) -> int:
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
-        per_pixel = 3 * self.width + (3 + self.scale_shift) * self.out_channels
-        vectors = self.embedding_channels + self.scale_shift * self.out_channels + 4 * self.groups
-        mask = self.out_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
+        per_pixel = 3 * self.width + (3 + self.scale_shift) * self._own_channels
+        groups = 2 * self.groups + 2 * self.groups // self.shards
+        vectors = self.embedding_channels + self.scale_shift * self._own_channels + groups
+        mask = self._own_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
         return per_pixel * self.pixels + vectors + mask
 
 
@@ -266,21 +283,26 @@ class AttentionLayer(Layer):
     heads: int
 
     @property
+    def units(self) -> int:
+        return self.heads
+
+    @property
     def weights(self) -> int:
-        return 4 * self.in_channels**2
+        return 4 * self.in_channels**2 // self.shards
 
     @property
     def vectors(self) -> int:
-        return 6 * self.in_channels
+        return 2 * self.in_channels + 4 * self.in_channels // self.shards
 
     @property
     def macs(self) -> int:
-        return self.weight_macs + 2 * self.in_channels * self.pixels**2
+        return self.weight_macs + 2 * self.in_channels * self.pixels**2 // self.shards
 
     @property
     def activation_elements(self) -> int:
-        # h, its normalisation, q, k, v and the heads' output; a logarithm per query and head
-        return (6 * self.in_channels + self.heads) * self.pixels + 2 * self.groups
+        # h and its normalisation; q, k, v and the heads' output; a logarithm per query and head
+        own = (4 * self.in_channels + self.heads) // self.shards
+        return (2 * self.in_channels + own) * self.pixels + 2 * self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,27 +333,36 @@ class TransformerBlockLayer(Layer):
     context_channels: int
 
     @property
+    def units(self) -> int:
+        return self.heads
+
+    @property
+    def _own_channels(self) -> int:
+        """Number of channels of this rank's heads."""
+        return self.in_channels // self.shards
+
+    @property
     def weights(self) -> int:
-        return 18 * self.in_channels**2 + 2 * self.context_channels * self.in_channels
+        return (18 * self.in_channels + 2 * self.context_channels) * self._own_channels
 
     @property
     def vectors(self) -> int:
-        return 17 * self.in_channels
+        return 6 * self.in_channels + 11 * self._own_channels
 
     @property
     def weight_macs(self) -> int:
-        return (18 * self.in_channels * self.pixels + 2 * self.context_channels * self.tokens) * self.in_channels
+        return (18 * self.in_channels * self.pixels + 2 * self.context_channels * self.tokens) * self._own_channels
 
     @property
     def macs(self) -> int:
-        return self.weight_macs + 2 * (self.pixels + self.tokens) * self.in_channels * self.pixels
+        return self.weight_macs + 2 * (self.pixels + self.tokens) * self._own_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
-        # three normalisations and their inputs; q, k, v and output twice; 8 + 4 + 4 of the gate; a logarithm per query
-        # and head, twice. The context is one tensor for all layers of a rank, and is counted there.
-        per_pixel = 28 * self.in_channels + 2 * self.heads + 6
-        return per_pixel * self.pixels + 2 * self.in_channels * self.tokens
+        # three normalisations and their inputs; of the own heads q, k, v and output twice, 8 + 4 + 4 of the gate and a
+        # logarithm per query and head, twice. The context is one tensor for all layers of a rank, and is counted there.
+        per_pixel = 6 * self.in_channels + 22 * self._own_channels + 2 * self.heads // self.shards + 6
+        return per_pixel * self.pixels + 2 * self._own_channels * self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)

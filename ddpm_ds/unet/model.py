@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import module_of, set_context, transformer_blocks, walk
+from ddpm_ds.unet.blocks import CarryLayer, module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import EmbeddingProjection, draw_weights, set_image_index
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
@@ -109,5 +109,9 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     torch._dynamo.config.recompile_limit = limit
     layer: Any
     for layer in modules:
-        parts = [part for part in weighted_parts(layer) if not isinstance(part, EmbeddingProjection)]
-        layer.compute = Tapped(layer.compute, torch.compile(layer.compute, dynamic=False), parts)
+        pieces = layer.pieces if isinstance(layer, CarryLayer) else CarryLayer.pieces
+        for name, own in pieces.items():
+            within = [getattr(layer, part) for part in own] or weighted_parts(layer)
+            parts = [part for part in within if not isinstance(part, EmbeddingProjection)]
+            written = getattr(layer, name)
+            setattr(layer, name, Tapped(written, torch.compile(written, dynamic=False), parts))

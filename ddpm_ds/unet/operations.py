@@ -316,6 +316,8 @@ class KeyedDropout(nn.Module):
         self.seed = seed
         self.stream = Stream.DROPOUT + layer
         self.shape = shape
+        self.own: tuple[int, int] | None = None
+        """Number of channels before and after those of this rank, if the layer is split."""
         self.images: Tensor | None = None
         self.kernels: Kernels = "reference"
 
@@ -324,7 +326,8 @@ class KeyedDropout(nn.Module):
 
 
 def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
-    """Return the mask of kept elements of each dropout, (N, C, H, W) bool and channels-last; None keeps all.
+    """Return the mask of kept elements of each dropout, (N, C, H, W) bool and channels-last, in a split layer of the
+    own channels; None keeps all.
 
     The dropouts have the same images and kernels. Our kernel draws all masks in one launch, in one piece of memory.
 
@@ -343,8 +346,15 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
         from ddpm_ds.unet.keyed_mask import fused_keep_masks  # needs Triton, which not every machine has
 
         masks = fused_keep_masks(images, [(one.seed, one.stream, one.shape, one.rate) for one in drawing])
-    drawn = iter(masks)
+    drawn = map(_own_channels, masks, drawing)
     return [next(drawn) if one.rate and one.training else None for one in dropouts]
+
+
+def _own_channels(mask: Tensor, dropout: KeyedDropout) -> Tensor:
+    if dropout.own is None:
+        return mask
+    first, after = dropout.own
+    return mask[:, first : mask.shape[1] - after].contiguous(memory_format=torch.channels_last)
 
 
 def _keep_mask(dropout: KeyedDropout, images: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -144,6 +145,8 @@ class Weighted(nn.Module):
 
     weight: Tensor
     bias: nn.Parameter | None
+    bias_place: tuple[int, int] | None = None
+    """Number of outputs before and after those of the bias, if it is that of some outputs alone."""
     waiting: WaitingGradients | None = None
     """Queue for the weight gradient; without one it is computed in the backward."""
     taps: Taps | None = None
@@ -156,6 +159,8 @@ class Weighted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if bias is not None and self.bias_place is not None:
+            bias = F.pad(bias, self.bias_place)
         if not self.waits:
             return self.product(x, self.weight.to(x.dtype), bias)
         weight = self.weight.detach() if self.taps is None else self.taps.weight

@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
-from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, Schedule
+from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, Schedule, TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -46,6 +46,8 @@ from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.unet import model
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
+from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.tensor_group import part_of, shard_of
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, micro_batches, objective_of, parts_of
 from tests.pipeline.random_programs import random_programs
@@ -55,12 +57,12 @@ EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 """Settings of Adam in 8 bits."""
 Precision = Literal["fp32", "fp16", "bf16"]
 Process = Literal[
-    "plain", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text", "buckets"
+    "plain", "heads", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text", "buckets"
 ]
-"""DDPM, EDM, flow matching, DDPM whose images are augmented, inputs perturbed and losses weighed, or DDPM of images
-that are wider than high; or masked fields of 8x16 pixels with weighed channels, constants, a grid, a vector and a
-condition that is stored, or made and noised, or from which they are regressed; or images with captions, of one size or
-in buckets of aspect."""
+"""DDPM, DDPM with attention of several heads and modulated blocks, EDM, flow matching, DDPM whose images are augmented,
+inputs perturbed and losses weighed, or DDPM of images that are wider than high; or masked fields of 8x16 pixels with
+weighed channels, constants, a grid, a vector and a condition that is stored, or made and noised, or from which they are
+regressed; or images with captions, of one size or in buckets of aspect."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -93,6 +95,10 @@ class Case:
     """Seed of programs in the place of the schedule's own."""
     cuts: tuple[int, ...] = ()
     """First layers of the stages; cut by flops without."""
+    tensor: int = 1
+    """Number of ranks that share each stage."""
+    split: tuple[str, ...] = ()
+    """Names of the layers that they split; all that can be without."""
 
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
@@ -128,6 +134,7 @@ class Case:
                 zero.get("stage", 0),
                 self.offload,
                 self.across,
+                tensor=TensorSplit(self.tensor, layers=self.split),
             ),
             partition="flops",
             replan=False,
@@ -145,13 +152,15 @@ class Case:
     def engine(self, spec: RunSpec, **blocks: Any) -> UnetPipelineEngine:
         """This rank's engine for the U-Net of a spec; ``blocks`` replace some of the configuration."""
         resolved = self.resolved(spec.train.batch_images)
+        sizes = [None, *(BUCKETS[1:] if spec.data.buckets else ())]
+        layers, *others = (split_layers(layers_of(spec, size), resolved.layout.tensor) for size in sizes)
         engine = build_engine(
-            layers_of(spec),
+            layers,
             self.bounds(layers_of(spec)),
             replace(resolved, blocks={**resolved.blocks, **blocks}),
             objective_of(spec),
             seed=spec.train.seed,
-            others=[layers_of(spec, size) for size in BUCKETS[1:]] if spec.data.buckets else (),
+            others=others,
         )
         engine.size_of = bucket_at
         return engine
@@ -238,9 +247,15 @@ def moved(steps: list[Expected], to: torch.device) -> list[Expected]:
     return tree_map(lambda value: value.to(to) if isinstance(value, Tensor) else value, steps)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative to the norm of what is expected."""
-    return ((found - expected).norm() / expected.norm()).item()
+def error_of(engine: UnetPipelineEngine, name: str, found: Tensor, whole: Tensor) -> float:
+    """Error of this rank's gradient, of a part of a parameter relative to the norm of the whole."""
+    shard = shard_of(engine.module.get_parameter(name))
+    return difference(found, whole if shard is None else part_of(whole, shard).view_as(found), whole)
+
+
+def difference(found: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
+    """Relative to the norm of what is expected, or of the ``whole`` of which it is a part."""
+    return ((found - expected).norm() / (expected if whole is None else whole).norm()).item()
 
 
 @contextlib.contextmanager
@@ -345,6 +360,8 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
 def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
     unet: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}
+    if process == "heads":
+        return tiny_spec(unet={**unet, "head_channels": 4, "time_conditioning": "scale_shift"})
     if process == "edm":  # with sigma_data 0.5 the gradient of the last bias, one number, nearly cancels over the batch
         return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25})
     if process == "flow":
@@ -413,17 +430,19 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
     counting, records = not case.compile and case.process in ("plain", "rectangles", "stored", "text", "buckets"), []
+    counting = counting and case.tensor == 1
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
-            loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas
+            loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
+        loss_here = loss_here / (case.replicas * case.tensor)
         torch.distributed.all_reduce(loss_here)
-        moment_errors = {
-            piece.name: difference(
-                piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"]),
-                expected.moments[piece.name][piece.first : piece.first + piece.length],
-            )
-            for piece in insides.owned_pieces(engine)
-        }
+        moment_errors = {}
+        for piece in insides.owned_pieces(engine):
+            whole = expected.moments[piece.name]
+            own = whole if piece.shard is None else part_of(whole, piece.shard)
+            own = own[piece.first : piece.first + piece.length]
+            found = piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"])
+            moment_errors[piece.name] = difference(found, own, own if piece.shard is None else whole)
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
             {
@@ -435,10 +454,10 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "contexts": [max(contexts, default=0), *contexts[-1:]],
                 "farthest": farthest,
                 "most_held": most_held(engine.programs[engine.stage_id]),
-                "errors": {name: difference(seen[name], expected.gradients[name]) for name in seen},
+                "errors": {name: error_of(engine, name, seen[name], expected.gradients[name]) for name in seen},
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
-                "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
+                "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id(), engine.module.tensor.rank],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,
                 "loss_scale": engine.next_loss_scale(),

@@ -115,7 +115,7 @@ def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) 
     topology, grid = insides.topology(across, 3, 4), Grid(3, 4, across, (0,) * 12)
     for rank in range(12):
         coordinates = topology.get_coord(rank)
-        assert (coordinates.pipe, coordinates.data) == grid.coordinates(rank)
+        assert (coordinates.pipe, coordinates.data, coordinates.model) == grid.coordinates(rank)
     pipelines, replicas = topology.get_axis_comm_lists("pipe"), topology.get_axis_comm_lists("data")
     assert pipelines == [[grid.rank(stage, replica) for stage in range(3)] for replica in range(4)]
     assert replicas == [[grid.rank(stage, replica) for replica in range(4)] for stage in range(3)]

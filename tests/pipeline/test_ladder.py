@@ -183,11 +183,11 @@ def check(processes: int, cases: list[Case], folder: Path, record_property: Reco
 def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
     """What differs in one case, each with the step, the stage and the name of the gradient."""
     found = []
-    grid = Grid(case.stages, case.replicas, case.across, (0,) * len(ranks))
+    grid = Grid(case.stages, case.replicas, case.across, (0,) * len(ranks), case.tensor)
     for rank, records in enumerate(ranks):
         where = records[0]["coordinates"]
         if tuple(where) != grid.coordinates(rank):
-            found.append(f"rank {rank} is stage and replica {where} instead of {grid.coordinates(rank)}")
+            found.append(f"rank {rank} is stage, replica and part {where} instead of {grid.coordinates(rank)}")
         graphs = [records[0]["graphs"][case.reentrant], *(record["graphs"][1] for record in records)]
         if len(set(graphs)) > 1:  # reentrant checkpoints need more than layers do that are warmed up alone
             found.append(f"rank {rank} compiled {graphs} graphs up to each step")

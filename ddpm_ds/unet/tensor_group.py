@@ -1,0 +1,140 @@
+"""Ranks that compute a layer together, each with its own part of the weights.
+
+::
+
+    h ─ enter ─ normalise ─ own outputs ─ own channels, groups or heads ─ own inputs ─ sum ─▶
+        │                                                                              │
+        backward: sums h's gradient                               forward: sums the parts of the output
+
+Between ``enter`` and ``sum`` a rank works on what it owns; outside of them all ranks compute alike. A parameter that is
+whole in a split layer, such as the first normalisation's, gets a part of its gradient on each rank, and is marked
+``partial``: the parts are summed once a step. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpm_ds.unet.shards import Shard
+from ddpm_ds.unet.weight_gradients import Weighted
+
+
+class TensorGroup:
+    """This process's place in a group of ranks that compute layers together; by default it is alone.
+
+    ``group`` is a process group of its own, over which nothing but sums of activations and of gradients goes, in the
+    order of the layers, the same on all of its ranks.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self.group = rank, size, group
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x, whose gradient becomes the sum of those of all ranks."""
+        return x if self.size == 1 else _Enter.apply(x, self)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks, in the memory of x, which nothing else may use; its gradient is that of
+        the sum.
+        """
+        return x if self.size == 1 else _Sum.apply(x, self)
+
+    def add_up(self, x: Tensor) -> None:
+        """Sum x over all ranks, in place; images are channels-last."""
+        view = x.permute(0, 2, 3, 1) if x.ndim == 4 else x
+        dense = view.contiguous()
+        dist.all_reduce(dense, group=self.group)
+        if dense is not view:
+            view.copy_(dense)
+
+    def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
+        """Sum gradients of which each rank has a part, and give all ranks the first one's of those that each has
+        computed alike, if its kernels may round differently. All are dense and changed in place.
+        """
+        if self.size > 1 and partial:
+            together = torch.cat([one.flatten() for one in partial])
+            self.add_up(together)
+            parts = together.split([one.numel() for one in partial])
+            torch._foreach_copy_(list(partial), [part.view_as(one) for part, one in zip(parts, partial, strict=True)])
+        for one in alike:
+            if self.size > 1 and one.is_cuda:
+                dist.broadcast(one, group=self.group, group_src=0)
+
+    def rows(self, module: nn.Module, parts: int = 1) -> None:
+        """Keep this rank's outputs of each of the ``parts`` side by side of a layer's weight (out, ...) and bias."""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            self._keep(module, name, parameter.numel() // parts)
+
+    def columns(self, module: Weighted) -> None:
+        """Keep this rank's inputs of a layer's weight (..., in), and the outputs of its bias that no other adds."""
+        assert module.bias is not None
+        self._keep(module, "weight", module.weight.shape[-1])
+        self._keep(module, "bias", len(module.bias))
+        module.bias_place = self.place(len(module.bias))
+
+    def place(self, own: int) -> tuple[int, int]:
+        """Return how many elements of a vector lie before and after this rank's ``own``."""
+        return self.rank * own, (self.size - 1 - self.rank) * own
+
+    def _keep(self, module: nn.Module, name: str, length: int) -> None:
+        """Replace a parameter by this rank's part of each ``length`` of its elements."""
+        whole = module.get_parameter(name)
+        shard = Shard(self.rank, self.size, length // self.size)
+        part = part_of(whole.detach(), shard)
+        axis = 0 if shard.run % max(whole[0].numel(), 1) == 0 else whole.ndim - 1
+        shape = list(whole.shape)
+        shape[axis] //= self.size
+        kept = nn.Parameter(part.view(shape))
+        kept.shard = shard  # type: ignore[attr-defined]
+        setattr(module, name, kept)
+
+
+ALONE = TensorGroup()
+
+
+def part_of(whole: Tensor, shard: Shard) -> Tensor:
+    """Return the elements of a tensor that a shard has, (n,), in their order: a copy."""
+    return whole.reshape(-1, shard.ranks, shard.run)[:, shard.rank].reshape(-1).clone()
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Return which part of a whole parameter this one is; None if it is whole."""
+    found: Shard | None = getattr(parameter, "shard", None)
+    return found
+
+
+def is_partial(parameter: Tensor) -> bool:
+    """Return whether a whole parameter gets a part of its gradient on each rank of the tensor group."""
+    return bool(getattr(parameter, "partial", False))
+
+
+class _Enter(torch.autograd.Function):
+    """Identity whose backward sums the gradient over a tensor group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        ctx.group.add_up(gradient)
+        return gradient, None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over a tensor group, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        total = x.detach()
+        group.add_up(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
