@@ -43,6 +43,7 @@ from ddpm_ds.unet.operations import (
     project,
 )
 from ddpm_ds.unet.tensor_group import ALONE, TensorGroup, shard_of
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
@@ -75,7 +76,7 @@ class CarryLayer(nn.Module):
 
     pieces: Mapping[str, tuple[str, ...]] = {"compute": ()}
     """Methods that ``torch.compile`` may compile, which are arithmetic of one rank without the sums of a group, and the
-    convolutions and linear layers of each; () is all of them."""
+    convolutions and linear layers of each; () is all of the layer."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -88,6 +89,10 @@ class CarryLayer(nn.Module):
         """Keep this rank's part of the layer, which a tensor group computes together from now on."""
         self.tensor = tensor
         self.keep_own()
+        for piece in self.pieces:
+            beside = WaitingGradients(())
+            for part in self.parts_of(piece):
+                part.beside = beside
         for parameter in self.parameters():
             parameter.model_parallel = shard_of(parameter) is not None  # type: ignore[attr-defined]
             parameter.partial = shard_of(parameter) is None  # type: ignore[attr-defined]
@@ -108,6 +113,21 @@ class CarryLayer(nn.Module):
             skips.append(h)
         h = self.compute(h.to(dtype), *others).to(stored)
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
+
+    def summed(self, piece: str, h: Tensor, *given: Any) -> Tensor:
+        """Return what a piece makes of h, summed over the ranks among which the layer is split."""
+        compute = getattr(self, piece)
+        if self.tensor.size == 1:
+            return compute(h, *given)
+        parts = self.parts_of(piece)
+        part = compute(self.tensor.enter(h, parts), *given)
+        if (queue := parts[0].beside) is not None:
+            queue.root = None
+        return self.tensor.sum(part)
+
+    def parts_of(self, piece: str) -> list[Weighted]:
+        """Return the convolutions and linear layers of a piece."""
+        return [getattr(self, part) for part in self.pieces[piece]] or weighted_parts(self)
 
     def given(self, emb: Tensor) -> tuple[Any, ...]:
         """Return what :meth:`compute` takes beside h, from an emb in its stored dtype."""
@@ -226,7 +246,7 @@ class ResidualBlock(CarryLayer):
         return given_to([self], emb)[0]
 
     def keep_own(self) -> None:
-        self.pieces = {"part": ()}
+        self.pieces = {"part": ("conv1", "conv2", *(["shortcut"] if self.shortcut is not None else []))}
         self.tensor.rows(self.conv1)
         self.tensor.rows(self.time_projection, parts=2 if self.scale_shift else 1)
         self.tensor.rows(self.norm2)
@@ -239,7 +259,7 @@ class ResidualBlock(CarryLayer):
     def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         if self.tensor.size == 1:
             return (h if self.shortcut is None else self.shortcut(h)) + self.branch(h, time, keep)
-        summed = self.tensor.sum(self.part(self.tensor.enter(h), time, keep))
+        summed = self.summed("part", h, time, keep)
         return summed if self.shortcut is not None else h + summed
 
     def branch(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
@@ -304,13 +324,13 @@ class Attention(CarryLayer):
         self.projection = Linear(width, width, starts_at_zero=True)
 
     def keep_own(self) -> None:
-        self.pieces = {"mixed": ()}
+        self.pieces = {"mixed": ("qkv", "projection")}
         self.heads //= self.tensor.size
         self.tensor.rows(self.qkv, parts=3)
         self.tensor.columns(self.projection)
 
     def compute(self, h: Tensor) -> Tensor:
-        return h + as_image(self.tensor.sum(self.mixed(self.tensor.enter(h))), h)
+        return h + as_image(self.summed("mixed", h), h)
 
     def mixed(self, h: Tensor) -> Tensor:
         """Return what the heads of this rank add to each pixel, (N, pixels, C)."""
@@ -370,11 +390,10 @@ class TransformerBlock(CarryLayer):
             self.tensor.columns(projection)
 
     def compute(self, h: Tensor, context: Tensor) -> Tensor:
-        enter, add = self.tensor.enter, self.tensor.sum
         pixels = as_pixels(h)
-        pixels = pixels + add(self.mixed(enter(pixels)))
-        pixels = pixels + add(self.read(enter(pixels), context))
-        return as_image(pixels + add(self.widened(enter(pixels))), h)
+        pixels = pixels + self.summed("mixed", pixels)
+        pixels = pixels + self.summed("read", pixels, context)
+        return as_image(pixels + self.summed("widened", pixels), h)
 
     def mixed(self, pixels: Tensor) -> Tensor:
         """Return what self-attention adds to the pixels (N, pixels, C); this and the two below, of the own heads."""

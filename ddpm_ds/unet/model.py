@@ -109,9 +109,8 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     torch._dynamo.config.recompile_limit = limit
     layer: Any
     for layer in modules:
-        pieces = layer.pieces if isinstance(layer, CarryLayer) else CarryLayer.pieces
-        for name, own in pieces.items():
-            within = [getattr(layer, part) for part in own] or weighted_parts(layer)
+        for name in layer.pieces if isinstance(layer, CarryLayer) else CarryLayer.pieces:
+            within = layer.parts_of(name) if isinstance(layer, CarryLayer) else weighted_parts(layer)
             parts = [part for part in within if not isinstance(part, EmbeddingProjection)]
             written = getattr(layer, name)
             setattr(layer, name, Tapped(written, torch.compile(written, dynamic=False), parts))

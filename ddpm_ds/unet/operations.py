@@ -4,7 +4,8 @@ Weights are cast to the dtype of the input, so a layer chooses the dtype of its 
 initialise them: :func:`draw_weights` does, from its own generator.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -203,25 +204,26 @@ class EmbeddingProjection(Linear):
 def project(projections: Sequence[EmbeddingProjection], emb: Tensor) -> tuple[Tensor, ...]:
     """Return each projection of SiLU of emb (N, E): (N, out) in emb's dtype, by one product for all."""
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
-    waiting = projections if projections[0].waits else None
+    queue = projections[0].queue
+    put = None if queue is None else partial(queue.put, projections)
     together: Tensor = _Projections.apply(
-        emb, waiting, *(weight.detach() if waiting else weight for weight in weights), *biases
+        emb, put, *(weight.detach() if put else weight for weight in weights), *biases
     )
     return together.split([len(weight) for weight in weights], dim=1)
 
 
 class _Projections(torch.autograd.Function):
-    """Product of SiLU of emb (N, E) with the joined weights (O, E) and biases, whose backward defers the weight
-    gradients of the projections that are ``waiting``.
+    """Product of SiLU of emb (N, E) with the joined weights (O, E) and biases, whose backward hands the factors of the
+    weight gradients to ``put``, if there is one.
 
     The joined weights are made again in the backward: else each micro-batch in flight would hold a copy of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, emb: Tensor, waiting: Sequence[EmbeddingProjection] | None, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, emb: Tensor, put: Callable[[Tensor, Tensor], None] | None, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(emb, *weights)
-        ctx.waiting = waiting
+        ctx.put = put
         return F.linear(F.silu(emb), torch.cat(weights).to(emb.dtype), torch.cat(biases).to(emb.dtype))
 
     @staticmethod
@@ -232,10 +234,10 @@ class _Projections(torch.autograd.Function):
             emb_gradient = torch.ops.aten.silu_backward(gradient @ torch.cat(weights).to(emb.dtype), emb)
         sizes, stored = [len(weight) for weight in weights], weights[0].dtype
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if ctx.waiting is None:
+        if ctx.put is None:
             of_weights = (gradient.t() @ F.silu(emb)).to(stored).split(sizes)
         else:
-            ctx.waiting[0].waiting.put(ctx.waiting, F.silu(emb), gradient)
+            ctx.put(F.silu(emb), gradient)
         return emb_gradient, None, *of_weights, *gradient.sum(0).to(stored).split(sizes)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpm_ds.unet.shards import Shard
-from ddpm_ds.unet.weight_gradients import Weighted
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted
 
 
 class TensorGroup:
@@ -32,9 +32,19 @@ class TensorGroup:
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return x, whose gradient becomes the sum of those of all ranks."""
-        return x if self.size == 1 else _Enter.apply(x, self)
+    def enter(self, x: Tensor, parts: Sequence[Weighted] = ()) -> Tensor:
+        """Return x, whose gradient becomes the sum of those of all ranks.
+
+        While it is summed, the backward computes the weight gradients of the ``parts`` to which x comes, unless they
+        have a pass of their own.
+        """
+        if self.size == 1:
+            return x
+        queue = parts[0].queue if parts else None
+        if queue is None or queue is not parts[0].beside:
+            return _Enter.apply(x, self, None, ())[0]
+        entered, queue.root = _Enter.apply(x, self, queue, parts, *(part.weight for part in parts))
+        return entered
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, in the memory of x, which nothing else may use; its gradient is that of
@@ -43,12 +53,8 @@ class TensorGroup:
         return x if self.size == 1 else _Sum.apply(x, self)
 
     def add_up(self, x: Tensor) -> None:
-        """Sum x over all ranks, in place; images are channels-last."""
-        view = x.permute(0, 2, 3, 1) if x.ndim == 4 else x
-        dense = view.contiguous()
-        dist.all_reduce(dense, group=self.group)
-        if dense is not view:
-            view.copy_(dense)
+        """Sum x over all ranks, in place; it is dense, in the order of its memory."""
+        dist.all_reduce(x, group=self.group)
 
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
         """Sum gradients of which each rank has a part, and give all ranks the first one's of those that each has
@@ -112,18 +118,30 @@ def is_partial(parameter: Tensor) -> bool:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity whose backward sums the gradient over a tensor group."""
+    """Identity whose backward sums the gradient over a tensor group, and meanwhile computes weight gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: TensorGroup,
+        queue: WaitingGradients | None,
+        parts: Sequence[Weighted],
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.queue, ctx.parts = group, queue, parts
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
         gradient = gradient.clone()
-        ctx.group.add_up(gradient)
-        return gradient, None
+        summing = dist.all_reduce(_in_memory(gradient), group=ctx.group.group, async_op=True)
+        found = dict[Tensor, Tensor]()
+        if ctx.queue is not None:
+            ctx.queue.compute(ctx.parts, [0], found.__setitem__)
+        summing.wait()
+        return gradient, None, None, None, *(found[part.weight] for part in ctx.parts)
 
 
 class _Sum(torch.autograd.Function):
@@ -132,9 +150,17 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         total = x.detach()
-        group.add_up(total)
+        group.add_up(_in_memory(total))
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """Return a view of a tensor in the order of its memory; images are channels-last, or dense otherwise."""
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1)
+    assert x.is_contiguous()
+    return x

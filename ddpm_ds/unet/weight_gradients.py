@@ -51,7 +51,13 @@ class WaitingGradients:
         """Micro-batch of the pass that is running."""
         self.open = True
         """Whether the weight gradients of this pass wait."""
+        self.root: Tensor | None = None
+        """Scalar of which the nodes that queue gradients are made, if the node that made it computes them."""
         self._queued: dict[int, dict[Weighted, Waiting]] = defaultdict(dict)
+
+    def new_root(self) -> Tensor:
+        """Return a scalar for a node that has no other input with a gradient, which else would not run."""
+        return torch.zeros((), requires_grad=True) if self.root is None else self.root
 
     def begin(self, phase: int, number: int) -> None:
         """Set the phase and micro-batch of the next forward or backward."""
@@ -148,27 +154,32 @@ class Weighted(nn.Module):
     bias_place: tuple[int, int] | None = None
     """Number of outputs before and after those of the bias, if it is that of some outputs alone."""
     waiting: WaitingGradients | None = None
-    """Queue for the weight gradient; without one it is computed in the backward."""
+    """Queue for a weight gradient that has a pass of its own."""
+    beside: WaitingGradients | None = None
+    """Queue for all others, in a layer whose backward computes them while it sums; without one they are computed where
+    autograd comes to them."""
     taps: Taps | None = None
     """Inputs of compiled code in place of the weight while its gradient is deferred."""
 
     @property
-    def waits(self) -> bool:
-        """Whether the weight gradient of the pass that is running is deferred."""
-        return torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
+    def queue(self) -> WaitingGradients | None:
+        """Queue for the weight gradient of the pass that is running; None if it is not deferred."""
+        if not torch.is_grad_enabled():
+            return None
+        return self.waiting if self.waiting is not None and self.waiting.open else self.beside
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if bias is not None and self.bias_place is not None:
             bias = F.pad(bias, self.bias_place)
-        if not self.waits:
+        queue = self.queue
+        if queue is None:
             return self.product(x, self.weight.to(x.dtype), bias)
         weight = self.weight.detach() if self.taps is None else self.taps.weight
         y = self.product(x, weight.to(x.dtype), None if bias is None else bias.detach())  # _Wait adds its backward
         if self.taps is None:
-            # Without a bias a root takes its place, since the node of an x without gradient would not run.
-            return _Wait.apply(y, x.detach(), torch.zeros((), requires_grad=True) if bias is None else bias, self)
-        return _Wait.apply(y, x.detach(), bias, None, self.taps.x, self.taps.y)
+            return _Wait.apply(y, x.detach(), queue.new_root() if bias is None else bias, self, queue)
+        return _Wait.apply(y, x.detach(), bias, None, None, self.taps.x, self.taps.y)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output for a weight and a bias of the dtype of x."""
@@ -192,9 +203,17 @@ class _Wait(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, bias: Tensor | None, layer: Weighted | None, *taps: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        layer: Weighted | None,
+        queue: WaitingGradients | None,
+        *taps: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.layer = layer
+        ctx.layer, ctx.queue = layer, queue
         ctx.has_bias = bias is not None and bias.ndim == 1
         return y.view_as(y)
 
@@ -203,10 +222,10 @@ class _Wait(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         channels = 1 if x.ndim == 4 else x.ndim - 1
         of_bias = gradient.sum([dim for dim in range(x.ndim) if dim != channels]) if ctx.has_bias else None
-        inside = gradient, None, of_bias, None
+        inside = gradient, None, of_bias, None, None
         if ctx.layer is None:
             return *inside, x, gradient
-        ctx.layer.waiting.put([ctx.layer], x, gradient)
+        ctx.queue.put([ctx.layer], x, gradient)
         return inside
 
 
@@ -239,9 +258,10 @@ class Tapped:
         """Compute, with taps if weight gradients are deferred."""
         # Code is compiled for one layout, and a block's projection of the embedding is a part of all blocks' product.
         inputs = tuple(one.contiguous() if isinstance(one, Tensor) and one.ndim == 2 else one for one in inputs)
-        if not self._parts[0].waits:
+        queue = self._parts[0].queue
+        if queue is None:
             return self._compiled(*inputs)
-        taps = _MakeTaps.apply(torch.zeros((), requires_grad=True), self._parts, self._alike(inputs))
+        taps = _MakeTaps.apply(queue.new_root(), self._parts, queue, self._alike(inputs))
         for part, x, y in zip(self._parts, taps[::2], taps[1::2], strict=True):
             part.taps = Taps(part.weight.detach(), x, y)
         try:
@@ -272,12 +292,14 @@ class _MakeTaps(torch.autograd.Function):
     """Creation of two taps for each part, whose backward queues the taps' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, parts: Sequence[Weighted], alike: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        ctx.parts = parts
+    def forward(
+        ctx: Any, root: Tensor, parts: Sequence[Weighted], queue: WaitingGradients, alike: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.queue = parts, queue
         return tuple(one.detach() for one in alike)
 
     @staticmethod
-    def backward(ctx: Any, *arrived: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *arrived: Tensor) -> tuple[None, None, None, None]:
         for part, x, gradient in zip(ctx.parts, arrived[::2], arrived[1::2], strict=True):
-            part.waiting.put([part], x, gradient)
-        return None, None, None
+            ctx.queue.put([part], x, gradient)
+        return None, None, None, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -253,6 +254,15 @@ def error_of(engine: UnetPipelineEngine, name: str, found: Tensor, whole: Tensor
     return difference(found, whole if shard is None else part_of(whole, shard).view_as(found), whole)
 
 
+def bits_of_whole_parameters(engine: UnetPipelineEngine) -> str:
+    """Checksum of the parameters that this rank shares with all others of its stage."""
+    digest = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        if shard_of(parameter) is None:
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def difference(found: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
     """Relative to the norm of what is expected, or of the ``whole`` of which it is a part."""
     return ((found - expected).norm() / (expected if whole is None else whole).norm()).item()
@@ -457,6 +467,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "errors": {name: error_of(engine, name, seen[name], expected.gradients[name]) for name in seen},
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
+                "whole": bits_of_whole_parameters(engine),
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id(), engine.module.tensor.rank],
                 "sent": [sent.message_bytes, sent.collective_bytes] if counting else None,
                 "expected_sent": expected_sent,

@@ -112,13 +112,17 @@ def test_our_classes_hide_no_name_of_deepspeeds_by_accident(ours: type) -> None:
 
 @pytest.mark.parametrize("across", ACROSS_HOSTS)
 def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) -> None:
-    topology, grid = insides.topology(across, 3, 4), Grid(3, 4, across, (0,) * 12)
-    for rank in range(12):
+    topology, grid = insides.topology(across, 3, 4, 2), Grid(3, 4, across, (0,) * 24, 2)
+    for rank in range(24):
         coordinates = topology.get_coord(rank)
         assert (coordinates.pipe, coordinates.data, coordinates.model) == grid.coordinates(rank)
     pipelines, replicas = topology.get_axis_comm_lists("pipe"), topology.get_axis_comm_lists("data")
-    assert pipelines == [[grid.rank(stage, replica) for stage in range(3)] for replica in range(4)]
-    assert replicas == [[grid.rank(stage, replica) for replica in range(4)] for stage in range(3)]
+    places = [(first, part) for first in range(4) for part in range(2)]
+    assert pipelines == [[grid.rank(stage, replica, part) for stage in range(3)] for replica, part in places]
+    assert replicas == [
+        [grid.rank(stage, *place) for place in places[part::2]] for stage in range(3) for part in (0, 1)
+    ]
+    assert topology.get_axis_comm_lists("model") == [[first, first + 1] for first in range(0, 24, 2)]
 
 
 def test_a_pipeline_takes_all_its_groups_from_its_topology() -> None:

@@ -62,6 +62,10 @@ BY_TWO = [
     Case(2, 1, 1, "fp32", 0, process="buckets"),
     Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
     Case(1, 2, 2, "fp32", 1, process="buckets"),
+    # layers that two ranks compute together
+    Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2),
+    Case(1, 1, 2, "fp16", 1, micro_batches=2, process="text", tensor=2),
+    Case(1, 1, 0, "fp32", 2, micro_batches=2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
 ]
 BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
@@ -78,6 +82,9 @@ BY_FOUR = [
     Case(4, 1, 1, "bf16", 3, micro_batches=8, schedule="folded", process="text", cuts=(4, 6, 10, 15, 20, 27, 31)),
     Case(2, 2, 2, "fp32", 2, reentrant=True, process="text", cuts=(14,)),
     Case(2, 2, 0, "fp32", 0, schedule="folded", process="buckets"),
+    Case(2, 1, 1, "fp16", 0, schedule="folded", process="heads", random_programs=3, tensor=2),
+    Case(2, 1, 0, "fp32", 2, reentrant=True, process="text", tensor=2),
+    Case(1, 2, 2, "fp32", 1, across="replicas", process="text", tensor=2),
 ]
 """The core: every factor but the compiler, in both schedules the ones that their code treats differently."""
 
@@ -103,6 +110,12 @@ MORE_BY_TWO = [
     *(Case(2, 1, *ways, schedule="folded", process="text", cuts=(9, 15, 20)) for ways in (*SOME, (0, "bf16", 1))),
     *(Case(2, 1, *ways, process="text", cuts=(14,)) for ways in (*SOME, (2, "bf16", 2))),
     Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", process="text", random_programs=18),
+    *(
+        Case(1, 1, *ways, micro_batches=2, process="heads", tensor=2)
+        for ways in (*SOME, (0, "fp16", 0), (1, "bf16", 1))
+    ),
+    Case(1, 1, 0, "fp32", 0, compile=True, process="heads", random_programs=8, tensor=2),
+    Case(1, 1, 1, "fp32", 0, compile=True, process="text", random_programs=17, tensor=2),
 ]
 MORE_BY_FOUR = [
     Case(4, 1, 1, "fp16", 2, micro_batches=8, schedule="folded", process="stored"),
@@ -118,6 +131,9 @@ MORE_BY_FOUR = [
     Case(2, 2, 0, "fp16", 0, schedule="folded", growing_scale=True, random_programs=7),
     *(Case(4, 1, *ways, process="text", random_programs=19, cuts=(9, 15, 26)) for ways in SOME),
     *(Case(4, 1, *ways, micro_batches=8, schedule="folded", process="text", random_programs=20) for ways in SOME),
+    *(Case(2, 1, *ways, schedule="folded", process="text", random_programs=22, tensor=2) for ways in SOME),
+    *(Case(1, 2, *ways, process="heads", tensor=2) for ways in (*SOME, (0, "bf16", 0), (2, "bf16", 1))),
+    Case(1, 1, 2, "fp32", 0, tensor=4),
 ]
 """Other combinations of the same factors."""
 ONE_GPU = [
@@ -201,6 +217,9 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
         if case.fixed_scale and (scales := {record["loss_scale"] for record in records}) != {case.fixed_scale}:
             found.append(f"rank {rank} scaled the loss by {scales} instead of {case.fixed_scale}")
     for step, records in enumerate(zip(*ranks, strict=True)):
+        for stage in range(case.stages):
+            if len({record["whole"] for record in records if record["stage"] == stage}) > 1:
+                found.append(f"step {step}, stage {stage}: what is whole on each rank has not the same bits on all")
         slack = LATER[case.precision] if step else 1
         named = set()
         for record in records:
