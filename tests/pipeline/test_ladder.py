@@ -65,7 +65,7 @@ BY_TWO = [
     # layers that two ranks compute together
     Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2),
     Case(1, 1, 2, "fp16", 1, micro_batches=2, process="text", tensor=2),
-    Case(1, 1, 0, "fp32", 2, micro_batches=2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
+    Case(1, 1, 0, "fp32", 2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
 ]
 BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
