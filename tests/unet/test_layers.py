@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.unet.blocks import transformer_blocks
-from ddpm_ds.unet.layers import boundary_shapes, unet_layers
+from ddpm_ds.unet.blocks import CarryLayer, transformer_blocks
+from ddpm_ds.unet.layers import BlockLayer, boundary_shapes, unet_layers
+from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
@@ -52,13 +57,17 @@ def test_boundary_lists_each_tensor_once() -> None:
     assert boundary_shapes(layers, cut["out"]) == (full, emb)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> None:
-    layers = layers_of(name)
+def test_parameters_macs_and_activations_are_those_of_the_modules(name: str, shards: int) -> None:
+    layers = split_layers(layers_of(name), TensorSplit(shards))
     modules = random_unet(layers).layers
     carry = batch(name)
     images = 2
     for layer, module in zip(layers, modules, strict=True):
+        if layer.shards > 1:
+            assert isinstance(module, CarryLayer)
+            module.split(Unsummed(0, shards))
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
         assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 
@@ -71,6 +80,37 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> 
         saved, output = saved_by_autograd(module, inputs)
         assert saved / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
         carry = tuple(tensor.detach() for tensor in output)
+
+
+class Unsummed(TensorGroup):
+    """A rank of a tensor group that hears nothing of the others."""
+
+    def add_up(self, x: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["heads", "text"])
+def test_two_ranks_have_half_of_a_split_layers_weights_and_fewer_activations(name: str) -> None:
+    whole, split = layers_of(name), split_layers(layers_of(name), TensorSplit(2))
+    pairs = [(one, own) for one, own in zip(whole, split, strict=True) if own.shards > 1]
+    assert {type(one) for one, _ in pairs} >= {BlockLayer}
+    assert all(2 * own.weights == one.weights and 2 * own.macs == one.macs for one, own in pairs)
+    kept, all_kept = (sum(pair[side].activation_elements for pair in pairs) for side in (1, 0))
+    assert kept <= 0.85 * all_kept
+
+
+def test_layers_are_split_by_level_or_by_name_if_their_groups_or_heads_divide() -> None:
+    layers = layers_of("heads")
+
+    def split(**asked: Any) -> list[str]:
+        return [layer.name for layer in split_layers(layers, TensorSplit(**asked)) if layer.shards > 1]
+
+    every = split(size=2)
+    assert {layer.name for layer in layers if isinstance(layer, BlockLayer)} < set(every) and split(size=1) == []
+    assert split(size=2, levels=(0,)) == [name for name in every if name.startswith(("down.0", "up.0"))]
+    assert split(size=2, levels=(2,)) == [name for name in every if name.startswith(("down.2", "middle", "up.2"))]
+    assert split(size=2, layers=("up.*.block.1",)) == ["up.2.block.1", "up.1.block.1", "up.0.block.1"]
+    assert split(size=3) == []
 
 
 def saved_by_autograd(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
