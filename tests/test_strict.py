@@ -102,9 +102,13 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
 
 
 @pytest.mark.long
-def test_ranks_that_read_text_do_not_lock(tmp_path: Path) -> None:
-    """Four ranks of a fold, of which all read it, in a random order of passes."""
-    cases = [Case(4, 1, 2, "fp32", 2, micro_batches=8, schedule="folded", process="text", random_programs=1)]
+def test_ranks_that_read_text_or_sum_do_not_lock(tmp_path: Path) -> None:
+    """Four ranks of a fold, of which all read it, in a random order of passes; and two stages of tensor groups."""
+    cases = [
+        Case(4, 1, 2, "fp32", 2, micro_batches=8, schedule="folded", process="text", random_programs=1),
+        Case(2, 1, 1, "fp32", 1, schedule="folded", process="text", random_programs=1, tensor=2),
+        Case(1, 2, 2, "fp32", 0, process="heads", tensor=2),
+    ]
     file = write_json(tmp_path / "cases.json", [asdict(case) for case in cases])
     log = tmp_path / "log"
     assert run(4, str(LADDER), str(file), str(tmp_path), log=log) == [0] * 4, log.read_text()[-6000:]

@@ -31,7 +31,7 @@ from ddpm_ds.pipeline.schedule import PASSES, Program, Schedule, most_in_flight,
 class Operation(NamedTuple):
     """Operation of a rank, in the order of its host: it posts, waits or computes."""
 
-    does: Literal["send", "receive", "wait", "pass", "together", "device"]
+    does: Literal["send", "receive", "wait", "pass", "sum", "together", "device"]
     edge: Edge | None = None
     number: int = 0
     """Number of the message on its edge, from 0."""
@@ -44,7 +44,8 @@ class Operation(NamedTuple):
 
     def __str__(self) -> str:
         if self.edge is None:
-            return {"pass": self.name, "together": "a collective of all ranks", "device": "the device"}[self.does]
+            others = {"together": "a collective of all ranks", "device": "the device"}
+            return others.get(self.does, f"a sum in {self.name}" if self.does == "sum" else self.name)
         kind, phase, source, target = self.edge
         return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
 
@@ -104,6 +105,7 @@ def training_order(
     by_host: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
     channel: type[RecordedChannel] = RecordedChannel,
+    sums: int = 0,
 ) -> list[Operation]:
     """Return what one rank of a pipeline posts and waits for in a training step, as the engine does.
 
@@ -113,6 +115,7 @@ def training_order(
         by_host: messages go from host to host, as in the engine's cautious steps.
         seconds: of a pass, by its instruction and phase.
         channel: says when ends of edges post and wait.
+        sums: over the tensor group in each pass; weight gradients have none.
     """
     operations: list[Operation] = []
     own, ranks, most = programs[rank], len(programs), most_in_flight(programs)
@@ -131,6 +134,7 @@ def training_order(
             if name != "WeightGradients" and (before if kind == "activations" else after) is not None:
                 receives[kind, phase].receive()
             operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
+            operations += [Operation("sum", name=name)] * (sums if name != "WeightGradients" else 0)
             if name in device_waits:
                 operations.append(Operation("device"))
     operations.append(Operation("together"))
@@ -144,9 +148,13 @@ class LockError(RuntimeError):
 
 
 def execute(
-    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = lambda edge: edge
+    orders: Sequence[Iterable[Operation]],
+    communicator: Callable[[Edge], Hashable] = lambda edge: edge,
+    tensor: int = 1,
 ) -> float:
     """Play the orders of the ranks of one pipeline, and return the seconds that they take; messages take none.
+
+    With a ``tensor`` group for each stage there are as many pipelines, whose orders follow each other.
 
     The replicas of a pipeline execute the same order, so what they do together after a backward, as under ZeRO-2, is no
     wait within one pipeline and is left out. ``communicator`` says which edges share one.
@@ -154,7 +162,8 @@ def execute(
     Raises:
         LockError: some ranks wait for each other for ever.
     """
-    ranks = [_Player(number, tuple(order)) for number, order in enumerate(orders)]
+    stages = len(orders) // tensor
+    ranks = [_Player(number, tuple(order), stages) for number, order in enumerate(orders)]
     moved = True
     while moved:
         moved = False
@@ -173,8 +182,12 @@ class _Player:
 
     number: int
     order: tuple[Operation, ...]
+    stages: int
     position: int = 0
+    sums: int = 0
+    """Number of sums that this rank has begun."""
     now: float = 0.0
+    summing: bool = False
     met: bool = False
     """Whether the rank has reached the collective at its position."""
     queues: dict[Hashable, deque[tuple[Operation, float]]] = field(default_factory=dict)
@@ -192,7 +205,15 @@ class _Player:
                 # Messages between hosts are told apart by their tags, so each has a queue of its own.
                 key = operation[1:4] if operation.by_host else communicator(operation.edge)
                 self.queues.setdefault(key, deque()).append((operation, self.now))
-                _match(ranks, key)
+                first = self.number - self.number % self.stages
+                _match(ranks[first : first + self.stages], key)
+            case "sum":
+                if not self.summing:
+                    self.sums, self.summing = self.sums + 1, True
+                group = ranks[self.number % self.stages :: self.stages]
+                if any(rank.sums < self.sums for rank in group):
+                    return False
+                self.now, self.summing = max(rank.now for rank in group), False
             case "wait":
                 assert operation.edge is not None
                 done = self.complete.get((operation.edge, operation.number))

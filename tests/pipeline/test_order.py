@@ -28,6 +28,7 @@ from tests.launching import run_ranks
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, spec_of
 from tests.pipeline.order_model import LockError, Operation, RecordedChannel, RecordedWork, execute, training_order
+from tests.pipeline.random_programs import random_programs
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
 RANKS = (2, 3, 4, 5, 8)
@@ -87,6 +88,28 @@ class PostedAtOnce(RecordedChannel):
 def test_no_step_locks(schedule: Schedule, ranks: int, channel: type[RecordedChannel]) -> None:
     for count in counts(schedule, ranks):
         step(schedule, count, ranks, channel=channel)
+
+
+@every_step
+def test_no_step_with_sums_over_tensor_groups_locks(schedule: Schedule, ranks: int) -> None:
+    """Two pipelines whose stages sum in each pass; sums have a communicator of their own."""
+    for count in counts(schedule, ranks):
+        programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
+        orders = [training_order(schedule, programs, rank, sums=2) for _ in range(2) for rank in range(ranks)]
+        execute(orders, tensor=2)
+
+
+def test_the_ranks_of_a_tensor_group_follow_one_program() -> None:
+    """Two orders of passes, each of which is right on all ranks, lock beside each other."""
+    programs = {seed: random_programs("folded", 4, 2, seed) for seed in range(9)}
+    by_seed = {
+        seed: [training_order("folded", own, rank, sums=1) for rank in range(2)] for seed, own in programs.items()
+    }
+    for orders in by_seed.values():
+        execute([*orders, *orders], tensor=2)
+    different = next(orders for orders in by_seed.values() if orders != by_seed[0])
+    with pytest.raises(LockError, match="waits for a sum in "):
+        execute([*by_seed[0], *different], tensor=2)
 
 
 @every_step
