@@ -19,7 +19,6 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.data.cache import BUCKETS, DatasetCache
 from ddpm_ds.data.held_out import HELD_OUT, checksums_of, prepare_all
 from ddpm_ds.evaluate import sampling, trained
-from ddpm_ds.evaluate.losses import Losses, loss_table
 from tests.evaluate.conditioned import plant_fields
 from tests.evaluate.planted import UNLABELLED, plant, trained_of
 from tests.launching import tiny_spec
@@ -78,14 +77,6 @@ def test_losses_and_scores_of_drawn_images_may_be_asked_for_together(
     first, second = evaluate(capfd, run_dir, *words).split("\n\n")[-2:]
     assert first.startswith("held-out loss") and second.startswith("score") and len(second.splitlines()) == 3
     assert ["eval/loss" in child.logged for child in trackers] == [True, False, False]
-
-
-def test_weights_are_columns() -> None:
-    lines = loss_table([Losses("ema-0.05", {"eval/loss": 0.5}), Losses("ema-0.1", {"eval/loss": 0.25})]).splitlines()
-    assert [line.split() for line in lines] == [
-        ["held-out", "loss", "ema-0.05", "ema-0.1"],
-        ["eval/loss", "0.5", "0.25"],
-    ]
 
 
 def test_pictures_held_out_of_another_folder_are_in_the_buckets_that_are_trained_on(
