@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 
 MANY = 10_000
 """Images that are drawn to be scored, without conditions."""
+OF_PICTURES = ("inception_weights", "clip_model", "prompt", "prompts", "negative")
+"""Options of ``evaluate`` that runs with conditions don't take."""
+OF_DRAWN = ("count", "members", "conditions", *OF_PICTURES)
+"""Options of ``evaluate`` that say which images are drawn and how they are scored."""
 MOST_SAMPLES = 64
 DRAWN_AT_ONCE = 16
 
@@ -58,6 +62,8 @@ EVALUATE_DESCRIPTION = """\
 Draw images and compare them with the real ones of the prepared data set: FID, KID, precision and recall of Inception
 features (extra [fid] and a download), and a Fréchet distance of raw pixels. Of a U-Net with text, --clip-model says how
 well they fit their prompts. Lists of samplers, guidances and lengths of the average are evaluated one by one.
+
+--metrics loss measures the held-out loss by noise level, with the numbers of training, and draws nothing.
 
 Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS,
 spread, and spread over skill, by channel, spectra, and PSNR and SSIM of pictures.
@@ -71,6 +77,8 @@ examples
   ddpm-ds evaluate runs/digits
   ddpm-ds evaluate runs/digits --count 2000 --metrics pixel --sampler ddim,dpm_solver --steps 100
   ddpm-ds evaluate runs/cifar10 --count 50000 --sampler ddpm --metrics fid
+  ddpm-ds evaluate runs/cifar10 --weights raw --metrics loss
+      the loss of the weights as trained on the held-out images; nothing is drawn
   ddpm-ds evaluate runs/faces --guidance 1,1.5,2,3 --guidance-between 0.3,5
   ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15 --metrics pixel
       averages of other lengths, of a run that keeps snapshots (ema.profiles)
@@ -175,7 +183,8 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         type=_metrics,
         metavar="NAME,...",
-        help=f"scores, some of {','.join(METRICS)}; an error if one can't be computed (default: all that can)",
+        help=f"scores, some of {','.join(METRICS)}; an error if one can't be computed (default: all that can, of drawn "
+        "images)",
     )
     parser.add_argument(
         "--dataset",
@@ -222,10 +231,18 @@ def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.checkpoint.power_ema import Reconstruction
     from ddpm_ds.evaluate.ensembles import ensemble_table
+    from ddpm_ds.evaluate.inputs import held_out_images
+    from ddpm_ds.evaluate.losses import evaluate_losses, loss_table
     from ddpm_ds.evaluate.outputs import check_recordable
     from ddpm_ds.evaluate.sampling import together
     from ddpm_ds.evaluate.scores import table
 
+    measures = "loss" in (options.metrics or ())
+    if measures:
+        options.metrics = tuple(name for name in options.metrics if name != "loss")
+    draws = options.metrics != ()
+    if not draws:
+        _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
     pipelines, lengths = pipelines_of(options), options.ema_length
     if lengths != (None,):
         if options.weights == "raw":
@@ -236,21 +253,36 @@ def _evaluate(options: argparse.Namespace) -> None:
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
     work: Callable[..., Any] | None = None
     found: list[Any] = []
+    losses: list[Any] = []
     with contextlib.ExitStack() as connected:
         for length in lengths:
             trained, samplers, guide = load(options, pipelines, changes, ema_length=length)
-            unets = called(trained, guide)
+            unets = called(trained, guide) if draws else [trained.unet]
             check_recordable(trained)
-            if trained.is_conditioned:
+            if measures and length == lengths[0]:
+                held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
+            if draws and trained.is_conditioned:
                 work = _of_ensembles(options, trained)
-            elif work is None:
+            elif draws and work is None:
                 work = _of_images(options, trained)
             if length == lengths[0]:  # nothing that all processes can refuse is left
                 connected.enter_context(together(pipelines, next(trained.unet.parameters()).device))
             with pipelines.at_work(unets) as leads:
-                found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers if leads]
+                if leads and measures:
+                    losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images, pipelines))
+                if leads and work is not None:
+                    found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers]
     if pipelines.is_first:
-        print(f"\n{ensemble_table(found) if trained.is_conditioned else table(found)}")
+        tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
+        print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise SpecError, which says ``why``, if one of the options is given."""
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            said = ",".join(value) if isinstance(value, list | tuple) else value
+            raise SpecError(f"--{name.replace('_', '-')} {said}{why}; leave it out")
 
 
 def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
@@ -258,9 +290,7 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., t
     from ddpm_ds.evaluate.clip import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
-    for option in ("members", "conditions"):
-        if (value := getattr(options, option)) is not None:
-            raise SpecError(f"--{option} {value}: {trained.origin} was trained without conditions; leave it out")
+    _refuse(options, ("members", "conditions"), f": {trained.origin} was trained without conditions")
     by_clip = "clip" in (options.metrics or ())
     if trained.unet_spec.text is None and (by_clip or options.clip_model):
         asked = "--metrics clip" if by_clip else f"--clip-model {options.clip_model}"
@@ -283,13 +313,8 @@ def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[...
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
 
-    for option in ("metrics", "inception_weights", "clip_model", "prompt", "prompts", "negative"):
-        if (value := getattr(options, option)) is not None:
-            said = ",".join(value) if option in ("metrics", "prompt") else value
-            raise SpecError(
-                f"--{option.replace('_', '-')} {said} is of images without conditions, and {trained.origin} has some, "
-                "whose scores are all computed; leave it out"
-            )
+    why = f" is of images without conditions, and {trained.origin} has some, whose scores are all computed"
+    _refuse(options, ("metrics", *OF_PICTURES), why)
     if options.conditions is None:
         inputs = Inputs.held_out(trained, options.dataset)
     else:

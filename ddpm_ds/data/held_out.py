@@ -18,6 +18,7 @@ import numpy as np
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.buckets import shares_of
 from ddpm_ds.data.cache import CAPTIONS, CONSTANTS, IMAGES, DatasetCache, Indices, StoredField
+from ddpm_ds.data.decoding import Size
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import buckets_of, prepare
 from ddpm_ds.errors import DataError, SpecError
@@ -63,11 +64,18 @@ def prepare_all(
     if data.held_out_path is None:
         store = prepare(data, progress, learned=trained_on, group=group, **how)
         return store, store
-    sizes = None if data.buckets is None else [one.pixels for one in buckets_of(data, group, progress=progress)]
+    sizes = sizes_trained(data, group, progress)
     apart = prepare_held_out(data, progress, learned=held_out or None, sizes=sizes, **how)
     store = prepare(data, progress, learned=trained_on, sizes=sizes, **how)
     _check_alike(data, store, apart)
     return store, apart.with_statistics(store.meta.statistics)
+
+
+def sizes_trained(data: DataSpec, group: int, progress: bool = False) -> list[Size] | None:
+    """Return the sizes of the buckets of aspect of the training images, which those of another source are in too; None
+    without buckets. Raises DataError as :func:`ddpm_ds.data.prepare.buckets_of`.
+    """
+    return None if data.buckets is None else [one.pixels for one in buckets_of(data, group, progress=progress)]
 
 
 def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> DatasetCache:

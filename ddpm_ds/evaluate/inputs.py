@@ -20,7 +20,7 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import CONDITION
-from ddpm_ds.data.held_out import Part, parts, prepare_held_out, told_apart
+from ddpm_ds.data.held_out import Part, parts, prepare_held_out, sizes_trained, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.prompts import first_captions
@@ -74,9 +74,7 @@ class Inputs:
             SpecError: the run has no condition, or has held out no image.
         """
         _conditioned(trained)
-        store, positions = held_out_images(trained, "--conditions", dataset)
-        if trained.facts is not None:
-            store = store.with_statistics(trained.facts.statistics)
+        store, positions = held_out_images(trained, f"--conditions {HELD_OUT}", dataset)
         key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
         labels = None if trained.unet_spec.classes is None else store.labels[positions]
         return cls(trained, store.fields, positions, key, store.images.read, labels, are_residuals=True)
@@ -208,34 +206,42 @@ def _conditioned(trained: Trained) -> DataSpec:
     return trained.data
 
 
-def held_out_images(trained: Trained, option: str, dataset: Path | None = None) -> Part:
-    """Return the held-out images of a run, in its prepared data set or the copy of it at ``dataset``.
+def held_out_images(
+    trained: Trained, asked: str, dataset: Path | None = None, *, instead: str = "name a file or folder"
+) -> Part:
+    """Return the held-out images of a run, with the statistics of those that it learned, in its prepared data set or
+    the copy of it at ``dataset``.
 
     Raises:
         DataError: the data set is missing, damaged, or not the one that the run has learned.
-        SpecError: there is no run, or it has held out no image; the message is about ``option``.
+        SpecError: there is no run, or it has held out no image; the message is about what was ``asked``, and says what
+            to do ``instead``.
     """
     if trained.spec is None:
-        raise SpecError(f"{option} {HELD_OUT}: {trained.origin} is an export; name a file or folder")
-    data = trained.spec.data
+        raise SpecError(f"{asked}: {trained.origin} is an export; {instead}")
+    data, group = trained.spec.data, trained.spec.bucket_group or 1
     if not data.held_out_images and data.held_out_path is None:
+        raise SpecError(f"{asked}: {trained.origin} has held out no image (data.held_out_images = 0); {instead}")
+    if dataset is not None and (data.text or data.buckets):
         raise SpecError(
-            f"{option} {HELD_OUT}: {trained.origin} has held out no image (data.held_out_images = 0); name a "
-            "file or folder"
+            f"--dataset {dataset}: {trained.origin} has text or buckets, and these are folders of their own; leave it "
+            f"out, and bring all of them to data.store_root = {data.store_root}"
         )
     learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
     if dataset is None:
-        group = 1 if data.held_out_path is not None else trained.spec.bucket_group or 1
-        store = prepare_held_out(data, True, learned=known, group=group)
+        sizes = None if data.held_out_path is None else sizes_trained(data, group)
+        store = prepare_held_out(data, True, learned=known, group=group, sizes=sizes)
     else:
         store = DatasetCache.open(dataset, progress=True)
     if store.meta.sha256 != known:
         what = "learned" if known is learned else "held out"
         raise DataError(f"{store.path} holds other images than those that {trained.origin} {what}; use theirs")
+    if trained.facts is not None:
+        store = store.with_statistics(trained.facts.statistics)
     return parts(data, store, store)[1]
 
 
 def held_out_captions(trained: Trained) -> list[str]:
     """Return the first caption of each held-out image of a run with text; raises as :func:`held_out_images`."""
-    return [*first_captions(*held_out_images(trained, "--prompts"))]
+    return [*first_captions(*held_out_images(trained, f"--prompts {HELD_OUT}"))]

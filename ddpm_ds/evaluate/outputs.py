@@ -21,7 +21,6 @@ from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.drawn import MOST_ROWS, Drawn
 from ddpm_ds.data.pictures import grid_title, picture
 from ddpm_ds.data.prepare import class_names
-from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import OutputError, print_to_stderr
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import Trained
@@ -82,13 +81,12 @@ class Request(BaseModel):
         ``seed``, ``first``, ``count`` and ``batch_images``.
         """
         guide = guide if sampler.guidance != 1.0 else None
-        stored = next(trained.unet.parameters()).dtype
         return cls(
             origin=trained.origin,
             weights=trained.weights,
             images_seen=trained.images_seen,
             digest=trained.digest,
-            precision=next(name for name, (_, dtype) in DTYPES.items() if dtype is stored),
+            precision=trained.precision,
             guide=None if guide is None else guide.origin,
             guide_digest=None if guide is None else guide.digest,
             sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion)}),

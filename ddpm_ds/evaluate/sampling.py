@@ -254,13 +254,20 @@ def _draw_batch(
     if request.steps_ahead > 1:
         how["steps"] = request.steps_ahead
     drawing = draw if request.steps_ahead == 1 else draw_ahead
-    try:
+    with fitting(request.batch_images):
         return drawing(trained, request.sampler, torch.tensor(index), **how)
+
+
+@contextlib.contextmanager
+def fitting(batch_images: int) -> Iterator[None]:
+    """Turn a lack of memory in the body into a LayoutError about ``batch_images``."""
+    try:
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise LayoutError(
-            f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
+            f"--batch-images = {batch_images}: the device has no memory for so many images at once; use fewer"
         ) from None
 
 

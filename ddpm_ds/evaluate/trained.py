@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -110,6 +110,12 @@ class Trained:
     def image_shape(self) -> tuple[int, int, int]:
         """Shape (C, H, W) of the images or latents that the U-Net draws."""
         return self.interface.shape
+
+    @property
+    def precision(self) -> str:
+        """Name of the weights' data type, as ``--precision`` takes it."""
+        stored = next(self.unet.parameters()).dtype
+        return next(name for name, (_, dtype) in DTYPES.items() if dtype is stored)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -328,7 +334,7 @@ def _load_export(found: Path, place: _Place) -> Trained:
     fields, encoding = folder.fields(), folder.encoding()
     unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
-        unet=_filled(folder.layers, folder.tensors().__getitem__, found, place),
+        unet=_filled(UNet(folder.layers, 0), folder.tensors().__getitem__, found, place),
         unet_spec=folder.unet,
         diffusion=diffusion,
         sampler=SamplerSpec(clip="none" if unclipped else "static", **levels),
@@ -389,9 +395,10 @@ def _load_checkpoint(
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
     folder = path.resolve()
     run_dir = folder.parent.parent
+    unet = UNet(layers, 0) if place.pipelines is None else StagedUnet(spec.unet, data.interface, place.pipelines)
     in_run = folder.parent in (checkpoints_of(run_dir), snapshots_of(run_dir), averages_of(run_dir))
     return Trained(
-        unet=_filled(layers, read, path, place),
+        unet=_filled(unet, read, path, place),
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
@@ -426,11 +433,10 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
     )
 
 
-def _filled(layers: Sequence[Layer], read: Callable[[str], Tensor], path: Path, place: _Place) -> UNet:
+def _filled(unet: UNet, read: Callable[[str], Tensor], path: Path, place: _Place) -> UNet:
     """Return a U-Net, or this process's stage of it, with the weights that ``read`` returns by global name."""
-    device, dtype, pipelines = place
-    unet = UNet(layers, 0) if pipelines is None else StagedUnet(layers, pipelines)
-    unet.eval().requires_grad_(False).to(device, dtype)
+    dtype = place.dtype
+    unet.eval().requires_grad_(False).to(place.device, dtype)
     for name, parameter in unet.layers.named_parameters():
         tensor = read(name)
         parameter.copy_(tensor.view(parameter.shape))

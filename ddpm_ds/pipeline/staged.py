@@ -12,6 +12,7 @@ Orders are messages between hosts, so that no device waits for them.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import LayoutError, PeerLostError, UserError, is_out_of_memory
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.messages import Channel, Edge, P2PGroup, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, transformer_blocks, unpack, walk
-from ddpm_ds.unet.layers import Layer, TransformerBlockLayer, boundary_shapes
+from ddpm_ds.unet.layers import Layer, TransformerBlockLayer, boundary_shapes, unet_layers
 from ddpm_ds.unet.model import UNet
 
 
@@ -38,6 +40,8 @@ class Order(NamedTuple):
     parts: int = 0
     tokens: int = 0
     """Tokens of the encoded text that follows; 0 leaves that of the call before."""
+    height: int = 0
+    width: int = 0
 
 
 END = Order(-1)
@@ -126,9 +130,10 @@ class Pipelines:
         parts = max(number for number in range(1, 2 * self.stages + 1) if images % number == 0)
         given = list(zip(*(one.chunk(parts) for one in inputs), strict=True))
         tokens = 0 if context is None or context is self._context else context.shape[1]
-        order = Order(self._unets.index(unet), images // parts, parts, tokens)
+        order = Order(self._unets.index(unet), images // parts, parts, tokens, *inputs[0].shape[2:])
         self._passed_on(order)
         self._share(unet, order, context)
+        unet.expect(order.height, order.width)
         found: list[Tensor] = []
         with _noticing_losses():
             pipeline = ForwardPipeline(unet, order.images)
@@ -140,6 +145,18 @@ class Pipelines:
                 depth=parts,
             )
         return torch.cat(found)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Return the sum of ``sums`` over all pipelines; called on first ranks alone.
+
+        Raises:
+            PeerLostError: a process of another pipeline has died.
+        """
+        sums = sums.cpu()
+        if self.count > 1:
+            with _noticing_losses():
+                dist.all_reduce(sums, group=self._leaders)
+        return sums
 
     def _share(self, unet: "StagedUnet", order: Order, context: Tensor | None) -> None:
         """Give all ranks of the pipeline the text of an order, if it is a new one."""
@@ -166,6 +183,7 @@ class Pipelines:
             unet = self._unets[order.unet]
             assert isinstance(unet, StagedUnet)
             self._share(unet, order, None)
+            unet.expect(order.height, order.width)
             try:
                 with _noticing_losses():
                     pipeline, text = ForwardPipeline(unet, order.images), self._text_of(order)
@@ -197,19 +215,20 @@ class StagedUnet(UNet):
 
     phases = 1
 
-    def __init__(self, layers: Sequence[Layer], pipelines: Pipelines) -> None:
+    def __init__(self, spec: UnetSpec, interface: Interface, pipelines: Pipelines) -> None:
+        layers = unet_layers(spec, interface)
         try:
             bounds = partition(layers, pipelines.stages, "parameters")
         except LayoutError as error:
             raise LayoutError(str(error).replace("pipeline.stages =", "--stages")) from None
         first, stop = bounds[pipelines.stage : pipelines.stage + 2]
         super().__init__(layers, 0, range(first, stop))
-        self.unet_layers, self.pipelines = tuple(layers), pipelines
-        self.sized_layers = (self.unet_layers,)
+        self.unet_layers, self.pipelines = layers, pipelines
+        self._spec, self._interface = spec, interface
         self._first, self._stop = first, stop
         self.readers = transformer_blocks(self.layers)
         self.num_stages, self.stage_id, self.loss_stage = pipelines.stages, pipelines.stage, pipelines.stages - 1
-        self._warm: set[int] = set()
+        self._warm: set[tuple[int, tuple[int, int]]] = set()
 
     def forward(
         self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None, context: Tensor | None = None
@@ -217,12 +236,23 @@ class StagedUnet(UNet):
         """Predict as the whole U-Net does, in fp32."""
         return self.pipelines.call(self, (x_t, t, *told), context)
 
+    def expect(self, height: int, width: int) -> None:
+        """Expect images of this size at the next calls."""
+        if (height, width) != self._interface.size:
+            self._interface = replace(self._interface, size=(height, width))
+            self.unet_layers = unet_layers(self._spec, self._interface)
+
     # ---------------------------------------------------------------- what ForwardPipeline uses
 
     @property
     def module(self) -> "StagedUnet":
         """What has this rank's layers."""
         return self
+
+    @property
+    def sized_layers(self) -> tuple[Sequence[Layer]]:
+        """The list of layers, for images of the one size of a call."""
+        return (self.unet_layers,)
 
     def is_first_stage(self) -> bool:
         """Return whether this rank gives inputs and takes predictions."""
@@ -256,11 +286,12 @@ class StagedUnet(UNet):
     @contextlib.contextmanager
     def forward_only(self, images: int, sizes: Collection[int]) -> Iterator[bool]:
         """Yield whether messages go from host to host: while kernels are loaded and the allocator grows, the first time
-        for so many images.
+        for so many images of their size.
         """
-        first = images not in self._warm
+        key = images, self._interface.size
+        first = key not in self._warm
         yield first and runs_behind(next(self.parameters()).device)
-        self._warm.add(images)
+        self._warm.add(key)
 
     def walk(self, phase: int, carry: Carry) -> Tensor | Carry:
         """Run this rank's layers."""

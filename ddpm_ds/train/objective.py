@@ -228,6 +228,14 @@ def replica_batches(
     return loaded if encoders is None else (encoded(batch, encoders) for batch in loaded)
 
 
+def encoders_of(spec: RunSpec, device: torch.device) -> TextEncoders | None:
+    """Return the encoders of captions that are stored as the numbers of their tokens, which are loaded at their first
+    use; None if there are none.
+    """
+    text = spec.data.text
+    return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
+
+
 def encoded(batch: MicroBatch, encoders: TextEncoders) -> MicroBatch:
     """Return a micro-batch whose captions, if it has some, are encoded as they would have been stored in 16 bits."""
     if batch.text is None:

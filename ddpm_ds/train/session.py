@@ -44,13 +44,14 @@ from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema, averages_of
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.loop import Training, train
-from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
+from ddpm_ds.train.objective import Denoising, encoders_of, rate_of, replica_batches
 from ddpm_ds.train.previews import Previews, prompts_of
 from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
-from ddpm_ds.train.validation import HeldOutLoss, Validation
+from ddpm_ds.train.validation import Validation
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import Kernels
 
@@ -124,12 +125,6 @@ def run_training(
         if encoders is not None:
             recorder.log(said_of(encoders, plan))
         yield _train(prepared, engine, ema, recorder, watchdog, asked, encoders)
-
-
-def encoders_of(spec: RunSpec, device: torch.device) -> TextEncoders | None:
-    """Return the encoders of captions that are encoded while training, which are loaded at their first use."""
-    text = spec.data.text
-    return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
 
 
 def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
@@ -251,7 +246,9 @@ def _train(
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
     holds_out = len(prepared.held_out.positions) > 0
-    losses = HeldOutLoss(spec, engine, *prepared.held_out, encoders) if holds_out else None
+    losses = None
+    if holds_out:
+        losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
     prompts = prompts_of(spec, prepared.prompts, engine.device)
     previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images), prompts)
     validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)

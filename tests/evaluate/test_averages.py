@@ -26,7 +26,8 @@ PROFILES: dict[str, Any] = {"profiles": list(LENGTHS), "snapshot_images": 80}
 def original(tmp_path_factory: pytest.TempPathFactory, digits: DatasetCache) -> Path:
     """The folder of a run with a checkpoint and three snapshots, whose averages have nothing to do with each other."""
     run_dir = tmp_path_factory.mktemp("kept") / "run"
-    sections: dict[str, Any] = {"data": {"store_root": str(digits.path.parent)}, "ema": PROFILES}
+    data = {"store_root": str(digits.path.parent), "held_out_images": 20}
+    sections: dict[str, Any] = {"data": data, "ema": PROFILES}
     how: dict[str, Any] = {"data_sha256": digits.meta.sha256, **sections}
     plant(run_dir, **how)
     for time in TIMES:
@@ -122,6 +123,13 @@ def test_some_lengths_are_evaluations_of_their_own_in_one_table(
     assert [(row[11], row[5]) for row in rows] == [(kind, values[kind]) for kind in weights]
     assert len(set(values.values())) == 3, "three other weights"
     assert [tracker.kind for tracker in trackers] == ["evaluate"] * 3
+    arguments = ["evaluate", run_dir, "--device", "cpu", "--metrics", "loss", "--ema-length", "0.1,0.08"]
+    header, losses, *_ = said(arguments, capfd).split("\n\n")[-1].splitlines()
+    assert header.split() == ["held-out", "loss", "ema-0.1", "ema-0.08"]
+    assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(
+        [tracker.logged["eval/loss"] for tracker in trackers[3:]], rel=1e-3
+    )
+    assert len(set(losses.split())) == 3
 
 
 @pytest.mark.parametrize(

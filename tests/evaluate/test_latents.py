@@ -28,6 +28,7 @@ from ddpm_ds.train.start import check_store
 from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import UNLABELLED, plant
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
+from tests.train.ranks import measured_losses, recorded_losses
 
 CPU = torch.device("cpu")
 SAMPLER = {"kind": "ddim", "steps": 3, "clip": "none"}
@@ -180,6 +181,9 @@ def test_a_run_of_two_ranks_learns_latents_and_pictures_samples_and_resumption_f
     assert f"digits, 8x8x4, latents of {folder / 'vae'}" in done.stdout and "held-out loss" in done.stdout + done.stderr
     with Image.open(run_dir / "samples" / "images-000000064.png") as picture:
         assert picture.mode == "RGB"
+    recorded = recorded_losses(run_dir)
+    assert "validation/loss_channel_3" in recorded
+    assert measured_losses(run_dir, 2, "--stages", "2") == pytest.approx(recorded, rel=1e-5)
     trained = load_trained(run_dir)
     assert trained.images_seen == 64
     assert (sample(trained, 4) - decoded_by_diffusers(trained, folder / "vae", 4)).abs().max() < 0.51

@@ -17,9 +17,9 @@ from mlflow.tracking import MlflowClient
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, wait_for
+from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, run_ranks, wait_for
 
-TRAIN = REPOSITORY / "launch" / "train.py"
+TRAIN, EVALUATE = (REPOSITORY / "launch" / f"{name}.py" for name in ("train", "evaluate"))
 BATCH = 8
 TINY = (
     "unet.channels=8",
@@ -125,6 +125,22 @@ def checkpoints(run_dir: Path) -> list[str]:
 def end_of(run_dir: Path) -> Reader:
     """The newest checkpoint."""
     return Reader(run_dir / "checkpoints" / checkpoints(run_dir)[-1])
+
+
+def recorded_losses(run_dir: Path) -> dict[str, float]:
+    """The held-out losses that training recorded last."""
+    last = json.loads((run_dir / "evaluations.jsonl").read_text().splitlines()[-1])
+    return {name: value for name, value in last.items() if name == "eval/loss" or name.startswith("validation/")}
+
+
+def measured_losses(run_dir: Path, processes: int, *words: str) -> dict[str, float]:
+    """The held-out losses that the verb finds, on one process or more."""
+    out = run_dir.with_name(f"measured-{time.monotonic_ns()}")
+    words = ("--metrics", "loss", "--device", "cpu", "--out", str(out), *words)
+    done = run_ranks(processes, EVALUATE, str(run_dir), *words, **QUIET)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (path,) = out.glob("*/scores.json")
+    return dict(json.loads(path.read_text())["scores"])
 
 
 def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Run]:

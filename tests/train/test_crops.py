@@ -7,7 +7,7 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -19,10 +19,9 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import micro_batches, split
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.keyed import Stream
+from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.resume import check_resume
-from ddpm_ds.train.validation import HeldOutLoss
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
@@ -87,9 +86,8 @@ def test_colours_change_without_the_other_augmentation_too(spec: RunSpec, store:
 
 def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None:
     _, positions = split(len(store), 20)
-    engine = cast(Any, SimpleNamespace(device=CPU, micro_batch_size=16))
-    held_out = HeldOutLoss(spec, engine, store, positions)
-    x_t, *_ = held_out._inputs(0, (5, Stream.HELD_OUT + 5), held_out._parts[0])
+    held_out = HeldOutLoss(spec, CPU, store, positions, images=16)
+    x_t, *_ = held_out.inputs(0)
     prepared, _ = held_out._noised[0]
     x0, eps = prepared.x0, prepared.eps
     expected = torch.from_numpy(store.images[positions[:16]][:, :, 1:9, 1:9]) / 127.5 - 1.0

@@ -24,7 +24,7 @@ from ddpm_ds.tracking.tracker import numbers_of
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
 from tests.terminal import PROGRAM
-from tests.train.ranks import end_of, mlflow_run, the_same
+from tests.train.ranks import end_of, measured_losses, mlflow_run, recorded_losses, the_same
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -184,6 +184,16 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
     assert sum(nine) / 9 == pytest.approx(run.data.metrics["eval/loss"])
     assert nine[0] > 2 * nine[8]  # noise is hardest to tell where there is little of it
     assert run.data.metrics.keys() >= {"usage/samples_seconds", "usage/evaluation_seconds"}
+
+
+@pytest.mark.launch
+def test_evaluate_measures_what_training_recorded_last(one_process: Path) -> None:
+    """Class by class, in batches that training did not have; the weights as trained have others."""
+    recorded = recorded_losses(one_process)
+    assert list(recorded) == ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))]
+    assert measured_losses(one_process, 1, "--batch-images", "7") == pytest.approx(recorded, rel=1e-5)
+    raw = measured_losses(one_process, 1, "--weights", "raw")
+    assert abs(raw["eval/loss"] / recorded["eval/loss"] - 1.0) > 1e-3
 
 
 @pytest.mark.launch
@@ -389,6 +399,8 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     measured = [curve(run, "eval/loss") for run in (one, whole, resumed)]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5) and len(measured[0]) == 1
     assert measured[1] == measured[2][-1:]
+    for processes, words in ((1, ()), (2, ("--stages", "2", "--batch-images", "2"))):
+        assert measured_losses(one, processes, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
     wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"])
     assert wrong.returncode == 2
     assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr

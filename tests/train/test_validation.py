@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import Give, Take
-from ddpm_ds.train import previews, validation
+from ddpm_ds.train import previews
+from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.previews import Previews
-from ddpm_ds.train.validation import HeldOutLoss, channel_names
 from ddpm_ds.unet.model import UNet
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import STATISTICS, global_batch
@@ -127,7 +127,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
 
 @pytest.mark.parametrize("process", ["stored", "regression"])
 def test_the_held_out_loss_of_fields_is_of_what_is_not_masked_and_of_each_channel(
-    process: Process, monkeypatch: pytest.MonkeyPatch
+    process: Process,
 ) -> None:
     """Image by image and channel by channel, through a U-Net that is given the condition of each."""
     spec, count = fields_spec(process), 10
@@ -136,19 +136,11 @@ def test_the_held_out_loss_of_fields_is_of_what_is_not_masked_and_of_each_channe
     parts = {name: getattr(batch, name)[:count].numpy() for name in ("images", "condition", "mask", "vector")}
     constants = np.random.default_rng(0).random((1, 8, 16), np.float32)
     store = in_memory(batch.labels.numpy(), parts, STATISTICS, constants)
-    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
-    engine = SimpleNamespace(device=CPU, micro_batch_size=4, dp_world_size=1, grid=grid, is_first_stage=lambda: True)
-
-    class Alone:
-        def __init__(self, *_: object) -> None: ...
-
-        def run(self, calls: int, give: Give, take: Take, **_: object) -> None:
-            for number in range(calls):
-                take(number, unet(*give(number)))
-
-    monkeypatch.setattr(validation, "ForwardPipeline", Alone)
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    found = HeldOutLoss(spec, cast(Any, engine), store, np.arange(count)).measure(cast(Any, WATCHDOG))
+    measuring = HeldOutLoss(spec, CPU, store, np.arange(count), images=4)
+    sums = measuring.zeros()
+    for call in range(measuring.calls):
+        measuring.add(sums, call, unet(*measuring.inputs(call)))
+    found = measuring.values(sums)
 
     objective = Denoising(spec, CPU, STATISTICS, constants, seed=0)
     levels = levels_of(spec.diffusion)

@@ -35,8 +35,9 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.held_out_loss import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.previews import Previews
-from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss
+from ddpm_ds.train.validation import measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
@@ -291,8 +292,9 @@ def run_case(look: Look) -> dict[str, Any]:
         record["expected"] = measured_alone(spec, unet, store)
     else:
         assert drawn is None
-    values = HeldOutLoss(spec, engine, store, held_out_of(spec, store)).measure(WATCHDOG)
-    record["held_out"] = values
+    positions, images = held_out_of(spec, store), engine.micro_batch_size
+    losses = HeldOutLoss(spec, engine.device, store, positions, images=images)
+    record["held_out"] = measured(losses, engine, WATCHDOG)
     if look.text:  # what is drawn and measured draws no random number, text or not
         engine.destroy()
         return {**record, "training": engine.module.training, "undisturbed": True}
