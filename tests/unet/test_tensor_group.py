@@ -1,0 +1,110 @@
+"""Layers that ranks compute together: what is summed, and what is computed meanwhile. Gradients are on the ladder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.config.ds_config import TensorSplit
+from ddpm_ds.unet import tensor_group
+from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock
+from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.tensor_group import TensorGroup, part_of, shard_of
+from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
+from tests.unet.variants import batch, layers_of, random_unet
+
+
+class Work:
+    """A sum that is under way."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        self._events.append("summed")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What this rank does, while another one has zeros in all its parts."""
+    found: list[str] = []
+    compute = WaitingGradients.compute
+
+    def all_reduce(x: Tensor, group: object, async_op: bool = False) -> Work | None:
+        found.append("starts" if async_op else "sum")
+        return Work(found) if async_op else None
+
+    def computed(*args: object) -> None:
+        found.append("weight gradients")
+        compute(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tensor_group.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(WaitingGradients, "compute", computed)
+    yield found
+
+
+def predict(waiting: WaitingGradients | None = None) -> tuple[list[CarryLayer], Tensor]:
+    """The split layers of a U-Net with text, and its prediction."""
+    layers = split_layers(layers_of("text"), TensorSplit(2))
+    split, carry = [], batch("text")
+    for layer, module in zip(layers, random_unet(layers).layers, strict=True):
+        if layer.shards > 1:
+            assert isinstance(module, CarryLayer)
+            module.split(TensorGroup(0, 2))
+            split.append(module)
+        for part in weighted_parts(module):
+            part.waiting = waiting
+        carry = module(carry)
+    assert isinstance(carry, Tensor)
+    return split, carry
+
+
+def test_weight_gradients_are_computed_while_the_gradient_of_the_input_is_summed(events: list[str]) -> None:
+    split, prediction = predict()
+    blocks = sum(isinstance(module, ResidualBlock) for module in split)
+    pieces = blocks + 3 * (len(split) - blocks)
+    assert events == ["sum"] * pieces and 0 < blocks < len(split)
+    events.clear()
+    prediction.sum().backward()
+    joined = " ".join(events).replace("starts weight gradients summed", "beside").replace("starts summed", "alone")
+    of_embedding = blocks  # each block was called alone, and projects the embedding itself
+    assert Counter(joined.split()) == {"beside": pieces, "alone": of_embedding}
+    assert all(part.weight.grad is not None for module in split for part in weighted_parts(module))
+
+
+def test_weight_gradients_that_have_a_pass_of_their_own_are_not_computed_beside_a_sum(events: list[str]) -> None:
+    waiting = WaitingGradients({(0, 0)})
+    waiting.begin(0, 0)
+    split, prediction = predict(waiting)
+    prediction.sum().backward()
+    parts = [part for module in split for part in weighted_parts(module)]
+    assert "weight gradients" not in events and all(part.weight.grad is None for part in parts)
+    waiting.compute(parts, [0])
+    assert all(part.weight.grad is not None for part in parts)
+
+
+@pytest.mark.parametrize("name", ["heads", "scale_shift", "text", "text_time"])
+def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
+    layers = layers_of(name)
+    for layer, whole in zip(layers, random_unet(layers).layers, strict=True):
+        if layer.units % 2:
+            continue
+        ranks = [random_unet(layers).layers[layers.index(layer)] for _ in range(2)]
+        for rank, module in enumerate(ranks):
+            assert isinstance(module, CarryLayer)
+            module.split(TensorGroup(rank, 2))
+        for parameter, value in whole.named_parameters():
+            own = [module.get_parameter(parameter) for module in ranks]
+            shards = [shard_of(part) for part in own]
+            if shards[0] is None:
+                assert all(part.equal(value) for part in own) and parameter.startswith("norm")
+                continue
+            again = torch.empty_like(value).flatten().view(-1, 2, shards[0].run)
+            for part, shard in zip(own, shards, strict=True):
+                assert shard is not None and part.flatten().equal(part_of(value, shard))
+                again[:, shard.rank] = part.detach().view(-1, shard.run)
+            assert again.view_as(value).equal(value)
