@@ -6,7 +6,7 @@
         images-000012800/                 complete
             manifest.json                 Manifest
             state.json                    scalars
-            stage0-replica0.safetensors   a rank's fragments, "{kind}/{name}@{start}"; on its own host at least
+            stage0-replica0.safetensors   a rank's fragments, keys as of :class:`Span`; on its own host at least
         latest                            the folder name of the last one written, for people and tools
         abandoned-images-000019200/       left behind by a resume from an older checkpoint; never read
         .writing-*  .deleting-*  .replaced-*  .probe-*    work that a killed process may leave

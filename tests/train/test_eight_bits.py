@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
+from ddpm_ds.unet.shards import Shard
 from tests.checkpoint.saving import describe, scalars
 from tests.train.courses import Courses, Layout
 from tests.train.ranks import the_same
@@ -28,16 +32,20 @@ ELEMENTS = sum(map(math.prod, SHAPES.values()))
 
 
 class Rank:
-    """Partition of the flat weights that begins and ends at these elements, and its optimizer."""
+    """Partition of the flat weights that begins and ends at these elements, and its optimizer; ``shards`` are the parts
+    that it has of some parameters, which lie in the flat weights instead of them."""
 
-    def __init__(self, first: int, stop: int) -> None:
+    def __init__(self, first: int, stop: int, shards: Mapping[str, Shard] = MappingProxyType({})) -> None:
         self.flat = torch.zeros(stop - first)
         self.pieces, at = [], 0
         for name, shape in SHAPES.items():
-            low, high = max(at, first), min(at + math.prod(shape), stop)
+            shard = shards.get(name)
+            end = at + math.prod(shape) // (shard.ranks if shard else 1)
+            low, high = max(at, first), min(end, stop)
             if low < high:
-                self.pieces.append(OwnedPiece(name, low - at, high - low, self.flat, low - first, len(shape)))
-            at += math.prod(shape)
+                place = low - at, high - low, self.flat, low - first, len(shape)
+                self.pieces.append(OwnedPiece(name, *place, shard))
+            at = end
         self.optimizer = Adam8bit([self.flat], lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
         self.optimizer.own(self.pieces)
 
@@ -47,7 +55,8 @@ class Rank:
     def load(self, reader: Reader) -> None:
         for piece in self.pieces:
             for kind in MOMENTS:
-                self.optimizer.load(piece, kind, reader.read(kind, piece.name, piece.first, piece.length))
+                values = reader.read_part(kind, piece.name, piece.shard, piece.first, piece.length)
+                self.optimizer.load(piece, kind, values)
 
 
 def ranks(*ends: int) -> list[Rank]:
@@ -128,6 +137,46 @@ def test_another_layout_rounds_only_blocks_that_were_cut_within_the_codes_error(
                 changed += int(error.count_nonzero())
             at += len(wanted)
     assert changed > 0 or not ends
+
+
+RUNS = {"1.weight": 20, "1.bias": 15, "3.weight": 100}
+"""Runs of the parameters that two ranks share."""
+
+
+def sharing(*ends: int) -> list[Rank]:
+    """Two ranks of a tensor group, each of replicas whose partitions end at these elements, that have taken no step."""
+    found = []
+    for number in range(2):
+        shards = {name: Shard(number, 2, run) for name, run in RUNS.items()}
+        own = sum(math.prod(shape) // (2 if name in shards else 1) for name, shape in SHAPES.items())
+        found += [Rank(*bounds, shards) for bounds in itertools.pairwise((0, *ends, own))]
+    return found
+
+
+def test_parts_have_blocks_of_their_own_and_the_same_sharing_has_the_same_bits(tmp_path: Path) -> None:
+    """And from whole parameters to parts and back nothing is off by more than the codes' error."""
+    wide, before, after, back = Reader(saved(tmp_path / "wide", stepped())), sharing(1300), sharing(1300), ranks()
+    for rank in before:
+        rank.load(wide)
+    own = [one for rank in before for one in rank.fragments() if one.shard or rank in before[:2]]
+    before[0].fragments = lambda: own  # type: ignore[method-assign]
+    reader = Reader(saved(tmp_path / "parts", before[:1]))
+    starts = {one.start for one in own if one.name == "3.weight"}
+    assert len(starts) == 2, "a replica's partition begins within a part"
+    for rank in after:
+        rank.load(reader)
+    again = [one for rank in after for one in rank.fragments() if one.shard or rank in after[:2]]
+    for one, two in zip(own, again, strict=True):
+        assert (one[:3], one.shard) == (two[:3], two.shard) and torch.equal(one.values, two.values)
+        assert one.scales is None or (two.scales is not None and torch.equal(one.scales, two.scales))
+    back[0].load(reader)
+    found = Reader(saved(tmp_path / "back", back))
+    for kind in MOMENTS:
+        for name, wanted in values(wide, kind).items():
+            error = code_of(kind).error * wanted.abs().max() if len(SHAPES[name]) > 1 else 0.0
+            once, twice = reader.read(kind, name), found.read(kind, name)
+            assert (once - wanted).abs().max() <= error and (twice - once).abs().max() <= error, (kind, name)
+            assert torch.equal(once, wanted) == (name not in ("1.weight", "3.weight")), (kind, name)
 
 
 def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""Checkpoints of real ranks that share layers: the same run in the same layout, and every value in any other.
+
+As a script, with a file of courses and a folder, this trains the ranks, or loads what others have saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest.mock
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+
+from ddpm_ds.checkpoint.eight_bits import code_of
+from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.groups import Groups, whole
+from ddpm_ds.checkpoint.manifest import FORMAT, MOMENTS, SPLIT_FORMAT, Description, check_headers
+from ddpm_ds.checkpoint.power_ema import EMA, profile_kind
+from ddpm_ds.checkpoint.reader import Reader, consolidate
+from ddpm_ds.config.spec import EmaSpec
+from ddpm_ds.pipeline.exchange import all_gather_objects
+from ddpm_ds.processes.heartbeat import make_store
+from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
+from ddpm_ds.train.ema import averages_of
+from ddpm_ds.train.resume import InitialWeights
+from ddpm_ds.train.saving import MASTER, Saver
+from ddpm_ds.unet.model import parameter_shapes
+from tests.launching import run_ranks, write_json
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, layers_of, report_cases, spec_of
+from tests.train.ranks import the_same
+
+STEPS = 2
+WHOLE = "whole"
+LENGTH = 0.1
+SPEC = spec_of(False, "heads").model_copy(
+    update={"ema": EmaSpec(halflife_images=15, rampup_fraction=0.5, profiles=(LENGTH,), snapshot_images=8)}
+)
+MIDDLE, END = (checkpoint_name(steps * SPEC.train.batch_images) for steps in (STEPS, 2 * STEPS))
+
+ONE = Case(1, 1, 0, "fp32", 0, micro_batches=2, process="heads")
+LAYOUTS = {
+    "one": ONE,
+    "one, 8 bits": replace(ONE, eight_bit=True),
+    "two stages": replace(ONE, stages=2, zero=1),
+    "two replicas": replace(ONE, replicas=2, zero=2),
+    "two replicas, 8 bits": replace(ONE, replicas=2, zero=2, eight_bit=True),
+    "shared": replace(ONE, tensor=2),
+    "shared, ZeRO-2, fp16": replace(ONE, tensor=2, zero=2, precision="fp16"),
+    "some layers, ZeRO-1, fp16": replace(ONE, tensor=2, zero=1, precision="fp16", split=("up.*", "middle.attention")),
+    "shared, 8 bits, ZeRO-1": replace(ONE, tensor=2, zero=1, eight_bit=True),
+    "shared, 8 bits, fp16": replace(ONE, tensor=2, eight_bit=True, precision="fp16"),
+    "shared, two replicas": replace(ONE, tensor=2, replicas=2, zero=2),
+    "shared by four": replace(ONE, tensor=4, zero=1),
+}
+TRAINED = [name for name, case in LAYOUTS.items() if case.tensor == 2 or case == ONE or name == "one, 8 bits"]
+SHARED = [name for name in TRAINED if LAYOUTS[name].tensor > 1]
+SOURCES = {
+    "one": ["shared", "shared, ZeRO-2, fp16", "some layers, ZeRO-1, fp16", "shared, two replicas"],
+    "one, 8 bits": ["shared, 8 bits, ZeRO-1", "shared, 8 bits, fp16"],
+    "two stages": ["shared", "some layers, ZeRO-1, fp16"],
+    "two replicas": ["shared, ZeRO-2, fp16", "shared, two replicas"],
+    "two replicas, 8 bits": ["shared, 8 bits, ZeRO-1"],
+    "shared": ["shared", "one", "some layers, ZeRO-1, fp16", "shared, two replicas"],
+    "shared, ZeRO-2, fp16": ["shared, ZeRO-2, fp16", "one"],
+    "some layers, ZeRO-1, fp16": ["some layers, ZeRO-1, fp16", "shared"],
+    "shared, 8 bits, ZeRO-1": ["shared, 8 bits, ZeRO-1", "one, 8 bits"],
+    "shared, 8 bits, fp16": ["shared, 8 bits, fp16"],
+    "shared, two replicas": ["shared, two replicas", "one", "shared"],
+    "shared by four": ["shared", "one"],
+}
+"""Checkpoints that each layout loads."""
+EXCHANGES = [(layout, source) for layout, sources in SOURCES.items() for source in sources if source != layout]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A layout that trains, or loads checkpoints of these sources."""
+
+    name: str
+    case: dict[str, Any]
+    sources: tuple[str, ...] = ()
+    weights: str = ""
+    """File of initial weights, with which it begins."""
+
+
+def run_course(course: Course, folder: Path) -> None:
+    """Train and save twice, from the beginning or from a checkpoint of the same layout; or save what was loaded."""
+    case, rank, ranks = Case(**course.case), dist.get_rank(), dist.get_world_size()
+    engine = case.engine(SPEC)
+    engine.averages = ema = averages_of(engine, SPEC.ema.model_copy(update={"on_host": case.zero == 1}))
+    groups, store, gather = (
+        Groups.one_folder(rank, ranks),
+        make_store(rank, ranks),
+        partial(all_gather_objects, kind=Any),
+    )
+    about = Description(
+        images=0,
+        step=0,
+        spec={},
+        ds_config={"optimizer": {"type": "AdamW8bit" if case.eight_bit else "AdamW"}},
+        layout={},
+        data_sha256={},
+        parameters=parameter_shapes(layers_of(SPEC)),
+    )
+
+    def saver(source: str) -> Saver:
+        there = folder / course.name / source
+        return Saver(engine, ema, there, SPEC.checkpoint, about, log=print, groups=groups, store=store)
+
+    def train(saving: Saver) -> None:
+        for step in range(engine.global_steps, engine.global_steps + STEPS):
+            engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
+        saving.save()
+        saving.keep_snapshot()
+        assert saving.wait() or rank
+
+    if course.weights:
+        saving = saver("weights")
+        saving.start_from(InitialWeights(Path(course.weights), about.parameters))
+        saving.save()
+        assert saving.wait() or rank
+    for source in course.sources or (WHOLE,):
+        saving = saver(source)
+        if course.sources:
+            saving.load(whole(checkpoints_of(folder / source / WHOLE) / MIDDLE, groups, gather))
+        if course.sources and source != course.name:
+            saving.save()
+            assert saving.wait() or rank
+        else:
+            for _ in range(1 if course.sources else 2):
+                train(saving)
+    dist.barrier()
+    engine.destroy()
+
+
+class Courses:
+    """What all courses have left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._run([Course(name, asdict(LAYOUTS[name])) for name in TRAINED])
+        weights = str(folder / "weights.safetensors")
+        consolidate(self.middle("shared", WHOLE).path, Path(weights), MASTER)
+        self._run(
+            [
+                Course(name, asdict(LAYOUTS[name]), tuple(sources), weights if "fp16" in name else "")
+                for name, sources in SOURCES.items()
+            ]
+        )
+
+    def _run(self, courses: list[Course]) -> None:
+        """Courses of as many processes are run in one start of them."""
+        for processes in (1, 2, 4):
+            alike = [one for one in courses if Case(**one.case).resolved(8).layout.world_size == processes]
+            file = write_json(self._folder / "courses.json", [asdict(course) for course in alike])
+            done = run_ranks(processes, Path(__file__), str(file), str(self._folder))
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+    def middle(self, name: str, source: str) -> Reader:
+        return Reader(checkpoints_of(self._folder / name / source) / MIDDLE)
+
+    def end(self, name: str, source: str) -> Reader:
+        return Reader(checkpoints_of(self._folder / name / source) / END)
+
+    def beginning(self, name: str) -> Reader:
+        """What a layout has made of initial weights."""
+        return Reader(checkpoints_of(self._folder / name / "weights") / checkpoint_name(0))
+
+    def snapshot(self, name: str) -> Reader:
+        return Reader(snapshots_of(self._folder / name / WHOLE) / END)
+
+
+@pytest.fixture(scope="module")
+def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
+    return Courses(tmp_path_factory.mktemp("courses"))
+
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_stopped_and_resumed_is_never_stopped_bit_for_bit(name: str, courses: Courses) -> None:
+    assert the_same(courses.end(name, name), courses.end(name, WHOLE))
+    assert courses.end(name, WHOLE).state.steps == 2 * STEPS and courses.end(name, WHOLE).state.skipped_steps == 0
+    assert not the_values(courses.end(name, WHOLE), courses.middle(name, WHOLE), "exp_avg")
+
+
+def the_values(one: Reader, other: Reader, kind: str) -> bool:
+    """Whether every parameter has the same values of a kind."""
+    return all(one.read(kind, name).equal(other.read(kind, name)) for name in one.manifest.parameters)
+
+
+@pytest.mark.parametrize(("layout", "source"), EXCHANGES)
+def test_any_layout_has_every_value_of_any_other(layout: str, source: str, courses: Courses) -> None:
+    """Moments in 8 bits are rounded, the others are the same bits."""
+    found, wanted = courses.middle(layout, source), courses.middle(source, WHOLE)
+    assert found.manifest.kinds == wanted.manifest.kinds == (EMA, profile_kind(LENGTH), *MOMENTS, MASTER)
+    assert found.state.model_dump(exclude={"loss_scaler"}) == wanted.state.model_dump(exclude={"loss_scaler"})
+    for kind in found.manifest.kinds:
+        for name in found.manifest.parameters:
+            values, expected = found.read(kind, name), wanted.read(kind, name)
+            rounded = LAYOUTS[layout].eight_bit and kind in MOMENTS and len(found.manifest.parameters[name]) > 1
+            largest = code_of(kind).error * expected.abs().max() if rounded else 0.0
+            assert (values - expected).abs().max() <= largest, (kind, name)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_parts_lie_with_their_ranks_and_what_all_have_alike_with_the_first(name: str, courses: Courses) -> None:
+    case, reader = LAYOUTS[name], courses.middle(name, WHOLE)
+    assert reader.manifest.format == (SPLIT_FORMAT if case.tensor > 1 else FORMAT)
+    files = {file for file in reader.manifest.files if file != "state.json"}
+    owners = [f"stage0-replica{replica}" for replica in range(case.replicas)]
+    if case.tensor > 1:
+        owners = [f"{owner}-tensor{rank}" for owner in owners for rank in range(case.tensor)]
+    assert files == {f"{owner}.safetensors" for owner in owners}
+    parts = {span.shard for file in files for span in check_headers(reader.path, reader.manifest, file)}
+    others = set() if case.tensor == 1 else set(range(case.tensor))
+    assert {part and part.rank for part in parts} == {None, *others}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_snapshots_have_the_averages_of_all_ranks(name: str, courses: Courses) -> None:
+    snapshot, end, kind = courses.snapshot(name), courses.end(name, WHOLE), profile_kind(LENGTH)
+    assert snapshot.manifest.kinds == (kind,) and snapshot.manifest.format == SPLIT_FORMAT
+    for parameter in end.manifest.parameters:
+        assert snapshot.read(kind, parameter).equal(end.read(kind, parameter).half().float())
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if "fp16" in name])
+def test_initial_weights_are_dealt_to_the_ranks(name: str, courses: Courses) -> None:
+    reader = courses.beginning(name)
+    wanted = courses.middle("shared", WHOLE)
+    for kind in (MASTER, EMA, profile_kind(LENGTH)):
+        for parameter in reader.manifest.parameters:
+            assert reader.read(kind, parameter).equal(wanted.read(MASTER, parameter)), (kind, parameter)
+
+
+if __name__ == "__main__":
+    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):
+        report_cases(lambda course: run_course(Course(**course), Path(sys.argv[-1])))
