@@ -22,7 +22,7 @@ from ddpm_ds.files import read_bytes as read_file
 from ddpm_ds.version import __version__
 
 FORMAT, SPLIT_FORMAT = 2, 3
-"""Formats without and with parts of parameters, which versions up to 0.3 can't read."""
+"""Formats without and with parts of parameters, which versions before 0.3 can't read."""
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""

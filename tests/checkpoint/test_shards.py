@@ -145,7 +145,7 @@ def test_a_rank_of_the_same_sharing_reads_its_own_file_alone(tmp_path: Path) -> 
             assert found.equal(part("exp_avg", name, 1, shard)[start : start + length])
 
 
-def test_a_checkpoint_without_parts_has_the_bytes_of_version_0_3(tmp_path: Path) -> None:
+def test_a_checkpoint_without_parts_has_the_bytes_of_version_0_2(tmp_path: Path) -> None:
     codes = torch.arange(600).to(torch.uint8)
     fragments = [
         Fragment("ema", "1.weight", 0, torch.arange(600.0)),
