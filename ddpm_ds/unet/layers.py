@@ -58,6 +58,14 @@ class Layer:
         return 1
 
     @property
+    def summed_elements(self) -> tuple[int, int]:
+        """Elements that a tensor group sums for a split layer: of its output in the forward and in each recomputation
+        of it, and of its input's gradient in the backward. The embedding's gradient is not counted: it is summed once
+        in the backward of each walk with a split residual block (:func:`ddpm_ds.unet.blocks.walk`).
+        """
+        return (0, 0)
+
+    @property
     def output_shape(self) -> tuple[int, int, int]:
         """Shape of the new h: (channels, height, width)."""
         return (self.out_channels, *self.out_size)
@@ -228,6 +236,10 @@ class BlockLayer(Layer):
         return self.groups
 
     @property
+    def summed_elements(self) -> tuple[int, int]:
+        return (self.out_channels * self.pixels, self.width * self.pixels) if self.shards > 1 else (0, 0)
+
+    @property
     def width(self) -> int:
         """Number of channels that the block works on: h and the popped skip."""
         return self.in_channels + self.skip_channels
@@ -287,6 +299,11 @@ class AttentionLayer(Layer):
         return self.heads
 
     @property
+    def summed_elements(self) -> tuple[int, int]:
+        summed = self.in_channels * self.pixels if self.shards > 1 else 0
+        return (summed, summed)
+
+    @property
     def weights(self) -> int:
         return 4 * self.in_channels**2 // self.shards
 
@@ -335,6 +352,11 @@ class TransformerBlockLayer(Layer):
     @property
     def units(self) -> int:
         return self.heads
+
+    @property
+    def summed_elements(self) -> tuple[int, int]:
+        summed = 3 * self.in_channels * self.pixels if self.shards > 1 else 0
+        return (summed, summed)
 
     @property
     def _own_channels(self) -> int:
