@@ -75,8 +75,8 @@ TRACED_STEPS = range(20, 23)
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
-The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas:
--p sets the stages, the launcher's --num_gpus the processes.
+The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x ranks of a tensor group x
+replicas: -p sets the stages, the launcher's --num_gpus the processes.
 """
 
 EXAMPLES = """\

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts, ResolvedDsConfig, Schedule
 from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
-from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.layers import BlockLayer, Layer
 
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
@@ -61,6 +61,12 @@ class Grid:
     def hosts_of(self, stage: int) -> list[Hashable]:
         """Return the host of each replica of a rank of the pipeline, of the first of its tensor group."""
         return self._members(stage)[0]
+
+    @property
+    def split_groups(self) -> int:
+        """Number of tensor groups whose ranks are not all on one host."""
+        starts = range(0, len(self.hosts), self.tensor)
+        return sum(len(set(self.hosts[start : start + self.tensor])) > 1 for start in starts)
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
@@ -227,6 +233,31 @@ def run_exchange(
     )
 
 
+def summed_bytes(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes that each rank of the pipeline sends in a step for the sums of its tensor group: of outputs,
+    also of those that are recomputed, and of gradients of inputs and of the embedding, around a ring.
+
+    Recomputation that is undecided counts as none.
+    """
+    layout = ds.layout
+    interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
+
+    def elements(start: int, stop: int) -> int:
+        sums = [layer.summed_elements for layer in layers[start:stop]]
+        first = max(start, 1) if interval else start  # the first layer is a walk of its own, without sums
+        walks = (layers[begin : begin + interval or stop] for begin in range(first, stop, interval or stop - first))
+        embedded = sum(any(isinstance(one, BlockLayer) and one.shards > 1 for one in walk) for walk in walks)
+        passes = 2 if interval else 1
+        return sum(passes * forward + backward for forward, backward in sums) + embedded * layers[0].embedding_channels
+
+    ring = 2 * (layout.tensor.size - 1) / layout.tensor.size
+    images = layout.micro_batches * layout.micro_batch_images
+    return tuple(
+        round(ring * ELEMENT_BYTES[ds.precision] * images * sum(elements(*ends) for ends in held))
+        for held in (segments(bounds, layout.schedule, rank) for rank in range(layout.stages))
+    )
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of one step on all connections, without the headers that a network adds to each packet."""
@@ -284,7 +315,8 @@ def across_hosts(
         return ds.layout.across_hosts
     sent = run_exchange(ds, layers, bounds)
     by_stages, by_replicas = (
-        traffic(Grid(stages, replicas, across, tuple(hosts)), sent).busiest for across in ACROSS_HOSTS
+        traffic(Grid(stages, replicas, across, tuple(hosts), ds.layout.tensor.size), sent).busiest
+        for across in ACROSS_HOSTS
     )
     return "replicas" if by_replicas < by_stages else "stages"
 

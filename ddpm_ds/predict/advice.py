@@ -98,7 +98,7 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     peak = peak_bytes(job, now, facts.bounds)
     machine = Machine(
         kind="cpu" if job.on_cpu else "traced",
-        devices=now.stages * now.replicas,
+        devices=now.world_size,
         nodes=1,
         memory_bytes=max(facts.device.memory_bytes or 0, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
         flops=math.inf,  # the layers' seconds are known

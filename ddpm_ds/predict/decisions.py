@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
-from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, divisors, resolve
+from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, divisors, resolve, tensor_split
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts
@@ -159,7 +159,7 @@ def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserErro
     """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
-        resolve(config, predictor.job.spec, world_size=layout.stages * layout.replicas, stages=None, path=path)
+        resolve(config, predictor.job.spec, world_size=layout.world_size, stages=None, path=path)
     except UserError as error:
         return error
     return None
@@ -215,7 +215,7 @@ def choose_stages(predictor: Predictor, path: Path | str, hosts: Sequence[str]) 
     """
     job, world_size = predictor.job, predictor.machine.devices
     accepted, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    for stages in divisors(world_size):
+    for stages in divisors(world_size // tensor_split(job.config).size) or [1]:
         try:
             accepted.append(resolve(dict(job.config), job.spec, world_size=world_size, stages=stages, path=path))
         except LayoutError as error:

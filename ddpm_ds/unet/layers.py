@@ -14,7 +14,7 @@ The list runs down the left side and up the right one: ``down.0`` is near its st
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 
@@ -52,10 +52,21 @@ class Layer:
     shards: int = 1
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
 
+    unit: ClassVar[str] = ""
+    """Word for what a tensor group shares out among its ranks, groups of channels or heads; "" if it can't."""
+
     @property
     def units(self) -> int:
         """Number of equal parts, groups of channels or heads, of which each rank may have some; 1 if none may."""
         return 1
+
+    @property
+    def summed_elements(self) -> tuple[int, int]:
+        """Elements that a tensor group sums for a split layer: of its output in the forward and in each recomputation
+        of it, and of its input's gradient in the backward. The embedding's gradient is not counted: it is summed once
+        in the backward of each walk with a split residual block (:func:`ddpm_ds.unet.blocks.walk`).
+        """
+        return (0, 0)
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -218,6 +229,8 @@ class OutputLayer(ConvolutionLayer):
 class BlockLayer(Layer):
     """Residual block of DDPM or ADM; in the decoder it pops a skip."""
 
+    unit = "group"
+
     groups: int
     epsilon: float
     dropout: float
@@ -226,6 +239,10 @@ class BlockLayer(Layer):
     @property
     def units(self) -> int:
         return self.groups
+
+    @property
+    def summed_elements(self) -> tuple[int, int]:
+        return (self.out_channels * self.pixels, self.width * self.pixels) if self.shards > 1 else (0, 0)
 
     @property
     def width(self) -> int:
@@ -278,6 +295,8 @@ class BlockLayer(Layer):
 class AttentionLayer(Layer):
     """Self-attention over pixels, added to h."""
 
+    unit = "head"
+
     groups: int
     epsilon: float
     heads: int
@@ -285,6 +304,11 @@ class AttentionLayer(Layer):
     @property
     def units(self) -> int:
         return self.heads
+
+    @property
+    def summed_elements(self) -> tuple[int, int]:
+        summed = self.in_channels * self.pixels if self.shards > 1 else 0
+        return (summed, summed)
 
     @property
     def weights(self) -> int:
@@ -328,6 +352,8 @@ class TransformerInputLayer(Layer):
 class TransformerBlockLayer(Layer):
     """Self-attention over pixels, cross-attention to the context, and a gated network, each added to h."""
 
+    unit = "head"
+
     heads: int
     tokens: int
     context_channels: int
@@ -335,6 +361,11 @@ class TransformerBlockLayer(Layer):
     @property
     def units(self) -> int:
         return self.heads
+
+    @property
+    def summed_elements(self) -> tuple[int, int]:
+        summed = 3 * self.in_channels * self.pixels if self.shards > 1 else 0
+        return (summed, summed)
 
     @property
     def _own_channels(self) -> int:
