@@ -106,10 +106,12 @@ class Task:
     hang_seconds: float
     sizes: Sequence[int] = ()
     """Micro-batches to choose from, ascending."""
+    tensor: int = 1
+    """Number of ranks of a tensor group, as the JSON says."""
 
     @property
     def processes(self) -> int:
-        return self.stages * self.replicas
+        return self.stages * self.tensor * self.replicas
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ from ddpm_ds.command_line import (
     seconds,
     writing,
 )
-from ddpm_ds.config.ds_config import divisors
+from ddpm_ds.config.ds_config import check_ds_config, divisors, read_ds_config, tensor_split
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, spec_overrides
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit import KNEE, Found, Task, search, try_size
@@ -102,7 +102,7 @@ def add_fit(verbs: Verbs) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-p", "--pipeline-stages", type=processes, metavar="STAGES", help="try this layout alone")
-    tried = "try these layouts, stages x replicas (default: every layout of the processes)"
+    tried = "try these layouts, stages x replicas, each stage on pipeline.tensor.size processes (default: all)"
     which.add_argument("--layouts", type=layout_list, metavar="PxR,...", help=tried)
     parser.add_argument(
         "--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)"
@@ -133,7 +133,9 @@ def _fit(options: argparse.Namespace) -> int:
     devices = torch.cuda.device_count() if given != "cpu" else 0  # counting takes no memory of a device
     device = "cuda" if devices or given == "cuda" else "cpu"
     os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed
-    tasks = _tasks(options, _layouts(options, devices or 1), device)
+    config = read_ds_config(options.deepspeed_config, options.overrides)
+    tensor = tensor_split(check_ds_config(config, options.deepspeed_config)).size
+    tasks = _tasks(options, _layouts(options, devices or 1, tensor), device, tensor)
     from ddpm_ds.data.held_out import prepare_all
 
     spec, first = tasks[0].plan(tasks[0].sizes[0]).spec, tasks[0]
@@ -152,19 +154,26 @@ def _fit(options: argparse.Namespace) -> int:
     return 0
 
 
-def _layouts(options: argparse.Namespace, devices: int) -> list[tuple[int, int]]:
-    """Return the layouts to search: by default every layout of the processes, those with few stages first."""
+def _layouts(options: argparse.Namespace, devices: int, tensor: int) -> list[tuple[int, int]]:
+    """Return the layouts to search: by default every layout of the processes, those with few stages first; ``tensor``
+    processes have each stage.
+    """
     if options.layouts:
         return list(options.layouts)
     processes, stages = options.processes or devices, options.pipeline_stages
-    dividing = divisors(processes)
+    if processes % tensor:
+        raise LayoutError(
+            f"pipeline.tensor.size = {tensor} does not divide {processes} processes; use --processes "
+            f"{-(-processes // tensor) * tensor}"
+        )
+    dividing = divisors(processes // tensor)
     if stages is not None and stages not in dividing:
         fitting = " or ".join(map(str, dividing))
         raise LayoutError(f"-p {stages} does not divide --processes {processes}; use -p {fitting}")
-    return [(number, processes // number) for number in ([stages] if stages else dividing)]
+    return [(number, processes // tensor // number) for number in ([stages] if stages else dividing)]
 
 
-def _tasks(options: argparse.Namespace, layouts: Sequence[tuple[int, int]], device: str) -> list[Task]:
+def _tasks(options: argparse.Namespace, layouts: Sequence[tuple[int, int]], device: str, tensor: int) -> list[Task]:
     """Return the search tasks; a line says why a layout is left out.
 
     Raises:
@@ -181,9 +190,10 @@ def _tasks(options: argparse.Namespace, layouts: Sequence[tuple[int, int]], devi
             replicas=replicas,
             accumulation=options.accumulation,
             device=device,
-            budget_bytes=_budget(options, stages * replicas, device),
+            budget_bytes=_budget(options, stages * tensor * replicas, device),
             steps=options.steps,
             hang_seconds=options.hang_seconds,
+            tensor=tensor,
         )
         try:
             tasks.append(task.choosing_from(options.micro_batch))

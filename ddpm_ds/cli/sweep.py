@@ -162,7 +162,7 @@ def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
         layout = plan.ds.layout
         state = " (done)" if sweep.finished(trial) else ""
         lines.append(
-            f"  {trial.label}: {counted(layout.stages, 'stage')} x {counted(layout.replicas, 'replica')}, "
+            f"  {trial.label}: {layout.processes_words()}, "
             f"{plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}, "
             f"{counted(layout.micro_batches, 'micro-batch')} of {layout.micro_batch_images}, "
             f"{plan.steps:,} steps{state}"

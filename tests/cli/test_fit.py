@@ -33,6 +33,10 @@ def fit(*options: str, config: Path = ZERO) -> int:
     [
         ("--processes 0", "argument --processes: '0' is not a whole number from 1 to 65,536"),
         ("--processes 4 -p 3", "-p 3 does not divide --processes 4; use -p 1 or 2 or 4"),
+        (
+            "--processes 3 --set ds.pipeline.tensor.size=2",
+            "pipeline.tensor.size = 2 does not divide 3 processes; use --processes 4",
+        ),
         ("--layouts 2", "argument --layouts: '2' is no layout; write STAGESxREPLICAS, such as 2x1"),
         ("--layouts 2x0", "argument --layouts: '2x0' is no layout"),
         ("--layouts 2x1 -p 2", "argument -p/--pipeline-stages: not allowed with argument --layouts"),
