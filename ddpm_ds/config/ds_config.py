@@ -319,6 +319,14 @@ class TensorSplit:
     layers: tuple[str, ...] = ()
     """Names of the layers that are split instead, or patterns of names, such as ``up.0.*``."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the block of the JSON; empty if nothing is split."""
+        if self.size == 1:
+            return {}
+        levels = self.levels if self.levels == "auto" else list(self.levels)
+        what = {"layers": list(self.layers)} if self.layers else {"levels": levels}
+        return {"tensor": {"size": self.size, **what}}
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -159,7 +159,7 @@ def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserErro
     """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
-        resolve(config, predictor.job.spec, world_size=layout.stages * layout.replicas, stages=None, path=path)
+        resolve(config, predictor.job.spec, world_size=layout.world_size, stages=None, path=path)
     except UserError as error:
         return error
     return None
