@@ -54,9 +54,7 @@ from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Manifest,
-    Span,
     State,
-    check_coverage,
     check_headers,
     damages,
     files_here,
@@ -66,7 +64,9 @@ from ddpm_ds.checkpoint.manifest import (
     read_manifest,
     unusable,
 )
+from ddpm_ds.checkpoint.spans import Span, check_coverage
 from ddpm_ds.errors import CheckpointError, NoCheckpointError
+from ddpm_ds.unet.shards import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -336,7 +336,11 @@ def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Comp
     try:
         state = parse_state(path, read_bytes(path, STATE))
         # A set, since two hosts may hold copies.
-        fragments = {Span(*span) for found in spans for span in found}
+        fragments = {
+            Span(kind, name, start, length, shard and Shard(*shard))
+            for found in spans
+            for kind, name, start, length, shard in found
+        }
         if check_coverage(manifest.parameters, fragments) != manifest.kinds:
             raise ValueError(f"its files hold other kinds of values than {MANIFEST} says")
         if (state.images_seen, state.steps) != (manifest.images, manifest.step):

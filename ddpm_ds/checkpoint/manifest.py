@@ -7,21 +7,22 @@ import hashlib
 import json
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
+from ddpm_ds.checkpoint.spans import Span, check_coverage
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors, parse_json, sha256_of
 from ddpm_ds.files import read_bytes as read_file
 from ddpm_ds.version import __version__
 
-FORMAT = 2
+FORMAT, SPLIT_FORMAT = 2, 3
+"""Formats without and with parts of parameters, which versions up to 0.3 can't read."""
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
@@ -39,36 +40,6 @@ BLOCK = 256
 def blocks_of(first: int, length: int) -> range:
     """Return the blocks of a parameter that hold ``length`` elements from ``first`` on."""
     return range(first // BLOCK, -(-(first + length) // BLOCK))
-
-
-class Span(NamedTuple):
-    """Range of values of a flattened parameter, or of one kind of its state."""
-
-    kind: str
-    """Kind of values: ``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...; no slash."""
-    name: str
-    """Global name of the parameter."""
-    start: int
-    """Index of the first value."""
-    length: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
-
-    @property
-    def key(self) -> str:
-        """Name of this tensor in a checkpoint's file."""
-        return f"{self.kind}/{self.name}@{self.start}"
-
-    @property
-    def scales_key(self) -> str:
-        """Name of the scales of this tensor's blocks, if it holds codes."""
-        return f"{self.kind}.scales/{self.name}@{self.start}"
-
-    def part(self, start: int, stop: int) -> Span:
-        """Return the span of the values from ``start`` to ``stop`` of this one."""
-        return self._replace(start=start, length=stop - start)
 
 
 def _plain(name: str) -> str:
@@ -208,42 +179,18 @@ def manifest_of(description: Description, state: bytes, parts: Iterable[Part], d
     files = {part.file: part.entry for part in parts}
     if len(files) != len(parts):
         raise ValueError("two ranks wrote parts of one name")
-    kinds = check_coverage(description.parameters, (fragment for part in parts for fragment in part.fragments))
+    fragments = [fragment for part in parts for fragment in part.fragments]
+    kinds = check_coverage(description.parameters, fragments)
     files[STATE] = FileEntry(bytes=len(state), sha256=hashlib.sha256(state).hexdigest())
     return Manifest(
         **dict(description),
-        format=FORMAT,
+        format=SPLIT_FORMAT if any(fragment.shard for fragment in fragments) else FORMAT,
         version=__version__,
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),
         dtype=dtype,
     )
-
-
-def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[Span]) -> tuple[str, ...]:
-    """Return the kinds among ``fragments``, each of which covers every parameter exactly once.
-
-    Raises:
-        ValueError: a kind lacks elements, has some twice, or belongs to an unknown parameter.
-    """
-    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in fragments:
-        if span.name not in parameters:
-            raise ValueError(f"{span.kind} of {span.name} was written, but there is no such parameter")
-        spans[span.kind, span.name].append(span)
-    kinds = tuple(sorted({kind for kind, _ in spans}))
-    if not kinds:
-        raise ValueError("no rank wrote a fragment")
-    for kind in kinds:
-        for name, shape in parameters.items():
-            at = 0
-            for span in (*sorted(spans[kind, name]), Span(kind, name, math.prod(shape), 0)):
-                if span.start != at:
-                    what = "was not written" if span.start > at else "was written twice or beyond its end"
-                    raise ValueError(f"{kind} of {name} {what}, from element {min(span.start, at)} on")
-                at = span.stop
-    return kinds
 
 
 def unusable(checkpoint: Path, what: str) -> CheckpointError:
@@ -264,14 +211,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
         values = parse_json(raw)
         if hashlib.sha256(raw.replace(values["sha256"].encode(), _BLANK.encode(), 1)).hexdigest() != values["sha256"]:
             raise ValueError("checksum")
-        if values["format"] == FORMAT:
+        if values["format"] in (FORMAT, SPLIT_FORMAT):
             return Manifest.model_validate_json(raw)
     except (ValueError, KeyError, TypeError, AttributeError):  # errors that a flipped byte can cause
         raise unusable(checkpoint, f"{MANIFEST} is damaged") from None
     raise unusable(
         checkpoint,
-        f"its format is {values['format']}, this version reads format {FORMAT}; use the ddpm_ds "
-        f"{values.get('version', 'version')} that wrote it",
+        f"its format is {values['format']}, this version reads formats {FORMAT} and {SPLIT_FORMAT}; use the "
+        f"ddpm_ds {values.get('version', 'version')} that wrote it",
     )
 
 
@@ -311,21 +258,30 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
     found, scales, expected = [], {}, {}
     for key in file.keys():  # noqa: SIM118 - not a mapping
         piece = file.get_slice(key)
-        match, shape, dtype = re.fullmatch(r"([^/]+)/(.+)@(\d{1,15})", key), piece.get_shape(), piece.get_dtype()
-        if match and match[1].endswith(".scales") and dtype == "F32":
+        shape, dtype = piece.get_shape(), piece.get_dtype()
+        span = Span.of(key, math.prod(shape))
+        if span is not None and span.kind.endswith(".scales") and dtype == "F32":
             scales[key] = shape
             continue
-        coded = bool(match and match[1] in MOMENTS and dtype == CODES)
+        coded = span is not None and span.kind in MOMENTS and dtype == CODES
         known = (coded or dtype == manifest.dtype) and len(shape) == 1
-        if not (known and match and match[1] in manifest.kinds and match[2] in manifest.parameters):
+        if span is None or not (known and _belongs(span, manifest)):
             what = {"F32": "fp32", "F16": "fp16"}[manifest.dtype]
             raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in {what}")
-        found.append(span := Span(match[1], match[2], int(match[3]), *shape))
+        found.append(span)
         if coded:
             expected[span.scales_key] = [len(blocks_of(span.start, span.length))]
     if scales != expected:
         raise unusable(checkpoint, f"{name} holds codes of 8 bits without their scales, or others")
     return found
+
+
+def _belongs(span: Span, manifest: Manifest) -> bool:
+    """Return whether a checkpoint with this manifest may hold these values."""
+    shape = manifest.parameters.get(span.name)
+    if shape is None or span.kind not in manifest.kinds:
+        return False
+    return span.is_within(math.prod(shape)) and (span.shard is None or manifest.format == SPLIT_FORMAT)
 
 
 def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:

@@ -6,8 +6,8 @@ import itertools
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     FileEntry,
     Manifest,
-    Span,
     blocks_of,
     check_all_here,
     check_bytes,
@@ -33,9 +32,12 @@ from ddpm_ds.checkpoint.manifest import (
     unusable,
     verify,
 )
+from ddpm_ds.checkpoint.spans import Span, divides
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import open_tensors, sync, temporary_beside
+from ddpm_ds.unet.shards import Shard
+from ddpm_ds.unet.tensor_group import read_part
 
 STORED: dict[str, torch.dtype] = {**dict(DTYPES.values()), CODES: torch.uint8}
 """PyTorch's data types by their names in safetensors files."""
@@ -58,7 +60,7 @@ class Reader:
         self._listed = [name for name in self.manifest.files if only is None or name in only]
         self._verified: set[str] = set()
         self._files: dict[str, Any] = {}
-        self._spans: dict[tuple[str, str], list[tuple[Span, str]]] = {}
+        self._spans: dict[tuple[str, str], dict[Shard | None, list[tuple[Span, str]]]] = {}
         if STATE in self._listed:
             self._check(STATE)
             self.state = parse_state(path, read_bytes(path, STATE))
@@ -74,18 +76,50 @@ class Reader:
         The result is a copy, (length,) fp32 in host memory, whatever is stored. Only the files that hold the values are
         checked, and only the needed pages read. Raises ValueError if the parameter has no such values.
         """
+        elements = self._elements(kind, name)
+        length = elements - start if length is None else length
+        if not 0 <= start <= start + length <= elements:
+            raise ValueError(f"values {start} to {start + length} of {name}, which has {elements}")
+        split = next(iter(self._spans_of(kind, name)), None)
+        if split is None:
+            return self._stored(Span(kind, name, start, length))
+        size = split.ranks * split.run  # of what is dealt to each rank in turn
+        first, last = start // size, -(-(start + length) // size)
+        values = torch.empty(last - first, split.ranks, split.run)
+        for rank in range(split.ranks):
+            shard = split._replace(rank=rank)
+            part = self._stored(Span(kind, name, first * split.run, (last - first) * split.run, shard))
+            values[:, rank] = part.view(-1, split.run)
+        return values.view(-1)[start - first * size :][:length]
+
+    def read_part(self, kind: str, name: str, shard: Shard | None, start: int, length: int) -> Tensor:
+        """Return ``length`` values of a rank's part of flattened parameter ``name``, from the part's element ``start``
+        on, as :meth:`read` does; None is the whole.
+
+        A part that is stored as it is asked for is read alone.
+        """
+        elements = self._elements(kind, name)
+        if shard is None or shard not in self._spans_of(kind, name):
+            if not (shard is None or divides(shard, elements)):
+                raise ValueError(f"{shard} of {name}, which has {elements} values")
+            return read_part(partial(self.read, kind, name), shard, start, length)
+        if not 0 <= start <= start + length <= elements // shard.ranks:
+            raise ValueError(f"values {start} to {start + length} of {shard} of {name}, which has {elements}")
+        return self._stored(Span(kind, name, start, length, shard))
+
+    def _elements(self, kind: str, name: str) -> int:
+        """Return the number of elements of a parameter."""
         if kind not in self.manifest.kinds:
             raise unusable(self.path, f"it has no {kind}, only {', '.join(self.manifest.kinds)}")
         if name not in self.manifest.parameters:
             raise unusable(self.path, f"it has no parameter {name}, so it is of another U-Net")
-        elements = math.prod(self.manifest.parameters[name])
-        stop = elements if length is None else start + length
-        if not 0 <= start <= stop <= elements:
-            raise ValueError(f"values {start} to {stop} of {name}, which has {elements}")
-        values = torch.empty(stop - start)
-        at = start
-        for span, file in self._spans_of(kind, name):
-            low, high = max(at, span.start), min(stop, span.stop)
+        return math.prod(self.manifest.parameters[name])
+
+    def _stored(self, wanted: Span) -> Tensor:
+        """Return values of a parameter, or of a part of it, that is stored as such."""
+        values, at = torch.empty(wanted.length), wanted.start
+        for span, file in self._spans_of(wanted.kind, wanted.name).get(wanted.shard, []):
+            low, high = max(at, span.start), min(wanted.stop, span.stop)
             if low != at or low >= high:
                 continue
             self._check(file)
@@ -93,12 +127,12 @@ class Reader:
             if piece.dtype is STORED[CODES]:
                 blocks, first = blocks_of(low, high - low), span.start // BLOCK
                 scales = self._files[file].get_slice(span.scales_key)[blocks.start - first : blocks.stop - first]
-                piece = decoded(kind, low, piece, scales)
-            values.numpy()[low - start : high - start] = piece.numpy()
+                piece = decoded(span.kind, low, piece, scales)
+            values.numpy()[low - wanted.start : high - wanted.start] = piece.numpy()
             at = high
-        if at != stop:
+        if at != wanted.stop:
             self.verify()  # names the files that this host lacks, or the one whose header is damaged
-            raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
+            raise unusable(self.path, f"values {at} and following of {wanted.what} are in none of its files")
         return values
 
     def _check(self, name: str) -> None:
@@ -106,18 +140,21 @@ class Reader:
             check_bytes(self.path, name, self.manifest)
             self._verified.add(name)
 
-    def _spans_of(self, kind: str, name: str) -> list[tuple[Span, str]]:
-        """Return the fragments of one tensor in order, each with its file; opens all files the first time.
+    def _spans_of(self, kind: str, name: str) -> dict[Shard | None, list[tuple[Span, str]]]:
+        """Return the fragments of one tensor in order, each with its file, by the part that they are of; opens all
+        files the first time.
 
         A damaged header can hide or invent fragments, but not values, which are read after the checksum is compared.
         """
         if not self._spans:
-            spans = defaultdict(list)
             for file in self._listed:
                 for span in self._open(file) if file != STATE else ():
-                    spans[span.kind, span.name].append((span, file))
-            self._spans = {key: sorted(found) for key, found in spans.items()}
-        return self._spans.get((kind, name), [])
+                    parts = self._spans.setdefault((span.kind, span.name), {})
+                    parts.setdefault(span.shard, []).append((span, file))
+            for parts in self._spans.values():
+                for found in parts.values():
+                    found.sort()
+        return self._spans.get((kind, name), {})
 
     def _open(self, file: str) -> list[Span]:
         try:

@@ -40,12 +40,13 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     Description,
     Part,
-    Span,
     StoredDtype,
     manifest_of,
 )
 from ddpm_ds.checkpoint.reader import STORED, Header, write_tensors
+from ddpm_ds.checkpoint.spans import Span
 from ddpm_ds.files import replace_file, write_file
+from ddpm_ds.unet.shards import Shard
 
 
 class Fragment(NamedTuple):
@@ -56,6 +57,7 @@ class Fragment(NamedTuple):
     start: int
     values: Tensor  # (length,) fp32, or codes of 8 bits, any device
     scales: Tensor | None = None  # of the codes' blocks, fp32
+    shard: Shard | None = None
 
 
 class HostCopy:
@@ -144,7 +146,7 @@ class Writer:
         self.wait()
         self._completion.attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
-        spans = [Span(kind, name, start, values.numel()) for kind, name, start, values, _ in fragments]
+        spans = [Span(kind, name, start, values.numel(), shard) for kind, name, start, values, _, shard in fragments]
         floats, codes = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
         for span, fragment in zip(spans, fragments, strict=True):
             (floats if fragment.scales is None else codes).append((span.key, fragment.values))

@@ -12,9 +12,12 @@ from ddpm_ds.pipeline.placement import traffic
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP
+from ddpm_ds.unet.shards import is_asked
 
 MOST_HOSTS = 3
 """Maximum hosts named in a cell of the table of stages."""
+MOST_WHOLE = 3
+"""Maximum layers named in a line that stay whole for the same reason."""
 
 
 def stage_table(plan: RunPlan) -> str:
@@ -59,6 +62,8 @@ def decided_since(planned: RunPlan, decided: RunPlan) -> str:
     said, line = [], hosts_line(decided)
     if line is not None and line != hosts_line(planned):
         said.append(line)
+    if (warning := hosts_warning(decided)) != hosts_warning(planned):
+        said += warning
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
         said.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
     return "\n".join(said)
@@ -75,6 +80,8 @@ def hosts_line(plan: RunPlan) -> str | None:
     each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
     kinds = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
     named = [f"{_megabytes(size)} of {name}" for name, size in kinds if size]
+    if not named:  # of one tensor group, hosts_warning says what it sends
+        return None
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
     most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
     line = f"hosts        {each}, {plan.across} across hosts: {whole} between them, {most}"
@@ -82,6 +89,48 @@ def hosts_line(plan: RunPlan) -> str | None:
         return line
     other: AcrossHosts = "replicas" if plan.across == "stages" else "stages"
     return f"{line}; {other} across would be {_megabytes(traffic(plan.grid(other), plan.exchange).between_hosts)}"
+
+
+def tensor_lines(plan: RunPlan) -> list[str]:
+    """Return lines on the layers that tensor groups split, those that stay whole, and what the sums cost; none without
+    tensor groups.
+    """
+    tensor = plan.ds.layout.tensor
+    if tensor.size == 1:
+        return []
+    split = sum(layer.shards > 1 for layer in plan.layers)
+    groups = plan.ds.layout.world_size // tensor.size
+    sent = max(plan.exchange.sums)
+    whole: dict[str, list[str]] = {}
+    for layer in plan.layers:
+        if layer.shards == 1 and layer.unit and is_asked(layer, plan.layers, tensor):
+            whole.setdefault(counted(layer.units, layer.unit), []).append(layer.name)
+    stay = [f"{_few(names)} {'stay' if names[1:] else 'stays'} whole: {reason}" for reason, names in whole.items()]
+    said = [f"{split} of {len(plan.layers)} layers split", *stay]
+    cost = f"a rank sends {_megabytes(sent)} a step to sum their parts"
+    return [
+        f"tensor       {counted(groups, 'group')} of {tensor.size} ranks, {'; '.join(said)}; {cost}",
+        *hosts_warning(plan),
+    ]
+
+
+def _few(names: list[str]) -> str:
+    """Return the first names of some layers, and how many there are."""
+    if len(names) <= MOST_WHOLE:
+        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{', '.join(names[: MOST_WHOLE - 1])} ... {names[-1]} ({len(names)} layers)"
+
+
+def hosts_warning(plan: RunPlan) -> list[str]:
+    """Return a line on tensor groups across hosts, if there are any."""
+    if not plan.several_hosts or not (split := plan.grid().split_groups):
+        return []
+    size, sent = plan.ds.layout.tensor.size, max(plan.exchange.sums)
+    return [
+        f"warning      {counted(split, 'tensor group')} across hosts: each rank sends {_megabytes(sent)} a step to sum "
+        f"parts of layers, and waits for them; use a pipeline.tensor.size below {size} that divides the processes of a "
+        "host"
+    ]
 
 
 def _megabytes(size: float) -> str:
@@ -113,9 +162,10 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{ds.layout.zero_stage}, activation checkpointing {recompute}",
-        f"layout       {counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
-        f"{counted(layout.replicas, 'replica')}{f', schedule {ds.layout.schedule}' if layout.stages > 1 else ''}",
+        f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
+        f"{f', schedule {ds.layout.schedule}' if layout.stages > 1 else ''}",
         *([f"stages       {plan.chosen}"] if plan.chosen else []),
+        *tensor_lines(plan),
         *([messages_line(plan)] if layout.stages > 1 else []),
         *([line] if (line := hosts_line(plan)) else []),
         f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "

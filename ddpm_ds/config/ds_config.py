@@ -98,6 +98,16 @@ def offloads(config: Mapping[str, Any]) -> bool:
     return bool(offload.get("device", "none") != "none")
 
 
+def tensor_split(config: Mapping[str, Any]) -> TensorSplit:
+    """Return which layers a checked config splits; nothing if that is left to the planner."""
+    given = config.get("pipeline", {}).get("tensor", {})
+    size = _given(given, "size", 1)
+    if size == 1:
+        return TensorSplit()
+    levels = _given(given, "levels", None)
+    return TensorSplit(size, "auto" if levels is None else tuple(levels), tuple(given.get("layers", ())))
+
+
 def is_8bit(config: Mapping[str, Any]) -> bool:
     """Return whether a config's Adam keeps its moments in 8 bits."""
     return bool(config.get("optimizer", {}).get("type") == EIGHT_BIT)
@@ -176,6 +186,7 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
         faults.add("optimizer.type", fault, "pipeline.gradients")
     if config.graphs is True:
         _check_graphs(config, faults)
+    _check_tensor(config, faults)
     if pipeline.stages != 1:  # a planned schedule of one stage is recorded as 1F1B
         schedule = "planned" if pipeline.schedule == "auto" else pipeline.schedule
         _check_planned(given.get("pipeline", {}), schedule, faults)
@@ -204,6 +215,25 @@ def _check_graphs(config: DsConfig, faults: _Faults) -> None:
     for key, (fits, what) in needs.items():
         if not fits:
             faults.add("graphs", f"= true needs {what}; change that, or set graphs to false", key)
+
+
+def _check_tensor(config: DsConfig, faults: _Faults) -> None:
+    """Find keys that tensor groups can't be trained with, and two answers to what is split."""
+    tensor, gradients = config.pipeline.tensor, "pipeline.gradients"
+    device = "zero_optimization.offload_optimizer.device"
+    if tensor.layers and tensor.levels != "auto":
+        fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both say what is split; use --set "
+        fault += "ds.pipeline.tensor.levels=auto, or remove layers"
+        faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
+    if tensor.size in (1, "auto"):
+        return
+    needs = f"= {tensor.size} needs flat gradients, in which parts of gradients are summed over a group; use --set "
+    needs += "ds.pipeline.tensor.size=1"
+    if config.zero_optimization.offload_optimizer.device != "none":
+        fault = f"{needs} or --set ds.{device}=none"
+        faults.add("pipeline.tensor.size", fault, device, gradients)
+    elif config.pipeline.gradients == "deepspeed":
+        faults.add("pipeline.tensor.size", f"{needs} or --set ds.{gradients}=flat", gradients)
 
 
 def _check_planned(pipeline: dict[str, Any], schedule: str, faults: _Faults) -> None:
@@ -269,6 +299,13 @@ def _batch(config: Mapping[str, Any], spec: RunSpec) -> int:
 
 def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -> None:
     """Find keys that contradict the spec, among those that have no fault of their own."""
+    most, levels = len(spec.unet.multipliers) - 1, tensor_split(config).levels
+    if levels != "auto" and (beyond := [level for level in levels if level > most]):
+        there = "level 0 alone" if most == 0 else f"levels 0 to {most}"
+        few = [level for level in levels if level <= most] or [most]
+        fix = f"use --set {shlex.quote(f'ds.pipeline.tensor.levels={shown(few)}')}"
+        fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
+        faults.add("pipeline.tensor.levels", fault)
     warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
     kind = config.get("scheduler", {}).get("type")
     if "scheduler" not in config and warmup and decay is None:
@@ -310,7 +347,9 @@ AcrossHosts = Literal["stages", "replicas"]
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Layers whose weights are split among the ranks of a tensor group, and the size of a group."""
+    """Layers whose weights are split among the ranks of a tensor group, and the size of a group; without a size there
+    is nothing else.
+    """
 
     size: int = 1
     """Number of ranks of a group; 1 splits nothing."""
@@ -392,7 +431,12 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Numbers of the layout, by the names that runs and checkpoints have kept them under since version 0.1."""
         names = ("world_size", "stages", "replicas", "batch_images", "micro_batch_images", "micro_batches")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, "tensor_size": self.tensor.size}
+
+    def processes_words(self, schedule: str = "") -> str:
+        """Return the stages, with what is said about their ``schedule``, tensor groups and replicas in a few words."""
+        tensor = f" x {self.tensor.size} tensor ranks" if self.tensor.size > 1 else ""
+        return f"{counted(self.stages, 'stage')}{schedule}{tensor} x {counted(self.replicas, 'replica')}"
 
     def words(self) -> str:
         """Return the layout in a few words, for a sentence."""
@@ -401,7 +445,7 @@ class Layout:
         in_flight = "" if self.in_flight == "auto" else f", {self.in_flight} in flight"
         across = "" if self.across_hosts == "auto" else f", {self.across_hosts} across nodes"
         return (
-            f"{counted(self.stages, 'stage')}{schedule} x {counted(self.replicas, 'replica')}{across}, "
+            f"{self.processes_words(schedule)}{across}, "
             f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{in_flight}, "
             f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
         )
@@ -467,6 +511,7 @@ class ResolvedDsConfig:
             "gradients": self.gradients,
             "activation_checkpoint_interval": layout.checkpoint_interval,
             "use_reentrant": self.use_reentrant,
+            **layout.tensor.as_json(),
         }
         return {
             "train_batch_size": layout.batch_images,
@@ -488,8 +533,8 @@ class ResolvedDsConfig:
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
         config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
-        for name in ("in_flight", "replan", "gradients"):
-            del config["pipeline"][name]
+        for name in ("in_flight", "replan", "gradients", "tensor"):
+            config["pipeline"].pop(name, None)
         config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
         if self.eight_bit_settings:
             del config["optimizer"]
@@ -620,21 +665,30 @@ def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     pipeline = config.get("pipeline", {})
     given = _given(pipeline, "stages", None) is not None or isinstance(pipeline.get("partition"), list)
-    return world_size > 1 and not given
+    return world_size > tensor_split(config).size and not given
 
 
 def _layout(
     original: dict[str, Any], config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None
 ) -> Layout:
     """Return the layout of a JSON into which the spec's values have been written, from the ``original``."""
-    stages, pipeline = _stages(config, world_size, asked_stages), config.get("pipeline", {})
+    pipeline, tensor = config.get("pipeline", {}), tensor_split(config)
+    if world_size % tensor.size:
+        raise LayoutError(
+            f"pipeline.tensor.size = {tensor.size} does not divide {counted(world_size, 'process')}; use --set "
+            f"ds.pipeline.tensor.size={divisors(world_size, tensor.size)[-1]}, or --processes "
+            f"{-(-world_size // tensor.size) * tensor.size}"
+        )
+    stages = _stages(config, world_size // tensor.size, tensor.size, asked_stages)
     schedule = _schedule(pipeline, stages)
-    replicas, batch = world_size // stages, spec.train.batch_images
+    replicas, batch = world_size // (stages * tensor.size), spec.train.batch_images
     if batch % replicas:
         also = " --set ds.train_batch_size=auto" if _given(original, "train_batch_size", None) is not None else ""
+        parts = f"{world_size} processes in {stages} stages"
+        parts += f" of {tensor.size} ranks" if tensor.size > 1 else ""
         raise LayoutError(
-            f"train.batch_images = {batch} can't be shared by {replicas} replicas ({world_size} processes in {stages} "
-            f"stages); use --set train.batch_images={_nearest_batch(config, spec, replicas)}{also} or another -p"
+            f"train.batch_images = {batch} can't be shared by {replicas} replicas ({parts}); use --set "
+            f"train.batch_images={_nearest_batch(config, spec, replicas)}{also} or another -p"
         )
     share = batch // replicas
     micro, micro_batches = _micro_batches(config, share, stages)
@@ -668,6 +722,7 @@ def _layout(
         offload=offloads(config),
         across_hosts=pipeline.get("across_hosts", "auto"),
         in_flight=pipeline.get("in_flight", "auto"),
+        tensor=tensor,
     )
 
 
@@ -682,7 +737,8 @@ def _nearest_batch(config: dict[str, Any], spec: RunSpec, replicas: int) -> int:
     return max(min(times, MOST_BATCH // unit), 1) * unit
 
 
-def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
+def _stages(config: dict[str, Any], groups: int, ranks: int, asked: int | None) -> int:
+    """Return the number of stages for so many tensor ``groups`` of ``ranks``; groups of one are processes."""
     pipeline = config.get("pipeline", {})
     stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
     per_rank = {None: (1, 2), "1f1b": (1,)}.get(_given(pipeline, "schedule", None), (2,))
@@ -692,16 +748,15 @@ def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
         name = f"pipeline.stages = {stages}"
     elif isinstance(partition, list):
         name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank[0]
-    elif world_size == 1:
+    elif groups == 1:
         name, stages = "one process", 1
     else:
-        raise LayoutError(f"pipeline.stages is auto for {world_size} processes; say how many stages with -p")
-    if stages < 1 or world_size % stages:
-        fitting = " or ".join(map(str, divisors(world_size)))
-        more = f", or --processes {-(-world_size // stages) * stages}" if stages > 0 else ""
-        raise LayoutError(
-            f"{name} makes {stages} stages, which don't divide {world_size} processes; use {fitting} stages{more}"
-        )
+        raise LayoutError(f"pipeline.stages is auto for {groups * ranks} processes; say how many stages with -p")
+    if stages < 1 or groups % stages:
+        fitting = " or ".join(map(str, divisors(groups)))
+        more = f", or --processes {-(-groups // stages) * stages * ranks}" if stages > 0 else ""
+        what = f"{groups} processes" if ranks == 1 else f"{groups * ranks} processes in tensor groups of {ranks}"
+        raise LayoutError(f"{name} makes {stages} stages, which don't divide {what}; use {fitting} stages{more}")
     cuts = [count * stages - 1 for count in per_rank]
     if isinstance(partition, list) and len(partition) not in cuts:
         raise LayoutError(

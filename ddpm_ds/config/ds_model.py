@@ -210,6 +210,27 @@ class Scheduler(Section):
     """Its settings."""
 
 
+def _block_of_auto(value: object) -> object:
+    """Return the block that "auto" stands for, and lists as the tuples that a block is strict about."""
+    if not isinstance(value, dict):
+        return {"size": "auto"} if value == "auto" else value
+    return {name: tuple(inside) if isinstance(inside, list) else inside for name, inside in value.items()}
+
+
+class TensorGroups(Section):
+    """Groups of neighbouring ranks that compute layers of a stage together, each with a part of their weights
+    (docs/tensor.md)."""
+
+    size: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = 1
+    """Number of ranks of a group; 1 splits nothing. "auto" leaves the whole block to the planner."""
+    levels: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] | Auto = "auto"
+    """Levels of the U-Net whose layers are split: 0 is full size, and the middle belongs to the last. "auto" is all of
+    them."""
+    layers: tuple[str, ...] = ()
+    """Names of the layers that are split instead, or patterns of names, such as "up.0.*" (docs/design.md has the
+    names of a U-Net)."""
+
+
 class Pipeline(Section):
     """How the U-Net is cut and in which order the stages work; DeepSpeed never uses the first two keys."""
 
@@ -235,6 +256,11 @@ class Pipeline(Section):
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
     """This project's key: what is spread over several hosts, the stages of a pipeline or whole pipelines. "auto" is the
     axis with fewer bytes per step for the busiest host (docs/planner.md)."""
+    tensor: Annotated[TensorGroups, BeforeValidator(_block_of_auto, json_schema_input_type=TensorGroups | Auto)] = (
+        TensorGroups()
+    )
+    """This project's key: layers that are split among the ranks of tensor groups. Without it nothing is split; "auto"
+    leaves it to the planner."""
     gradients: Literal["flat", "deepspeed"] = "flat"
     """This project's key: "flat" adds up, reduces and clips a stage's gradients in one flat tensor; "deepspeed" handles
     one parameter after the other, as DeepSpeed does, which takes far more work on the host. With offload it is always
@@ -405,7 +431,7 @@ class DsConfig(Section):
 _REMOVED = "DeepSpeed removed it"
 _ZERO3 = "only ZeRO-3 reads it, which a pipeline can't use"
 _NVME = "only NVMe offload reads it, which is not tested here"
-_AXES = "replicas follow from the processes and pipeline.stages, the only parallelism here"
+_AXES = "replicas follow from the processes, pipeline.stages and pipeline.tensor, the only parallelism here"
 _REASONS = {
     _REMOVED: "amp compression_training curriculum_learning eigenvalue elasticity nebula progressive_layer_drop "
     "quantize_training sparse_attention sparse_gradients",
@@ -438,6 +464,9 @@ SYNONYMS = {
     "clip_grad": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
     "num_stages": "pipeline.stages",
+    "tp_size": "pipeline.tensor.size",
+    "tensor_parallel_size": "pipeline.tensor.size",
+    "tensor_model_parallel_size": "pipeline.tensor.size",
     "pipeline_parallel_size": "pipeline.stages",
     "partition_method": "pipeline.partition",
 }

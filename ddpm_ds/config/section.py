@@ -204,7 +204,9 @@ class Format(Generic[S]):
                     link = f"#{dotted.replace('.', '')}"
                     kind = f"{self.section.partition(' ')[2]} [`{dotted}`]({link})"
                     default = "" if key in section.get("required", ()) else "all defaults"
-                    kind, default = (kind, default) if "$ref" in part else (f"{kind} or null", "`null`")
+                    others = [expected(option) for option in part.get("anyOf", ()) if "$ref" not in option]
+                    kind = " or ".join([kind, *others])
+                    default = default if part.get("default", {}) is not None else "`null`"
                 else:
                     kind = expected(part)
                     required = key in section.get("required", ())

@@ -4,8 +4,11 @@ The JSON's ``flops_profiler`` block asks for it. DeepSpeed's own pipeline engine
 replica of each stage runs DeepSpeed's profiler around one forward pass of one step, and rank 0 gathers the results.
 The numbers have two sources:
 
-    parameters, multiply-accumulates, flops    the layers' own arithmetic (:attr:`Layer.macs`), by which stages are cut
+    parameters, multiply-accumulates, flops    the layers' own arithmetic (:attr:`Layer.macs`), of the whole stage
     latency                                    DeepSpeed's profiler; its own count of flops is only in its text
+
+The ranks of a tensor group compute a stage together: the profiler runs on the first one, whose latency includes the
+sums, and whose text has its part of the flops.
 """
 
 import contextlib
@@ -32,6 +35,10 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
+
+TENSOR_GROUPS = """\
+The ranks of a tensor group share what is counted of a split layer; its latency is that of the first of them, with the
+sums of the group."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class FlopsProfile(Observer):
         self._waits, self._found = False, []
         engine = self._engine
         self._watching.enter_context(engine.watched())  # the profiler waits for the device at each module
-        if engine.grid.get_data_parallel_id() == 0:
+        if engine.grid.get_data_parallel_id() == engine.module.tensor.rank == 0:
             stages = stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)
             self._left = dict(enumerate(stages))
             self._watching.enter_context(instructions_wrapped(engine, self._around))
@@ -167,6 +174,7 @@ class FlopsProfile(Observer):
             "micro_batch_images": engine.micro_batch_size,
             "dtype": str(next(engine.module.parameters()).dtype).removeprefix("torch."),
             "schedule": engine.module.schedule,
+            "tensor_size": engine.module.tensor.size,
             "deepspeed": version("deepspeed"),
         }
         output = self._settings.get("output_file") or self._folder / "flops"
@@ -258,5 +266,6 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> str:
             "MACs are multiply-accumulates of convolutions, linear layers and attention, by the layers' arithmetic;",
             f"flops are twice as many. DeepSpeed {facts['deepspeed']}'s profiler measures the latency of each layer,",
             "without any wait for messages. The profiled step is slower than others.",
+            *([TENSOR_GROUPS] if facts["tensor_size"] > 1 else []),
         ]
     )

@@ -67,10 +67,15 @@ def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
 
 
 def rank_name(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
-    """Return a rank's name for a user: ``rank 2: stages 1 and 2, replica 0``."""
+    """Return a rank's name for a user: ``rank 2: stages 1 and 2, replica 0, tensor part 1``."""
     stages = " and ".join(map(str, trace.stages))
+    return f"rank {trace.rank}: stage{'s' if len(trace.stages) > 1 else ''} {stages}{_place(trace, ranks)}"
+
+
+def _place(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
+    """Return a rank's replica and its part of a tensor group, as far as there are several among the ``ranks``."""
     replica = f", replica {trace.replica}" if any(other.replica for other in ranks) else ""
-    return f"rank {trace.rank}: stage{'s' if len(trace.stages) > 1 else ''} {stages}{replica}"
+    return replica + (f", tensor part {trace.part}" if any(other.part for other in ranks) else "")
 
 
 def _slice(name: str, kind: str, row: int, start: float, end: float, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +98,7 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None
     waited = sum(event.end - event.start for events in rows for event in events if event.instruction in waits)
     bubble = waited / sum(step.end - step.start for step in chosen)
     title = f"step {chosen[0].number}: {title}\n{1e3 * seconds:,.4g} ms, bubble {bubble:.1%}"
-    replicas = any(trace.replica for trace in ranks)
-    names = [f"{trace.stages[0]}, replica {trace.replica}" if replicas else str(trace.stages[0]) for trace in ranks]
+    names = [f"{trace.stages[0]}{_place(trace, ranks)}" for trace in ranks]
     draw_step(rows, seconds, names, title, path)
 
 

@@ -73,6 +73,8 @@ class RankTrace:
     """Bytes of a message to the next stage and of one to the stage before, by phase; 0 if there is none."""
     barriers: tuple[Barrier, ...]
     steps: tuple[TracedStep, ...]
+    part: int = 0
+    """Place in the tensor group."""
 
 
 class HostClock:
@@ -153,6 +155,7 @@ class Recording:
             rank=dist.get_rank(),
             pipeline_rank=engine.stage_id,
             replica=engine.grid.get_data_parallel_id(),
+            part=engine.module.tensor.rank,
             stages=tuple(stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)),
             message_bytes=tuple(_message_bytes(engine, phase) for phase in range(engine.phases)),
             barriers=self._barriers,

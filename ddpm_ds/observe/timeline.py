@@ -160,6 +160,7 @@ class Timeline(Observer):
             "micro_batch_images": engine.micro_batch_size,
             "pipeline_ranks": engine.num_stages,
             "replicas": engine.dp_world_size,
+            "tensor_size": engine.module.tensor.size,
             "device": engine.device.type,
             "zero_stage": engine.zero_optimization_stage(),
             "precision": self._precision,
@@ -177,7 +178,8 @@ class Timeline(Observer):
 
         replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
         micro_batches = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
-        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{replicas}, {micro_batches}"
+        tensor = f" x {summary['tensor_size']} tensor ranks" if summary["tensor_size"] > 1 else ""
+        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{tensor}{replicas}, {micro_batches}"
         name = f"steps-{summary['first_step']}-{summary['last_step']}"
         trace, picture = (self._folder / f"{name}.{suffix}" for suffix in ("json", "png"))
         facts = self._folder / "summary.json"
@@ -219,6 +221,7 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
         "rank": trace.rank,
         "pipeline_rank": trace.pipeline_rank,
         "replica": trace.replica,
+        "part": trace.part,
         "step_seconds": whole - sum(pauses.values()),
         **seconds(OWN),
         **pauses,

@@ -155,9 +155,11 @@ class Adam8bit(torch.optim.Optimizer):
         """Return the moments of a piece, views of them: codes with their scales, or fp32."""
         (places, rows), about = self._places(piece), (piece.name, piece.first)
         if piece.dimensions <= 1:
-            return [Fragment(moment, *about, values[places]) for moment, values in self._plain.items()]
+            return [
+                Fragment(moment, *about, values[places], shard=piece.shard) for moment, values in self._plain.items()
+            ]
         return [
-            Fragment(moment, *about, codes.view(-1)[places], scales[rows])
+            Fragment(moment, *about, codes.view(-1)[places], scales[rows], piece.shard)
             for moment, (codes, scales) in self._state.items()
         ]
 

@@ -63,6 +63,12 @@ class Grid:
         """Return the host of each replica of a rank of the pipeline, of the first of its tensor group."""
         return self._members(stage)[0]
 
+    @property
+    def split_groups(self) -> int:
+        """Number of tensor groups whose ranks are not all on one host."""
+        starts = range(0, len(self.hosts), self.tensor)
+        return sum(len(set(self.hosts[start : start + self.tensor])) > 1 for start in starts)
+
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
         """Return the connections between each rank of the pipeline and the next, in all replicas and tensor groups,

@@ -31,6 +31,7 @@ from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, machine
 from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
@@ -54,6 +55,7 @@ class RunPlan:
     ds: ResolvedDsConfig
     ds_path: Path
     layers: tuple[Layer, ...]
+    """Layers of the U-Net; those that tensor groups split count what one rank of a group has."""
     bounds: tuple[int, ...]
     hosts: tuple[str, ...]
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
@@ -62,15 +64,20 @@ class RunPlan:
     chosen: str | None = None
     """Reason for the number of stages, if the planner chose it."""
 
+    @cached_property
+    def whole_layers(self) -> tuple[Layer, ...]:
+        """Layers of the U-Net, none of them split."""
+        return whole_layers(self.layers)
+
     @property
     def parameters(self) -> int:
         """Trainable parameters of the whole U-Net."""
-        return sum(layer.parameters for layer in self.layers)
+        return sum(layer.parameters for layer in self.whole_layers)
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates of one image's forward."""
-        return sum(layer.macs for layer in self.layers)
+        return sum(layer.macs for layer in self.whole_layers)
 
     @property
     def steps(self) -> int:
@@ -79,8 +86,8 @@ class RunPlan:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages in the order of the layers."""
-        return describe(self.layers, self.bounds, self.ds.layout.schedule)
+        """Stages in the order of the layers, with the costs of all ranks of a tensor group together."""
+        return describe(self.whole_layers, self.bounds, self.ds.layout.schedule)
 
     @cached_property
     def across(self) -> AcrossHosts:
@@ -94,7 +101,8 @@ class RunPlan:
 
     def grid(self, across: AcrossHosts | None = None) -> Grid:
         """Return the grid of processes, as planned or with another axis across hosts."""
-        return Grid(self.ds.layout.stages, self.ds.layout.replicas, across or self.across, self.hosts)
+        layout = self.ds.layout
+        return Grid(layout.stages, layout.replicas, across or self.across, self.hosts, layout.tensor.size)
 
     @property
     def exchange(self) -> Exchange:
@@ -148,6 +156,8 @@ def plan_run(
             stages, chosen = stages_here(spec, config, ds_path, world_size=world_size, hosts=names)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, spec.data.interface)
+    check_split(layers, ds.layout, ds_path)
+    layers = split_layers(layers, ds.layout.tensor)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
 

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
-from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, divisors, resolve
+from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, divisors, resolve, tensor_split
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts
@@ -215,7 +215,7 @@ def choose_stages(predictor: Predictor, path: Path | str, hosts: Sequence[str]) 
     """
     job, world_size = predictor.job, predictor.machine.devices
     accepted, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    for stages in divisors(world_size):
+    for stages in divisors(world_size // tensor_split(job.config).size) or [1]:
         try:
             accepted.append(resolve(dict(job.config), job.spec, world_size=world_size, stages=stages, path=path))
         except LayoutError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddpm_ds.config.ds_config import Layout, offloads, zero_stage
+from ddpm_ds.config.ds_config import Layout, offloads, tensor_split, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import OutputError
@@ -248,15 +248,17 @@ def _layout(run: Run, job: Workload, summary: Mapping[str, Any]) -> Layout:
         zero_stage=zero_stage(config),
         offload=offloads(config),
         in_flight=pipeline.get("in_flight", "auto"),
+        tensor=tensor_split(config),
     )
-    unchanged = {"zero_stage": layout.zero_stage, "precision": job.precision}  # older summaries lack the precision
-    traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == 0)
+    unchanged = {"zero_stage": layout.zero_stage, "precision": job.precision, "tensor_size": layout.tensor.size}
+    first = [rank for rank in summary["ranks"] if rank["replica"] == rank.get("part", 0) == 0]
+    traced = sum(len(rank["phases"]) for rank in first)
     if (traced, layout.micro_batches, layout.micro_batch_images, layout.schedule) != (
         len(bounds) - 1,
         config["gradient_accumulation_steps"],
         config["train_micro_batch_size_per_gpu"],
         pipeline["schedule"],
-    ) or any(summary.get(name, now) != now for name, now in unchanged.items()):
+    ) or any(summary.get(name, now) != now for name, now in unchanged.items()):  # older summaries lack some
         raise OutputError(
             f"{run.folder}: the run was traced before it was resumed on another layout, ZeRO stage or precision; "
             "resume with --trace-steps FIRST-LAST, of steps that are still to come"

@@ -169,9 +169,12 @@ class Rendezvous:
         if self._store is not None:
             self._beating.start()
 
-    def name(self, rank: int, stage: int | None = None) -> str:
-        """Return a rank's name for users: ``rank 2 (stage 1, host b)``, with the host if there are several."""
+    def name(self, rank: int, stage: int | None = None, part: int | None = None) -> str:
+        """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, with its ``part`` if there are
+        tensor groups, and the host if there are several.
+        """
         facts = [f"stage {stage}"] if stage is not None else []
+        facts += [f"tensor part {part}"] if part is not None else []
         facts += [f"host {self.hosts[rank]}"] if len(set(self.hosts)) > 1 else []
         return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
 

@@ -22,7 +22,7 @@ from ddpm_ds.version import __version__
 PARAMETERS = (
     *("data.image_size", "unet.channels", "optimizer.learning_rate"),
     *("train.images", "train.batch_images", "train.seed"),
-    *("derived.world_size", "derived.stages", "derived.zero_stage", "derived.precision"),
+    *("derived.world_size", "derived.stages", "derived.tensor_size", "derived.zero_stage", "derived.precision"),
 )
 """Settings that people vary: the parameters of a run, which MLflow prints beside every picture."""
 

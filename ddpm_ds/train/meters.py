@@ -45,7 +45,7 @@ class Interval:
     data_wait_seconds: float
     """Sum of the times spent waiting for the next batch."""
     stage_peak_memory_bytes: Sequence[Sequence[int]] = ()
-    """Peak bytes of all devices, ``[stage][replica]``; only in gathered intervals."""
+    """Peak bytes of all devices by stage, those of its replicas and tensor groups; only in gathered intervals."""
     peak_reserved_bytes: int = 0
     """Maximum bytes that any device's allocator has reserved, 0 on CPUs; only in gathered intervals."""
 
@@ -140,7 +140,8 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
     """Combine the ranks' intervals; collective over all ranks, each gets the same answer.
 
     It has the loss over all replicas, the images of the whole batch, the longest data wait and the slowest clock. Only
-    the stage with the last layer knows a loss; its replicas saw equal numbers of images.
+    the stage with the last layer knows a loss; its replicas saw equal numbers of images, and the ranks of a tensor
+    group the same ones.
     """
     device = engine.device
     waits = [interval.data_wait_seconds, interval.seconds]
@@ -172,7 +173,7 @@ def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int)
     multiply-accumulates of one image's forward pass through the whole U-Net.
     """
     images_per_second, devices = interval.images / interval.seconds, sum(map(len, interval.stage_peak_memory_bytes))
-    peaks = [float(max(replicas)) for replicas in interval.stage_peak_memory_bytes]
+    peaks = [float(max(ranks)) for ranks in interval.stage_peak_memory_bytes]
     flops_per_second = 2 * macs_per_image * PASSES_PER_STEP * images_per_second
     values = {
         "train/loss": interval.loss,

@@ -86,7 +86,7 @@ class Previews:
                 depth=rounds,
                 progress=self._watchdog.progress,
             )
-        if not engine.is_first_stage():
+        if not engine.is_first_stage() or engine.module.tensor.rank > 0:  # a tensor group has drawn the same
             return None
         with self._watchdog.pause():  # an autoencoder may take long
             mine = self._finished(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,6 +25,8 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.runs import Run
 from ddpm_ds.tracking.tracker import flatten
+from ddpm_ds.unet.shards import Shard
+from ddpm_ds.unet.tensor_group import read_part
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such files"
@@ -71,6 +74,12 @@ class InitialWeights:
         low = first // row
         rows = self._file.get_slice(name)[low : math.ceil(stop / row)]
         return rows.flatten()[first - low * row : stop - low * row].to(torch.float32, copy=True)
+
+    def read_part(self, name: str, shard: Shard | None, start: int, length: int) -> Tensor:
+        """Return ``length`` values of a rank's part of a flattened parameter, from the part's element ``start`` on, as
+        :meth:`read` does; None is the whole.
+        """
+        return read_part(partial(self.read, name), shard, start, length)
 
     def _of_another_unet(self, what: str) -> SpecError:
         return SpecError(

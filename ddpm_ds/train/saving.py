@@ -1,7 +1,8 @@
 """Checkpoints of an engine: content, saving, loading and rollback.
 
 Each rank writes the pieces that its optimizer owns, addressed by parameter name and offset. So a checkpoint does not
-depend on stages, replicas, ZeRO stage or precision: in another layout each rank reads the pieces that it owns there.
+depend on stages, replicas, tensor groups, ZeRO stage or precision: in another layout each rank reads the pieces that it
+owns there.
 """
 
 from collections.abc import Callable
@@ -38,12 +39,14 @@ MASTER = "master"
 def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = False) -> list[Fragment]:
     """Return this rank's share of a checkpoint, or of a snapshot of the averages of ``ema.profiles``.
 
-    Without ZeRO the first replica's share is everything.
+    Without ZeRO the first replica's share is everything. Of a tensor group, the first rank has what all have alike.
     """
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     found, optimizer = [], engine.basic_optimizer
     for piece in insides.owned_pieces(engine):
+        if piece.shard is None and engine.module.tensor.rank:
+            continue
         tensors = ema.of(piece.master)
         if snapshot:
             del tensors[EMA]
@@ -53,7 +56,10 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = Fa
         else:
             state = optimizer.state.get(piece.master, {})
             tensors |= {MASTER: piece.master, **{moment: state[moment] for moment in MOMENTS if moment in state}}
-        found += [Fragment(kind, piece.name, piece.first, piece.of(tensor)) for kind, tensor in tensors.items()]
+        found += [
+            Fragment(kind, piece.name, piece.first, piece.of(tensor), shard=piece.shard)
+            for kind, tensor in tensors.items()
+        ]
     return found
 
 
@@ -136,6 +142,7 @@ class Saver:
             self._began_at = None
         description = self._about.model_copy(update={"images": engine.images_seen, "step": engine.global_steps})
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
+        part += f"-tensor{engine.module.tensor.rank}" if engine.module.tensor.size > 1 else ""
         state = {
             "images_seen": engine.images_seen,
             "skipped_images": engine.skipped_images,
@@ -168,7 +175,7 @@ class Saver:
         """Load initial weights into a fresh engine and its averages."""
         for piece in insides.owned_pieces(self._engine):
             for tensor in (piece.master, *self._ema.of(piece.master).values()):
-                piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
+                piece.of(tensor).copy_(weights.read_part(piece.name, piece.shard, piece.first, piece.length))
         insides.refresh_weights(self._engine)
 
     @torch.no_grad()
@@ -182,14 +189,15 @@ class Saver:
         reader = Reader(checkpoint.path, checkpoint.manifest, checkpoint.here)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
         for piece in insides.owned_pieces(engine):
+            place = piece.name, piece.shard, piece.first, piece.length
             tensors: dict[str, Tensor] = {MASTER: piece.master, **self._ema.of(piece.master)}
             if isinstance(optimizer, Adam8bit):
                 for kind in moments:
-                    optimizer.load(piece, kind, reader.read(kind, piece.name, piece.first, piece.length))
+                    optimizer.load(piece, kind, reader.read_part(kind, *place))
             elif moments:
                 tensors |= _moments(engine, piece.master, state.optimizer_steps)
             for kind, tensor in tensors.items():
-                piece.of(tensor).copy_(reader.read(kind, piece.name, piece.first, piece.length))
+                piece.of(tensor).copy_(reader.read_part(kind, *place))
         if isinstance(optimizer, Adam8bit):
             optimizer.set_steps(state.optimizer_steps)
         elif not moments:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.command_line import gib
+from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.held_out import checksums_of
@@ -53,6 +54,7 @@ from ddpm_ds.train.start import Asked, Prepared
 from ddpm_ds.train.validation import HeldOutLoss, Validation
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import Kernels
+from ddpm_ds.unet.shards import split_layers
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def run_training(
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
-            others=_other_layers(plan.spec, store),
+            others=_other_layers(plan.spec, store, plan.ds.layout.tensor),
             verbose=asked.verbose,
             doing=doing,
         )
@@ -141,12 +143,13 @@ def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
     return f"captions are encoded while training, by encoders of {each} on each of these stages: {where}"
 
 
-def _other_layers(spec: RunSpec, store: DatasetCache) -> list[tuple[Layer, ...]]:
+def _other_layers(spec: RunSpec, store: DatasetCache, tensor: TensorSplit) -> list[tuple[Layer, ...]]:
     """Return the U-Net's layers for images of each bucket of aspect that are not of ``data.image_size``."""
     if spec.data.buckets is None:
         return []
     sizes = [each.size for each in store.caches if each.size != spec.data.size]
-    return [unet_layers(spec.unet, replace(spec.data.interface, size=size)) for size in sizes]
+    layers = (unet_layers(spec.unet, replace(spec.data.interface, size=size)) for size in sizes)
+    return [split_layers(of_size, tensor) for of_size in layers]
 
 
 def _recorded(
@@ -237,7 +240,7 @@ def _train(
         trace = run_dir / "trace"
         observer: Observer = rehearsal or Observers(
             [
-                FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
+                FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),
                 Timeline(engine, asked.trace_steps, trace, recorder, precision, macs, replanning(plan)),
                 KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
                 PauseClock(run_dir if dist.get_rank() == 0 else None),

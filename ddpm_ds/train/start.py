@@ -120,7 +120,11 @@ def started(
     with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
         rendezvous.close()
         places = prepared.plan.grid()
-        names = [rendezvous.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
+        parts = (places.coordinates(rank) for rank in range(dist.get_world_size()))
+        names = [
+            rendezvous.name(rank, stage, part if places.tensor > 1 else None)
+            for rank, (stage, _, part) in enumerate(parts)
+        ]
         with Watchdog(
             dist.get_rank(),
             names,

@@ -14,7 +14,7 @@ The list runs down the left side and up the right one: ``down.0`` is near its st
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 
@@ -51,6 +51,9 @@ class Layer:
     """Whether the residual is popped and added to the new h."""
     shards: int = 1
     """Number of ranks among which the weights are split (:mod:`ddpm_ds.unet.shards`); 1 splits nothing."""
+
+    unit: ClassVar[str] = ""
+    """Word for what a tensor group shares out among its ranks, groups of channels or heads; "" if it can't."""
 
     @property
     def units(self) -> int:
@@ -238,6 +241,8 @@ class OutputLayer(ConvolutionLayer):
 class BlockLayer(Layer):
     """Residual block of DDPM or ADM; in the decoder it pops a skip."""
 
+    unit = "group"
+
     groups: int
     epsilon: float
     dropout: float
@@ -302,6 +307,8 @@ class BlockLayer(Layer):
 class AttentionLayer(Layer):
     """Self-attention over pixels, added to h."""
 
+    unit = "head"
+
     groups: int
     epsilon: float
     heads: int
@@ -356,6 +363,8 @@ class TransformerInputLayer(Layer):
 @dataclass(frozen=True, kw_only=True)
 class TransformerBlockLayer(Layer):
     """Self-attention over pixels, cross-attention to the context, and a gated network, each added to h."""
+
+    unit = "head"
 
     heads: int
     tokens: int

@@ -5,12 +5,18 @@ network. Each rank computes its part from the whole input, and the parts are sum
 ranks of the group have the same carry between layers. Does not import torch.
 """
 
+import difflib
 import fnmatch
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_ds.config.ds_config import TensorSplit
+from ddpm_ds.command_line import counted
+from ddpm_ds.config.ds_config import Layout, TensorSplit, divisors
+from ddpm_ds.config.section import shown
+from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer
 
 
@@ -50,6 +56,42 @@ def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, .
         if is_asked(layer, layers, tensor) and can_split(layer, tensor.size)
         else layer
         for layer in layers
+    )
+
+
+def whole_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Return the layers with none split, whose counts are those of the whole U-Net."""
+    return tuple(replace(layer, shards=1) for layer in layers)
+
+
+def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> None:
+    """Check that a layout, of the DeepSpeed JSON at ``path``, splits some of these layers if it asks for it.
+
+    Raises:
+        DsConfigError: a pattern matches no layer, or no layer can be split into so many parts.
+    """
+    tensor = layout.tensor
+    if tensor.size == 1:
+        return
+    names = [layer.name for layer in layers]
+    for pattern in tensor.layers:
+        if not fnmatch.filter(names, pattern):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            right = [near if one == pattern else one for one in tensor.layers]
+            raise DsConfigError(
+                f"{path}: pipeline.tensor.layers = {shown(tensor.layers)}: no layer of the U-Net is named {pattern}; "
+                f"use --set {shlex.quote(f'ds.pipeline.tensor.layers={shown(right)}')}"
+            )
+    asked = [layer for layer in layers if is_asked(layer, layers, tensor)]
+    if any(can_split(layer, tensor.size) for layer in asked):
+        return
+    parts = ", ".join(sorted({counted(layer.units, layer.unit) for layer in asked if layer.unit}))
+    why = f"{parts} can't be shared by {tensor.size} ranks" if parts else "it names no residual block and no attention"
+    sizes = divisors(layout.world_size // layout.stages, tensor.size)
+    fitting = [size for size in sizes if size == 1 or any(can_split(layer, size) for layer in asked)]
+    raise DsConfigError(
+        f"{path}: pipeline.tensor = {shown(tensor.as_json()['tensor'])} splits no layer: {why}; use --set "
+        f"ds.pipeline.tensor.size={fitting[-1]}"
     )
 
 

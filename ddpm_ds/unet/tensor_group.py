@@ -11,7 +11,7 @@ whole in a split layer, such as the first normalisation's, gets a part of its gr
 ``partial``: the parts are summed once a step. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,20 @@ ALONE = TensorGroup()
 def part_of(whole: Tensor, shard: Shard) -> Tensor:
     """Return the elements of a tensor that a shard has, (n,), in their order: a copy."""
     return whole.reshape(-1, shard.ranks, shard.run)[:, shard.rank].reshape(-1).clone()
+
+
+def read_part(read: Callable[[int, int], Tensor], shard: Shard | None, start: int, length: int) -> Tensor:
+    """Return ``length`` elements of a shard from its element ``start`` on, (length,); ``read`` returns as many elements
+    of the flattened whole parameter, from its first argument on.
+    """
+    if shard is None:
+        return read(start, length)
+    rank, ranks, run = shard
+    first, last = start // run, -(-(start + length) // run)
+    if last - first <= 1:  # they are neighbours in the whole
+        return read((first * ranks + rank) * run + start % run, length)
+    whole = read(first * ranks * run, (last - first) * ranks * run)
+    return part_of(whole, shard)[start - first * run :][:length]
 
 
 def shard_of(parameter: Tensor) -> Shard | None:

@@ -51,7 +51,8 @@ def check_values(checkpoint: CompleteCheckpoint, hosts: Hosts, images: int) -> N
         there = [name for name in checkpoint.manifest.files if (path / name).exists()]
         reader = Reader(path, checkpoint.manifest, there)
         for file in there:
-            for kind, name, start, length in () if file == STATE else check_headers(path, checkpoint.manifest, file):
+            for span in () if file == STATE else check_headers(path, checkpoint.manifest, file):
+                kind, name, start, length, _ = span
                 expected = values_of(kind, name, images, math.prod(SHAPES[name]))[start : start + length]
                 assert reader.read(kind, name, start, length).equal(expected)
                 held.update({(kind, name, index): True for index in range(start, start + length)})
@@ -223,9 +224,9 @@ def test_a_rank_reads_its_own_hosts_part_and_is_told_how_to_get_one_that_is_else
     found = two.newest()
     assert found is not None
     reader = Reader(two.folders[0] / TWO, found.manifest, found.here)
-    for kind, name, start, values, _ in fragments_of(2, CUTS[0], CUTS[2]):
+    for kind, name, start, values, *_ in fragments_of(2, CUTS[0], CUTS[2]):
         assert reader.read(kind, name, start, len(values)).equal(values)
-    kind, name, start, values, _ = fragments_of(2, CUTS[2], CUTS[3])[0]
+    kind, name, start, values, *_ = fragments_of(2, CUTS[2], CUTS[3])[0]
     with pytest.raises(CheckpointError, match=r"lacks rank2.safetensors, rank3.safetensors here; .* rsync -a HOST:"):
         reader.read(kind, name, start, len(values))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.description import describe_plan, hosts_line, stage_table
+from ddpm_ds.cli.description import decided_since, describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.pipeline.cuts import partition, relayed_elements
 from ddpm_ds.planning.run_plan import RunPlan, plan_run
@@ -140,3 +140,44 @@ def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
 def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None:
     line = hosts_line(plan(TWO_BY_TWO, stages=stages))
     assert line is not None and f" {apart} across hosts: " in line and "would be" not in line
+
+
+def tensor_lines_of(made: RunPlan) -> list[str]:
+    lines = describe_plan(made, Path("runs/x")).splitlines()
+    return [line for line in lines if line.startswith(("layout", "tensor", "warning"))]
+
+
+def test_a_plan_says_what_tensor_groups_split_what_stays_whole_and_what_the_sums_cost() -> None:
+    layout, said = tensor_lines_of(plan(None, 1, 4, tensor={"size": 2}))
+    assert layout == "layout       4 processes: 1 stage x 2 tensor ranks x 2 replicas"
+    # blocks in order: down.0, down.1, middle twice, up.1 twice, up.0 twice; a sum of each output and each input
+    wide, deep = 32 * 64, 64 * 16
+    outputs, inputs = 3 * wide + 5 * deep, wide + (32 + 2 * 64 + 128 + 96) * 16 + (96 + 64) * 64
+    sent = 2 * 32 * (outputs + inputs + 128)  # in fp16, for each of 32 images, and the embedding's once
+    sent += 2 * 2 * (32 + 32 + 2 * 64 + 128 + 96 + 96 + 64) // 2  # gradients of norms, of which a replica owns half
+    assert said == (
+        "tensor       2 groups of 2 ranks, 8 of 17 layers split; down.1.attention.0, middle.attention ... "
+        f"up.1.attention.1 (4 layers) stay whole: 1 head; a rank sends {sent / 1e6:,.4g} MB a step to sum their parts"
+    )
+    again = plan(None, 1, 4, tensor={"size": 2}, activation_checkpoint_interval=3)
+    (said,) = tensor_lines_of(again)[1:]
+    walks = 5  # of three layers after the first: six, of which one has no block
+    sent = 2 * 32 * (2 * outputs + inputs + walks * 128)
+    assert f"a rank sends {sent / 1e6:,.4g} MB" in said
+    assert not tensor_lines_of(plan(None))[1:]
+
+
+def test_tensor_groups_across_hosts_are_warned_of_once_the_hosts_are_known() -> None:
+    split = {"size": 2}
+    assert len(tensor_lines_of(plan(TWO_BY_TWO, 1, tensor=split))) == 2, "each group is on one host"
+    apart = plan(TWO_BY_TWO, 1, tensor={"size": 4})
+    *_, warning = tensor_lines_of(apart)
+    assert warning.startswith("warning      1 tensor group across hosts: each rank sends ")
+    unknown = plan((), 1, tensor={"size": 4})
+    assert warning in decided_since(unknown, unknown.on_hosts(TWO_BY_TWO)).splitlines()
+    assert warning not in decided_since(apart, apart)
+
+
+def test_the_table_of_stages_counts_whole_stages_whatever_is_split() -> None:
+    split = stage_table(plan(None, 1, 4, tensor={"size": 4, "levels": [1]})).splitlines()
+    assert split == stage_table(plan(None, 1, 4)).splitlines()

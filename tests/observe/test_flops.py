@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddpm_ds.observe.flops import FlopsProfile, profile_layers
 from ddpm_ds.observe.observer import instructions_wrapped
 from ddpm_ds.pipeline.schedule import Instruction
+from ddpm_ds.unet.tensor_group import ALONE, TensorGroup
 from tests.observe.observed_worker import SETTINGS, Told
 from tests.unet.variants import VARIANTS, batch, context, layers_of, random_unet
 
@@ -42,6 +43,7 @@ class OneStage:
         for layer in unet.layers[1:3] if compiled else ():  # conv_in and a block
             layer.compute = torch.compile(layer.compute, backend="eager", dynamic=False)
         setattr(unet.layers, "schedule", "1f1b")  # noqa: B010
+        setattr(unet.layers, "tensor", ALONE)  # noqa: B010
         self.module, self.stage_id, self.num_stages, self.micro_batch_size = unet.layers, 0, 1, 2
         self.global_steps = global_steps
         self.grid = SimpleNamespace(get_data_parallel_id=lambda: 0)
@@ -117,6 +119,18 @@ def test_a_run_is_profiled_once(tmp_path: Path) -> None:
         "flops_profiler.profile_step = 11, but the run has 10 steps: nothing is profiled; write a step up to 10"
     ]
     assert vars(observe(tmp_path, [1, 2, 3], SETTINGS | {"enabled": False})) == vars(Told())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_group_is_profiled_once_by_its_first_rank(tmp_path: Path) -> None:
+    first, second = OneStage(), OneStage()
+    for rank, engine in enumerate((first, second)):
+        setattr(engine.module, "tensor", TensorGroup(rank, 2))  # noqa: B010
+    observe(tmp_path, [1], SETTINGS, engine=first)
+    assert "The ranks of a tensor group share" in (tmp_path / "table.txt").read_text()
+    observer = FlopsProfile(second, second.layers, SETTINGS, tmp_path, Told(), steps=10)  # type: ignore[arg-type]
+    observer.begin_step(1)
+    assert second.execute["ForwardPass"] is second.forward
 
 
 def test_an_instruction_that_another_observer_has_wrapped_meanwhile_stays_wrapped_and_passes_through() -> None:

@@ -1,0 +1,167 @@
+"""Tensor groups in the DeepSpeed JSON: what they are resolved to, what is refused, and advice that works when typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_ds.config.ds_config import (
+    ResolvedDsConfig,
+    TensorSplit,
+    leaves_stages_open,
+    read_ds_config,
+    resolve,
+)
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
+from ddpm_ds.errors import DsConfigError, LayoutError, UserError
+from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from tests.launching import write_json
+
+
+def config_of(tensor: Any, **changes: Any) -> dict[str, Any]:
+    """A JSON in fp32 with a value of ``pipeline.tensor``."""
+    config = read_ds_config("zero1_fp32.json") | changes
+    return config | {"pipeline": {**config.get("pipeline", {}), "tensor": tensor}}
+
+
+def with_tensor(tensor: Any, world_size: int = 4, stages: int | None = 1, **changes: Any) -> ResolvedDsConfig:
+    return resolve(
+        config_of(tensor, **changes), load_spec(DEFAULT_SPEC), world_size=world_size, stages=stages, path="x.json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "split"),
+    [
+        ({"size": 2}, TensorSplit(2)),
+        ({"size": 2, "levels": "auto"}, TensorSplit(2)),
+        ({"size": 2, "levels": [1]}, TensorSplit(2, (1,))),
+        ({"size": 4, "layers": ["up.0.*", "middle.block.0"]}, TensorSplit(4, layers=("up.0.*", "middle.block.0"))),
+        ({"size": 1, "levels": [0]}, TensorSplit()),
+        ("auto", TensorSplit()),
+        ({}, TensorSplit()),
+    ],
+)
+def test_tensor_groups_are_part_of_the_layout_and_hidden_from_deepspeed(tensor: Any, split: TensorSplit) -> None:
+    found = with_tensor(tensor)
+    assert found.layout.tensor == split
+    assert found.layout.world_size == 4 and found.layout.replicas == 4 // split.size
+    assert f"1 stage x {split.size} tensor ranks x" in found.layout.words() or split.size == 1
+    assert found.layout.sizes["tensor_size"] == split.size
+    assert "tensor" not in found.for_deepspeed().get("pipeline", {})
+    again = resolve(found.as_json(), load_spec(DEFAULT_SPEC), world_size=4, stages=None, path="x.json")
+    assert again.layout == found.layout and ("tensor" in found.as_json()["pipeline"]) is (split.size > 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "world_size", "stages", "said"),
+    [
+        (
+            {"size": 3},
+            4,
+            None,
+            "pipeline.tensor.size = 3 does not divide 4 processes; use --set ds.pipeline.tensor.size=2",
+        ),
+        ({"size": 8}, 4, None, "does not divide 4 processes; use --set ds.pipeline.tensor.size=4, or --processes 8"),
+        ({"size": 2}, 4, 4, "-p 4 makes 4 stages, which don't divide 4 processes in tensor groups of 2; use 1 or 2 st"),
+        ({"size": 2}, 6, 2, "-p 2 makes 2 stages, which don't divide 6 processes in tensor groups of 2; use 1 or 3 st"),
+    ],
+)
+def test_tensor_groups_that_do_not_divide_the_processes_are_refused(
+    tensor: Any, world_size: int, stages: int | None, said: str
+) -> None:
+    with pytest.raises(LayoutError, match=re.escape(said)):
+        with_tensor(tensor, world_size, stages)
+
+
+def test_stages_of_one_tensor_group_need_no_answer() -> None:
+    assert with_tensor({"size": 4}, 4, None).layout.stages == 1
+    assert not leaves_stages_open({"pipeline": {"tensor": {"size": 4}}}, 4)
+    assert leaves_stages_open({"pipeline": {"tensor": {"size": 2}}}, 4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (2, "pipeline.tensor = 2 should be a block with size, levels, layers"),
+        (None, "pipeline.tensor = null should be a block with size, levels, layers; remove it"),
+        ({"size": 0}, 'pipeline.tensor.size = 0 should be a whole number from 1 to 65,536 or "auto"'),
+        ({"levels": [-1]}, "pipeline.tensor.levels = [-1] should be a list, each a whole number from 0 to 256"),
+        ({"layers": "up.*"}, 'pipeline.tensor.layers = "up.*" should be a list, each text'),
+        ({"siz": 2}, "pipeline.tensor.siz is unknown; did you mean pipeline.tensor.size?"),
+    ],
+)
+def test_a_wrong_value_of_a_key_is_said_in_a_line(tensor: Any, said: str) -> None:
+    with pytest.raises(DsConfigError) as found:
+        with_tensor(tensor)
+    (line,) = str(found.value).splitlines()
+    assert said in line
+
+
+def planned(file: Path, overrides: list[str], stages: int | None) -> RunPlan:
+    return plan_run(DEFAULT_SPEC, overrides, file, world_size=4, stages=stages)
+
+
+OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+FLAT = "needs flat gradients, in which parts of gradients are summed over a group"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changes", "stages", "said"),
+    [
+        ({"size": 3}, {}, None, "pipeline.tensor.size = 3 does not divide 4 processes"),
+        ({"size": 8}, {}, None, "pipeline.tensor.size = 8 does not divide 4 processes"),
+        (
+            {"size": 2, "levels": [0, 7]},
+            {},
+            1,
+            "pipeline.tensor.levels = [0, 7] names level 7, but the U-Net has",
+        ),
+        (
+            {"size": 2, "levels": [7]},
+            {},
+            1,
+            "pipeline.tensor.levels = [7] names level 7, but the U-Net has",
+        ),
+        ({"size": 2, "levels": [0], "layers": ["up.*"]}, {}, 1, "both say what is split"),
+        ({"size": 2}, {"pipeline": {"gradients": "deepspeed"}}, 1, FLAT),
+        ({"size": 2}, OFFLOAD, 1, FLAT),
+        ({"size": 2, "layers": ["up.0.blok.1"]}, {}, 1, "no layer of the U-Net is named up.0.blok.1"),
+        ({"size": 2, "layers": ["up.0.*", "up.9.*"]}, {}, 1, "no layer of the U-Net is named up.9.*"),
+        ({"size": 2, "layers": ["*attention*"]}, {}, 1, "splits no layer: 1 head can't be shared by 2 ranks"),
+        ({"size": 2, "layers": ["out"]}, {}, 1, "splits no layer: it names no residual block and no attention"),
+        ({"size": 2, "levels": []}, {}, 1, "splits no layer: it names no residual block and no attention"),
+    ],
+)
+def test_advice_about_tensor_groups_is_right_when_it_is_typed(
+    tensor: Any, changes: dict[str, Any], stages: int | None, said: str, tmp_path: Path
+) -> None:
+    file = write_json(tmp_path / "ds.json", config_of(tensor, **changes))
+    with pytest.raises(UserError) as found:
+        planned(file, [], stages)
+    (line,) = str(found.value).splitlines()
+    assert said in line and "pipeline.tensor." in line
+    typed = re.findall(r"--set ('[^']+'|[^\s,]+)", line)
+    assert typed
+    for item in typed:
+        planned(file, shlex.split(item), stages or 1)
+
+
+def test_layers_that_do_not_divide_stay_whole_and_bring_no_error(tmp_path: Path) -> None:
+    found = planned(write_json(tmp_path / "ds.json", config_of({"size": 4})), [], 1)
+    split = {layer.name for layer in found.layers if layer.shards > 1}
+    assert split == {layer.name for layer in found.layers if ".block." in layer.name}, "attention has one head"
+    heads = ["unet.head_channels=16"]
+    found = planned(write_json(tmp_path / "ds.json", config_of({"size": 4, "levels": [1]})), heads, 1)
+    assert {layer.name for layer in found.layers if layer.shards > 1} == {
+        layer.name for layer in found.layers if re.match(r"(down\.1|middle|up\.1)\.(block|attention)", layer.name)
+    }
+    assert (
+        found.parameters
+        == sum(layer.parameters for layer in found.whole_layers)
+        > sum(layer.parameters for layer in found.layers)
+    )
