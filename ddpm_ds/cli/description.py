@@ -8,7 +8,7 @@ from ddpm_ds.command_line import aligned, counted
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
-from ddpm_ds.pipeline.placement import summed_bytes, traffic
+from ddpm_ds.pipeline.placement import traffic
 from ddpm_ds.planning.run_plan import RunPlan
 from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP
@@ -100,7 +100,7 @@ def tensor_lines(plan: RunPlan) -> list[str]:
         return []
     split = sum(layer.shards > 1 for layer in plan.layers)
     groups = plan.ds.layout.world_size // tensor.size
-    sent = max(summed_bytes(plan.ds, plan.layers, plan.bounds))
+    sent = max(plan.exchange.sums)
     whole: dict[str, list[str]] = {}
     for layer in plan.layers:
         if layer.shards == 1 and layer.unit and is_asked(layer, plan.layers, tensor):
@@ -125,7 +125,7 @@ def hosts_warning(plan: RunPlan) -> list[str]:
     """Return a line on tensor groups across hosts, if there are any."""
     if not plan.several_hosts or not (split := plan.grid().split_groups):
         return []
-    size, sent = plan.ds.layout.tensor.size, max(summed_bytes(plan.ds, plan.layers, plan.bounds))
+    size, sent = plan.ds.layout.tensor.size, max(plan.exchange.sums)
     return [
         f"warning      {counted(split, 'tensor group')} across hosts: each rank sends {_megabytes(sent)} a step to sum "
         f"parts of layers, and waits for them; use a pipeline.tensor.size below {size} that divides the processes of a "

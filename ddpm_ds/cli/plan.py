@@ -144,11 +144,11 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
         bar.set_postfix_str(f"{layer.name}, {counted(images, 'image')}", refresh=False)
         bar.update()
 
-    measure = measured_times(job.layers, device, job.precision, progress)
+    measure = measured_times(device, job.precision, progress)
 
-    def times(images: int) -> Sequence[LayerSeconds]:
+    def times(layers: Sequence[Layer], images: int) -> Sequence[LayerSeconds]:
         try:
-            return measure(images)
+            return measure(layers, images)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -25,10 +25,11 @@ from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
 from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
-from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
+from ddpm_ds.unet.tensor_group import TensorGroup
 
 ENOUGH_SECONDS = 0.2  # seconds of timing after which a layer is not run again; it runs at least once
 MOST_TIMES = 20
@@ -78,12 +79,18 @@ class LayerSeconds:
     backward: float
 
 
-LayerTimes = Callable[[int], Sequence[LayerSeconds]]
-"""Function from the images of a micro-batch to the seconds of every layer."""
+LayerTimes = Callable[[Sequence[Layer], int], Sequence[LayerSeconds]]
+"""Function from layers and the images of a micro-batch to the seconds of each layer, without sums of tensor groups."""
+
+
+class _Unsummed(TensorGroup):
+    """Tensor group in which nothing is summed, for the time of a rank's own work."""
+
+    def add_up(self, x: Tensor) -> None:
+        pass
 
 
 def measured_times(
-    layers: Sequence[Layer],
     device: torch.device,
     precision: Dtype,
     progress: Callable[[Layer, int], None] = lambda layer, images: None,
@@ -95,7 +102,7 @@ def measured_times(
     """
     known = Remembered("layer_times.json")
 
-    def times(images: int) -> list[LayerSeconds]:
+    def times(layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
         found = []
         for layer in layers:
             shape = {name: value for name, value in asdict(layer).items() if name != "name"}
@@ -114,7 +121,10 @@ def measured_times(
 
 def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> LayerSeconds:
     """Return median seconds of a layer's forward and backward, after a warm-up that is not counted."""
-    module = build_layer(layer, 0, seed=0).to(device=device, dtype=dtype)
+    module = build_layer(layer, 0, seed=0)
+    if isinstance(module, CarryLayer) and layer.shards > 1:
+        module.split(_Unsummed(0, layer.shards))
+    module.to(device=device, dtype=dtype)
     set_image_index(module.modules(), torch.arange(images, device=device))
     inputs = _inputs(layer, images, device, dtype)
     if isinstance(layer, TransformerBlockLayer):

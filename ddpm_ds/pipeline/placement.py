@@ -12,14 +12,15 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts, ResolvedDsConfig, Schedule
 from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
-from ddpm_ds.unet.layers import BlockLayer, Layer
+from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.shards import sums_of
 
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
@@ -83,15 +84,12 @@ class Grid:
 
         Collectives use these rings: gloo by the order of ranks, NCCL through each host once.
         """
-        return tuple(
-            Edges(
-                pair
-                for hosts in self._members(stage)
-                for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
-                if hosts[1:]
-            )
-            for stage in range(self.stages)
-        )
+        return tuple(_ring_edges(self._members(stage)) for stage in range(self.stages))
+
+    @cached_property
+    def groups(self) -> tuple[Edges, ...]:
+        """Return the rings through the tensor groups of each rank of the pipeline."""
+        return tuple(_ring_edges([*zip(*self._members(stage), strict=True)]) for stage in range(self.stages))
 
     def _members(self, stage: int) -> list[list[Hashable]]:
         """Return the host of each replica of a rank of the pipeline, by the place in its tensor group."""
@@ -99,6 +97,11 @@ class Grid:
             [self.hosts[self.rank(stage, replica, part)] for replica in range(self.replicas)]
             for part in range(self.tensor)
         ]
+
+
+def _ring_edges(rings: Iterable[Sequence[Hashable]]) -> Edges:
+    """Return the connections around some rings, of which the hosts of the members are given."""
+    return Edges(pair for hosts in rings if hosts[1:] for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True))
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,21 @@ def sharing(
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """What decides the bytes that a tensor group sends."""
+
+    size: int = 1
+    element_bytes: int = 4
+    """Bytes of an element in the layers' arithmetic, in which activations are summed."""
+    interval: int = 0
+    """Number of layers per activation checkpoint; 0 recomputes nothing."""
+    reentrant: bool = False
+    """Whether checkpoints are reentrant."""
+    gives_gradients: bool = False
+    """Whether the first rank gives the others the gradients that all have computed, as on GPUs."""
+
+
+@dataclass(frozen=True)
 class Exchange:
     """Bytes that a step sends, by rank of the pipeline, wherever the processes are."""
 
@@ -153,6 +171,8 @@ class Exchange:
     """Bytes of gradients over each edge of the ring through a rank's replicas."""
     weights: tuple[float, ...]
     """Bytes of weights over each edge of that ring, when weights are gathered."""
+    sums: tuple[float, ...]
+    """Bytes over each edge of the ring through a rank's tensor group: sums of activations and of gradients."""
 
 
 def exchange(
@@ -165,6 +185,7 @@ def exchange(
     precision: Literal["fp32", "fp16", "bf16"],
     shared: Sharing,
     reductions: Sequence[Sequence[float]] | None = None,
+    grouping: Grouping = Grouping(),
 ) -> Exchange:
     """Return the bytes sent by a step of ``images`` images for each replica.
 
@@ -194,11 +215,26 @@ def exchange(
             for rank, counts in enumerate(reductions)
         ]
     gradient = shared.passes * shared.gradient_bytes * ring
+    owned = 1 / replicas if shared.weight_bytes else 1.0
     return Exchange(
         messages=tuple(messages),
         gradients=tuple(gradient * count for count in reduced),
         weights=tuple(shared.weight_bytes * ring * count for count in parameters),
+        sums=tuple(
+            sum(_group_bytes(layers[slice(*ends)], grouping, images, owned * shared.gradient_bytes) for ends in held)
+            for held in (segments(bounds, schedule, rank) for rank in range(ranks))
+        ),
     )
+
+
+def _group_bytes(own: Sequence[Layer], grouping: Grouping, images: float, gradient_bytes: float) -> float:
+    """Return the bytes of a step of a stage with these layers over each edge of the ring through its tensor group."""
+    size, passes = grouping.size, sums_of(own, grouping.interval, reentrant=grouping.reentrant)
+    elements = images * sum(one.elements for one in passes)
+    vectors = sum(layer.partial_vectors for layer in own)
+    alike = sum(layer.parameters for layer in own if not layer.sums) if grouping.gives_gradients else 0
+    summed = 2 * (elements * grouping.element_bytes + vectors * gradient_bytes)
+    return (summed + alike * gradient_bytes) * (size - 1) / size
 
 
 def run_exchange(
@@ -206,8 +242,12 @@ def run_exchange(
     layers: Sequence[Layer],
     bounds: Sequence[int],
     reductions: Sequence[Sequence[float]] | None = None,
+    *,
+    arithmetic_bytes: int | None = None,
 ) -> Exchange:
-    """Return the bytes sent by a step of a run; ``reductions`` as in :func:`exchange`.
+    """Return the bytes sent by a step of a run; ``reductions`` as in :func:`exchange`, and ``layers`` split.
+
+    ``arithmetic_bytes`` are those of an element that layers compute, by default in the run's precision.
 
     While they are unknown, a weight-gradient pass is assumed to take half of the micro-batches in flight.
     """
@@ -230,31 +270,12 @@ def run_exchange(
             flat=ds.gradients == "flat",
         ),
         reductions=reductions,
-    )
-
-
-def summed_bytes(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes that each rank of the pipeline sends in a step for the sums of its tensor group: of outputs,
-    also of those that are recomputed, and of gradients of inputs and of the embedding, around a ring.
-
-    Recomputation that is undecided counts as none.
-    """
-    layout = ds.layout
-    interval = 0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval
-
-    def elements(start: int, stop: int) -> int:
-        sums = [layer.summed_elements for layer in layers[start:stop]]
-        first = max(start, 1) if interval else start  # the first layer is a walk of its own, without sums
-        walks = (layers[begin : begin + interval or stop] for begin in range(first, stop, interval or stop - first))
-        embedded = sum(any(isinstance(one, BlockLayer) and one.shards > 1 for one in walk) for walk in walks)
-        passes = 2 if interval else 1
-        return sum(passes * forward + backward for forward, backward in sums) + embedded * layers[0].embedding_channels
-
-    ring = 2 * (layout.tensor.size - 1) / layout.tensor.size
-    images = layout.micro_batches * layout.micro_batch_images
-    return tuple(
-        round(ring * ELEMENT_BYTES[ds.precision] * images * sum(elements(*ends) for ends in held))
-        for held in (segments(bounds, layout.schedule, rank) for rank in range(layout.stages))
+        grouping=Grouping(
+            layout.tensor.size,
+            arithmetic_bytes or ELEMENT_BYTES[ds.precision],
+            0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval,
+            ds.use_reentrant,
+        ),
     )
 
 
@@ -268,6 +289,8 @@ class Traffic:
     """Bytes between hosts of gradients, among replicas."""
     weights: int
     """Bytes between hosts of stepped weights, among replicas."""
+    sums: int
+    """Bytes between hosts of what tensor groups sum."""
     within_hosts: int
     sent: Mapping[Hashable, int]
     """Bytes sent to other hosts, by the host that sends."""
@@ -275,7 +298,7 @@ class Traffic:
     @property
     def between_hosts(self) -> int:
         """Bytes that go from one host to another."""
-        return self.activations + self.gradients + self.weights
+        return self.activations + self.gradients + self.weights + self.sums
 
     @property
     def busiest(self) -> int:
@@ -285,7 +308,8 @@ class Traffic:
 
 def traffic(grid: Grid, sent: Exchange) -> Traffic:
     """Return the bytes of a step by connection."""
-    kinds = ((grid.boundaries, sent.messages), (grid.rings, sent.gradients), (grid.rings, sent.weights))
+    reducing, gathering, summing = (grid.rings, sent.gradients), (grid.rings, sent.weights), (grid.groups, sent.sums)
+    kinds = ((grid.boundaries, sent.messages), reducing, gathering, summing)
     crossing, within = [], 0.0
     by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
     for wires, sizes in kinds:
@@ -294,10 +318,9 @@ def traffic(grid: Grid, sent: Exchange) -> Traffic:
             within += (edges.total() - edges.crossing) * size
             for (here, there), count in edges.items():
                 by_host[here] += count * size * (here != there)
-    activations, gradients, weights = map(round, crossing)
-    return Traffic(
-        activations, gradients, weights, round(within), {host: round(size) for host, size in by_host.items()}
-    )
+    activations, gradients, weights, sums = map(round, crossing)
+    leaving = {host: round(size) for host, size in by_host.items()}
+    return Traffic(activations, gradients, weights, sums, round(within), leaving)
 
 
 def across_hosts(

@@ -43,5 +43,5 @@ def predictor_here(
     name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     devices = machine_like(name, memory, half=precision(config) != "fp32", devices=world_size, nodes=nodes)
     job = workload(spec, config, devices.is_cpu, counted=False)  # alike on all hosts
-    times = measured_times(job.layers, timed, job.precision) if timed is not None else None
+    times = measured_times(timed, job.precision) if timed is not None else None
     return Predictor(job, devices, times)

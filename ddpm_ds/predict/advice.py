@@ -92,7 +92,7 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     """
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
-    owned = sum(layer.parameters for layer in job.layers) / (now.replicas if shared(job, now).weight_bytes else 1)
+    owned = sum(layer.parameters for layer in facts.own_layers) / (now.replicas if shared(job, now).weight_bytes else 1)
     updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
     bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
     peak = peak_bytes(job, now, facts.bounds)
@@ -111,7 +111,8 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
     )
 
     def predictor(exponent: float) -> Predictor:
-        return Predictor(replace(job, spec=free), replace(machine, link_bandwidth=10**exponent), facts.layer_times)
+        linked = replace(machine, link_bandwidth=10**exponent)
+        return Predictor(replace(job, spec=free), linked, facts.layer_times, now.tensor)
 
     def step_seconds(exponent: float, order: Sequence[Program] | None) -> float:
         one = predictor(exponent)

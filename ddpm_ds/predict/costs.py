@@ -4,13 +4,14 @@ The rates of the machine are those of a data sheet, or of a traced step (:mod:`d
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, AcrossHosts, Layout
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
-from ddpm_ds.pipeline.placement import Grid, Sharing, Traffic, exchange, sharing, traffic
+from ddpm_ds.pipeline.placement import Grid, Grouping, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.predict.layouts import PCIE_BANDWIDTH, Machine, Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
@@ -27,6 +28,7 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
     UpsampleLayer,
 )
+from ddpm_ds.unet.shards import Sums, sums_of
 
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
@@ -62,12 +64,20 @@ def update_bytes(job: Workload, layout: Layout) -> int:
 
 
 def planned_costs(
-    job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], times: Sequence[LayerSeconds]
+    job: Workload,
+    machine: Machine,
+    layout: Layout,
+    bounds: Sequence[int],
+    times: Sequence[LayerSeconds],
+    *,
+    with_sums: bool = True,
 ) -> list[RankCosts]:
     """Return the costs of each rank's instructions on a machine, for the simulator.
 
-    ``times`` are the seconds of every layer for one micro-batch, without recomputation.
+    ``times`` are the seconds of every layer, split as in the layout, for one micro-batch, without recomputation; the
+    sums of a tensor group are added to them, unless they are in them.
     """
+    job = job.of(layout)
     sends, replicas = shared(job, layout), layout.replicas
     # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
@@ -105,10 +115,17 @@ def planned_costs(
                 round(elements * layout.micro_batch_images * job.stored_bytes * job.mean_pixels)
                 for elements in (stage.sent_elements, stage.received_elements)
             )
+            if with_sums and layout.tensor.size > 1:
+                passes = sums_of(job.layers[stage.start : stage.stop], layout.interval)
+                summing = [sum_seconds(job, machine, layout, sums) for sums in passes]
+                forward, backward = forward + summing[0], backward + summing[1]
             backward += reduction
             phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, SPLIT_COST * weights))
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
+        if layout.tensor.size > 1:
+            held = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
+            reduction += agreement_seconds(job, machine, layout, held, owned_share * sends.gradient_bytes)
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
     return costs
 
@@ -161,20 +178,22 @@ def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
         forward, backward = (count * launch_seconds(job, machine) for count in launches(layer))
         return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
 
-    return lambda images: [seconds(layer, images) for layer in job.layers]
+    return lambda layers, images: [seconds(layer, images) for layer in layers]
 
 
 # ---------------------------------------------------------------- links
 
 
 @functools.lru_cache(maxsize=256)
-def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int) -> Grid:
-    return Grid(stages, replicas, across, tuple(rank // devices_per_node for rank in range(stages * replicas)))
+def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, tensor: int) -> Grid:
+    nodes = (rank // devices_per_node for rank in range(stages * replicas * tensor))
+    return Grid(stages, replicas, across, tuple(nodes), tensor)
 
 
 def grid(machine: Machine, layout: Layout) -> Grid:
     """Return the grid of a layout: the rank and replica of each device, and its node."""
-    return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, machine.devices_per_node)
+    per_node = machine.devices_per_node
+    return _grid(layout.stages, layout.replicas, layout.axis_over_nodes, per_node, layout.tensor.size)
 
 
 def link(machine: Machine, layout: Layout) -> Links:
@@ -217,6 +236,44 @@ def ring_seconds(machine: Machine, layout: Layout, rank: int, size: float, passe
     return passes * size * (count - 1) / count / ring_bandwidth(machine, layout, rank) + latency
 
 
+def sum_seconds(job: Workload, machine: Machine, layout: Layout, sums: Sums) -> float:
+    """Return the seconds of a micro-batch's sums over a tensor group."""
+    images = layout.micro_batch_images * job.mean_pixels
+    return _group_seconds(machine, layout, sums.number, 2 * images * sums.elements * job.arithmetic_bytes)
+
+
+def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int]) -> float:
+    """Return the mean seconds of a step that a rank sums activations and their gradients in its tensor group."""
+    if layout.tensor.size == 1:
+        return 0.0
+    layers = job.of(layout).layers
+    passes = (
+        sum_seconds(job, machine, layout, sums)
+        for start, stop in itertools.pairwise(bounds)
+        for sums in sums_of(layers[start:stop], layout.interval)
+    )
+    return layout.micro_batches * sum(passes) / layout.stages
+
+
+def agreement_seconds(
+    job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
+) -> float:
+    """Return the seconds in which a tensor group sums the gradients of which each rank has a part, once a step, and on
+    GPUs the first rank gives the others those that all have computed.
+    """
+    alike = 0 if job.on_cpu else sum(layer.parameters for layer in layers if not layer.sums)
+    elements = 2 * sum(layer.partial_vectors for layer in layers) + alike
+    return _group_seconds(machine, layout, 1, elements * gradient_bytes)
+
+
+def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) -> float:
+    """Return the seconds of ``count`` collectives of a tensor group, with so many bytes in all passes around a ring."""
+    ranks = layout.tensor.size
+    crosses = machine.devices_per_node % ranks > 0
+    bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
+    return 2 * count * math.ceil(math.log2(ranks)) * machine.latency_seconds + size * (ranks - 1) / ranks / bandwidth
+
+
 def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
     return sharing(
@@ -231,9 +288,11 @@ def shared(job: Workload, layout: Layout) -> Sharing:
 def step_traffic(
     job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
-    """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas."""
+    """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas,
+    sums of tensor groups.
+    """
     sent = exchange(
-        job.layers,
+        job.of(layout).layers,
         bounds,
         layout.schedule,
         replicas=layout.replicas,
@@ -241,6 +300,7 @@ def step_traffic(
         precision=job.precision,
         shared=shared(job, layout),
         reductions=None if programs is None else _reductions(programs, layout),
+        grouping=Grouping(layout.tensor.size, job.arithmetic_bytes, layout.interval, gives_gradients=not job.on_cpu),
     )
     return traffic(grid(machine, layout), sent)
 

@@ -19,7 +19,7 @@ from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.tracking.runs import Run
-from ddpm_ds.unet.layers import PASSES_PER_STEP
+from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 SUMMARY = Path("trace") / "summary.json"
 """File in a run's folder with the summary of the traced steps."""
@@ -70,7 +70,7 @@ class LayerRate:
     start: LayerSeconds
     per_image: LayerSeconds
 
-    def seconds(self, images: int) -> LayerSeconds:
+    def seconds(self, images: float) -> LayerSeconds:
         """Return the seconds of the layer's passes of one micro-batch."""
         return LayerSeconds(
             self.start.forward + images * self.per_image.forward,
@@ -118,18 +118,23 @@ class FinishedRun:
         could = self.peak_flops_per_second * self.layout.world_size * self.step_seconds
         return flops / could if could else None
 
+    @property
+    def own_layers(self) -> tuple[Layer, ...]:
+        """Layers as the run split them."""
+        return self.job.of(self.layout).layers
+
     @cached_property
     def rates(self) -> list[LayerRate]:
         """Rates of every layer; a stage's seconds, less start-up, are divided among its layers by their flops."""
         rates: dict[int, LayerRate] = {}
-        stages = rank_stages(self.job.layers, self.bounds, self.layout.schedule)
+        stages = rank_stages(self.own_layers, self.bounds, self.layout.schedule)
         for rank, own in zip(self.ranks, stages, strict=True):
             for phase, stage in zip(rank.phases, own, strict=True):
                 rates |= enumerate(self._rates_of(stage, phase), stage.start)
-        return [rates[number] for number in range(len(self.job.layers))]
+        return [rates[number] for number in range(len(self.own_layers))]
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[LayerRate]:
-        own, startup_of = self.job.layers[stage.start : stage.stop], self.device.startup_of
+        own, startup_of = self.own_layers[stage.start : stage.stop], self.device.startup_of
         starts, whole = [startup_of([layer]) for layer in own], startup_of(own)
         work = sum(layer.macs for layer in own) * self.layout.micro_batch_images
 
@@ -151,9 +156,12 @@ class FinishedRun:
             for layer, start, forward in zip(own, starts, forwards, strict=True)
         ]
 
-    def layer_times(self, images: int) -> list[LayerSeconds]:
-        """Return the passes of every layer for one micro-batch, without recomputation."""
-        return [layer.seconds(images) for layer in self.rates]
+    def layer_times(self, layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
+        """Return the passes of every layer for one micro-batch, without recomputation; ``layers`` may be split in
+        another way than the run's, and then take by their multiply-accumulates.
+        """
+        together = zip(self.rates, layers, self.own_layers, strict=True)
+        return [rate.seconds(images * layer.macs / own.macs) for rate, layer, own in together]
 
     @cached_property
     def recomputation_seconds(self) -> float:
@@ -161,7 +169,8 @@ class FinishedRun:
         if not self.layout.checkpoint_interval:
             return 0.0
         measured = math.fsum(phase.backward_seconds for rank in self.ranks for phase in rank.phases)
-        own = math.fsum(layer.backward for layer in self.layer_times(self.layout.micro_batch_images))
+        times = self.layer_times(self.own_layers, self.layout.micro_batch_images)
+        own = math.fsum(layer.backward for layer in times)
         return self.layout.micro_batches * (measured - own) / self.layout.stages
 
     @cached_property

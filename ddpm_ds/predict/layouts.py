@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ddpm_ds.checkpoint.manifest import BLOCK, blocks_of
@@ -21,6 +21,7 @@ from ddpm_ds.config.ds_config import (
     Layout,
     Precision,
     Schedule,
+    TensorSplit,
     divisors,
     fp16_needs_zero,
     is_8bit,
@@ -31,6 +32,7 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS
 from ddpm_ds.unet.layers import EmbedLayer, Layer, context_elements, unet_layers
+from ddpm_ds.unet.shards import can_split, level_of, split_layers
 
 REACHED_HALF, REACHED_SINGLE, REACHED_CORE = 0.2, 0.5, 0.4
 """Shares of the data sheet's dense flops that convolutions reach in training: of a GPU's in half and in single
@@ -52,6 +54,8 @@ USABLE_MEMORY = 0.94
 """Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
 MOST_MICRO_BATCHES_PER_STAGE = 64
 """Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
+LARGEST_GROUP = 8
+"""Largest tensor group that is tried."""
 INTERVALS = (1, 2, 4)
 """Numbers of layers per activation checkpoint that are tried."""
 
@@ -214,6 +218,17 @@ class Workload:
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
     """Elements on each device that encodes captions while training."""
+    tensor: TensorSplit = field(default_factory=TensorSplit)
+    """Split of the layers."""
+    _others: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def of(self, layout: Layout) -> "Workload":
+        """Return the run with its layers split as in a layout; the same one for the same split."""
+        if layout.tensor == self.tensor:
+            return self
+        if layout.tensor not in self._others:
+            self._others[layout.tensor] = replace(self, tensor=layout.tensor)
+        return self._others[layout.tensor]
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -242,7 +257,7 @@ class Workload:
         return sum(share * of(size) for size, share in self.sizes) / of(self.spec.data.size)
 
     def _layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
-        return unet_layers(self.spec.unet, replace(self.spec.data.interface, size=size))
+        return split_layers(unet_layers(self.spec.unet, replace(self.spec.data.interface, size=size)), self.tensor)
 
     @functools.cached_property
     def precision(self) -> Precision:
@@ -297,7 +312,7 @@ class Workload:
         from ddpm_ds.unet.model import parameter_shapes
 
         sizes = [0] * len(self.layers)
-        for name, shape in parameter_shapes(self.layers).items():
+        for name, shape in parameter_shapes(self.layers, split=True).items():
             elements = math.prod(shape)
             wide = len(shape) <= 1
             sizes[int(name.split(".")[0])] += 8 * elements if wide else 2 * (BLOCK + 4) * len(blocks_of(0, elements))
@@ -315,15 +330,29 @@ class Workload:
         return BUCKET_ELEMENTS if given == "auto" else int(given)
 
 
-def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Layout]:
-    """Yield all layouts of a job that divide devices, layers and batch without remainder.
+def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
+    """Yield the ways to split a job's layers among tensor groups inside of nodes: groups of each size, with the first
+    levels of the U-Net, of which each has layers that can be split.
+    """
+    levels = len(job.spec.unet.multipliers)
+    for size in divisors(devices_per_node, LARGEST_GROUP)[1:] if job.flat_gradients else []:
+        divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
+        for count in range(1, levels + 1):
+            if count - 1 in divided:
+                yield TensorSplit(size, tuple(range(count)))
+
+
+def layouts(
+    job: Workload, devices: int, *, offload: bool, nodes: int = 1, tensor: TensorSplit | None = None
+) -> Iterator[Layout]:
+    """Yield all layouts of a job that divide devices, layers and batch without remainder, with a ``tensor`` split.
 
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
-    batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
-    zeros = _zero_choices(job, devices, offload)
-    for stages in divisors(devices):
-        replicas = devices // stages
+    batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
+    zeros = _zero_choices(job, devices, offload and tensor.size == 1)
+    for stages in divisors(devices // tensor.size):
+        replicas = devices // tensor.size // stages
         if stages > len(job.layers) or batch % replicas:
             continue
         share, most = batch // replicas, MOST_MICRO_BATCHES_PER_STAGE * stages
@@ -338,7 +367,7 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
                 continue
             for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
                 sizes = share // count, count, interval
-                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight)
+                yield Layout(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight, tensor)
 
 
 def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
@@ -357,6 +386,8 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
         across_hosts=layout.across_hosts,
         activation_checkpoint_interval=layout.checkpoint_interval,
     )
+    pipeline.pop("tensor", None)
+    pipeline.update(layout.tensor.as_json())
     if layout.zero_stage == 0:
         config["zero_optimization"] = {"stage": 0}
         for name in ("hysteresis", "consecutive_hysteresis"):  # only ZeRO's loss scaler has them

@@ -76,7 +76,7 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
 
     One is in the passes, with activations; the other in the optimizer's step, without them.
     """
-    found = []
+    found, job = [], job.of(layout)
     encoding = encoding_ranks(job.layers, bounds, layout.schedule) if job.encoder_elements else []
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
         own = rank_stages(job.largest_layers, bounds, layout.schedule)[rank]
@@ -126,7 +126,8 @@ def checkpoint_interval(job: Workload, layout: Layout, bounds: Sequence[int], de
 
 def communicator_bytes(layout: Layout, rank: int) -> int:
     """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
-    groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
+    tensor = layout.tensor.size
+    groups = (layout.world_size, layout.replicas, layout.stages * tensor, tensor)
     edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
     own = sum(rank in (edge.source, edge.target) for edge in edges)
     return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
@@ -137,6 +138,7 @@ def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[fl
 
     Activations are counted for the most micro-batches that the rank holds.
     """
+    job = job.of(layout)
     of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
     state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
@@ -248,7 +250,7 @@ class Kept:
 
 def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
     """Return the bytes that each rank keeps in each of its phases."""
-    sizes = job.arithmetic_bytes, job.stored_bytes
+    sizes, job = (job.arithmetic_bytes, job.stored_bytes), job.of(layout)
     return _kept_by_rank(job.largest_layers, bounds, layout.schedule, layout.interval, *sizes)
 
 
@@ -389,9 +391,11 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 def _working_elements(layer: Layer) -> int:
     """Return the elements of a layer's input and its gradient, plus twice those of its output; in transformer blocks
-    gradients of the gated network, which is eight times as wide, outweigh what is released before them.
+    gradients of the gated network, which is eight times as wide, outweigh what is released before them. A tensor group
+    sums a copy of the input's gradient.
     """
     width = layer.in_channels + layer.skip_channels
+    summed = width * math.prod(layer.in_size) if layer.sums else 0
     if isinstance(layer, TransformerBlockLayer):
-        return 12 * width * layer.pixels
-    return 2 * width * math.prod(layer.in_size) + 2 * math.prod(layer.output_shape)
+        return (4 + 8 // layer.shards) * width * layer.pixels + summed
+    return 2 * width * math.prod(layer.in_size) + 2 * math.prod(layer.output_shape) + summed

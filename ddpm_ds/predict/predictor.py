@@ -5,17 +5,26 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpm_ds.config.ds_config import Layout
+from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
 from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import analytic_times, crossing_seconds, link, planned_costs, step_traffic
+from ddpm_ds.predict.costs import (
+    analytic_times,
+    crossing_seconds,
+    link,
+    planned_costs,
+    step_traffic,
+    sum_seconds,
+    summing_seconds,
+)
 from ddpm_ds.predict.layouts import Machine, Workload
 from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
+from ddpm_ds.unet.shards import Sums
 
 HIDDEN = (0.0, 0.3, 1.0)
 """Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
@@ -48,6 +57,8 @@ class Prediction:
     """Mean seconds of a device in forwards and backwards, including ZeRO-2's reductions."""
     update_seconds: float
     """Mean seconds of a device for reducing gradients, stepping and gathering weights."""
+    summing_seconds: float
+    """Mean seconds of a device for sums of its tensor group, which are part of its forwards and backwards."""
     memory: tuple[Memory, ...]
     """Memory of each rank of the pipeline."""
     traffic: Traffic
@@ -66,10 +77,14 @@ class Predictor:
     machine: Machine
     times: LayerTimes | None = None
     """Times of the layers; without them they are computed."""
-    _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
-    _cuts: dict[tuple[str, int, int, str], Bounds | None] = field(default_factory=dict)
+    with_sums: TensorSplit | None = None
+    """Split of a run whose given times have the sums of its tensor groups in them."""
+    _times: dict[tuple[int, TensorSplit], Sequence[LayerSeconds]] = field(default_factory=dict)
+    _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)
     """Cuts made for one layout alone."""
+    _whole: dict[Layout, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of a micro-batch's passes and of the optimizer's step, if all layers were on one rank."""
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def cut(self, layout: Layout) -> Bounds | None:
@@ -78,7 +93,7 @@ class Predictor:
         """
         if layout in self._own_cuts:
             return self._own_cuts[layout]
-        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts)
+        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
         if key not in self._cuts:
             self._cuts[key] = self._fastest_cut(layout, None)
         return self._cuts[key]
@@ -150,12 +165,22 @@ class Predictor:
 
     def knows_times(self, layout: Layout) -> bool:
         """Return whether the layers' times are already known for this micro-batch."""
-        return layout.micro_batch_images in self._times
+        return (layout.micro_batch_images, layout.tensor) in self._times
 
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
-        times = self._layer_times(layout.micro_batch_images)
-        return planned_costs(self.job, self.machine, layout, bounds or self.bounds(layout), times)
+        cuts, times, sums = bounds or self.bounds(layout), self._layer_times(layout), layout.tensor != self.with_sums
+        return planned_costs(self.job, self.machine, layout, cuts, times, with_sums=sums)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """Return a lower bound of a step's seconds whatever the cuts: all layers' work, shared evenly by the stages."""
+        key = replace(layout, stages=1, micro_batches=1, schedule="1f1b", in_flight="auto", across_hosts="auto")
+        if key not in self._whole:
+            (costs,) = self.costs(key, (0, len(self.job.layers)))
+            passes = costs.pass_seconds - costs.weight_pass_seconds
+            self._whole[key] = passes, costs.optimizer_seconds
+        passes, update = self._whole[key]
+        return (layout.micro_batches * passes + update) / layout.stages
 
     def lower_bound(self, layout: Layout, bounds: Bounds | None = None) -> float:
         """Return a lower bound of a step's seconds: the busiest rank's work."""
@@ -194,6 +219,7 @@ class Predictor:
             bubble=max(0.0, 1 - busy / step),
             pass_seconds=busy - update,
             update_seconds=update,
+            summing_seconds=summing_seconds(self.job, self.machine, layout, bounds),
             memory=pipeline_memory(self.job, layout, bounds),
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
@@ -213,12 +239,14 @@ class Predictor:
         further = (layout.micro_batches - most) / (most - fewer)
         return longer + further * (longer - step), busier + further * (busier - busy)
 
-    def _layer_times(self, images: int) -> Sequence[LayerSeconds]:
-        """Return the seconds of each layer for a micro-batch of so many images, in the mean over buckets of aspect."""
-        if images not in self._times:
-            found, mean = (self.times or analytic_times(self.job, self.machine))(images), self.job.mean_macs
-            self._times[images] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
-        return self._times[images]
+    def _layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
+        """Return the seconds of each layer of a layout for a micro-batch, in the mean over buckets of aspect."""
+        key = images, _ = layout.micro_batch_images, layout.tensor
+        if key not in self._times:
+            times, mean = self.times or analytic_times(self.job, self.machine), self.job.mean_macs
+            found = times(self.job.of(layout).layers, images)
+            self._times[key] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
+        return self._times[key]
 
     def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:
         """Return the cuts that are fastest in simulation, among cuts for several :data:`HIDDEN` shares; None if there
@@ -226,8 +254,11 @@ class Predictor:
 
         With ``room``, which needs many tries, the cuts with the least work for the busiest rank are taken instead.
         """
-        times = self._layer_times(layout.micro_batch_images)
-        seconds = [layer.forward + layer.backward for layer in times]
+        seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
+        if layout.tensor.size > 1 and layout.tensor != self.with_sums:
+            for number, layer in enumerate(self.job.of(layout).layers):
+                sums = Sums(2 * layer.sums, sum(layer.summed_elements))
+                seconds[number] += sum_seconds(self.job, self.machine, layout, sums)
         crossing = crossing_seconds(self.job, self.machine, layout)
         layers = self.job.layers
         found: dict[Bounds, None] = {}

@@ -69,6 +69,18 @@ class Layer:
         return (0, 0)
 
     @property
+    def sums(self) -> int:
+        """Number of sums in a split layer's forward, and in its backward."""
+        return int(self.shards > 1)
+
+    @property
+    def partial_vectors(self) -> int:
+        """Number of a split layer's parameters that all ranks have and of whose gradients each computes a part: those
+        of the normalisations of its input.
+        """
+        return 2 * (self.in_channels + self.skip_channels) * self.sums
+
+    @property
     def output_shape(self) -> tuple[int, int, int]:
         """Shape of the new h: (channels, height, width)."""
         return (self.out_channels, *self.out_size)
@@ -363,8 +375,12 @@ class TransformerBlockLayer(Layer):
         return self.heads
 
     @property
+    def sums(self) -> int:
+        return 3 * super().sums
+
+    @property
     def summed_elements(self) -> tuple[int, int]:
-        summed = 3 * self.in_channels * self.pixels if self.shards > 1 else 0
+        summed = self.sums * self.in_channels * self.pixels
         return (summed, summed)
 
     @property

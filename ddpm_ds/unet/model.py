@@ -14,6 +14,7 @@ from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet.blocks import CarryLayer, module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import EmbeddingProjection, draw_weights, set_image_index
+from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 
@@ -31,10 +32,15 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
     return module
 
 
-def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory."""
+def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory; in
+    layers that are ``split`` those of a rank's parts.
+    """
     with torch.device("meta"):
         modules = [module_of(layer, index, 0) for index, layer in enumerate(layers)]
+        for layer, module in zip(layers, modules, strict=True):
+            if split and isinstance(module, CarryLayer) and layer.shards > 1:
+                module.split(TensorGroup(0, layer.shards))
     return {
         f"{index}.{name}": tuple(parameter.shape)
         for index, module in enumerate(modules)

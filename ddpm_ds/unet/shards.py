@@ -17,7 +17,7 @@ from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import Layout, TensorSplit, divisors
 from ddpm_ds.config.section import shown
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer
 
 
 class Shard(NamedTuple):
@@ -28,6 +28,13 @@ class Shard(NamedTuple):
     rank: int
     ranks: int
     run: int
+
+
+class Sums(NamedTuple):
+    """Number of sums over a tensor group, and their elements per image."""
+
+    number: int
+    elements: int
 
 
 def level_of(layer: Layer, levels: int) -> int:
@@ -101,3 +108,27 @@ def is_asked(layer: Layer, layers: Sequence[Layer], tensor: TensorSplit) -> bool
         return any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in tensor.layers)
     levels = 1 + max(level_of(one, 0) for one in layers)
     return tensor.levels == "auto" or level_of(layer, levels) in tensor.levels
+
+
+def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) -> tuple[Sums, Sums]:
+    """Return the sums of the forward and of the backward of a stage with these ``layers``.
+
+    A backward sums each layer's gradient, the embedding's once for each walk with split residual blocks, and again
+    what it recomputes, a group of ``interval`` layers (0: nothing) at a time. Unless checkpoints are ``reentrant``,
+    recomputing stops before the last sum of a group, of which the backward needs nothing.
+    """
+    forward = Sums(sum(layer.sums for layer in layers), sum(layer.summed_elements[0] for layer in layers))
+    walks = [layers]
+    if interval:
+        rest = layers[isinstance(layers[0], EmbedLayer) :]
+        walks = [rest[start : start + interval] for start in range(0, len(rest), interval)]
+    number, elements = forward.number, sum(layer.summed_elements[1] for layer in layers)
+    for walk in walks:
+        if split := [layer for layer in walk if isinstance(layer, BlockLayer) and layer.shards > 1]:
+            number, elements = number + 1, elements + split[0].embedding_channels
+        if interval:
+            number += sum(layer.sums for layer in walk)
+            elements += sum(layer.summed_elements[0] for layer in walk)
+            if not reentrant and (last := walk[-1]).sums:
+                number, elements = number - 1, elements - last.summed_elements[0] // last.sums
+    return forward, Sums(number, elements)

@@ -154,6 +154,7 @@ def test_a_plan_says_what_tensor_groups_split_what_stays_whole_and_what_the_sums
     wide, deep = 32 * 64, 64 * 16
     outputs, inputs = 3 * wide + 5 * deep, wide + (32 + 2 * 64 + 128 + 96) * 16 + (96 + 64) * 64
     sent = 2 * 32 * (outputs + inputs + 128)  # in fp16, for each of 32 images, and the embedding's once
+    sent += 2 * 2 * (32 + 32 + 2 * 64 + 128 + 96 + 96 + 64) // 2  # gradients of norms, of which a replica owns half
     assert said == (
         "tensor       2 groups of 2 ranks, 8 of 17 layers split; down.1.attention.0, middle.attention ... "
         f"up.1.attention.1 (4 layers) stay whole: 1 head; a rank sends {sent / 1e6:,.4g} MB a step to sum their parts"

@@ -33,15 +33,15 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_layers_of_a_unet_with_text_are_timed() -> None:
     spec = tiny_text_spec(unet={"dropout": 0.0})
     layers = unet_layers(spec.unet, spec.data.interface)
-    assert min(layer.backward for layer in measured_times(layers, CPU, "fp32")(1)) > 0
+    assert min(layer.backward for layer in measured_times(CPU, "fp32")(layers, 1)) > 0
     assert min(layer.forward for layer in measure_device(layers, CPU, "fp16").startup.values()) > 0
 
 
 def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:
     """Forward seconds of all layers, and the names of those that were timed for them."""
     timed: list[str] = []
-    times = measured_times(LAYERS, CPU, precision, lambda layer, count: timed.append(layer.name))
-    return [layer.forward for layer in times(images)], timed
+    times = measured_times(CPU, precision, lambda layer, count: timed.append(layer.name))
+    return [layer.forward for layer in times(LAYERS, images)], timed
 
 
 def test_each_shape_is_timed_once_and_remembered() -> None:

@@ -47,6 +47,7 @@ from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.unet import model
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
+from ddpm_ds.unet.operations import arithmetic_dtype
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import part_of, shard_of
 from tests.launching import tiny_spec, tiny_text_spec
@@ -64,6 +65,8 @@ Process = Literal[
 inputs perturbed and losses weighed, or DDPM of images that are wider than high; or masked fields of 8x16 pixels with
 weighed channels, constants, a grid, a vector and a condition that is stored, or made and noised, or from which they are
 regressed; or images with captions, of one size or in buckets of aspect."""
+COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "stored", "text", "buckets")
+"""Kinds of training whose bytes are counted."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -362,9 +365,12 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
     if spec.data.buckets is not None:
         turn = resolved.layout.micro_batch_images * case.replicas
         sizes = [BUCKETS[bucket_at(turn * number)] for number in range(case.micro_batches)]
-    exchanges = [run_exchange(resolved, layers_of(spec, size), bounds, reductions) for size in sizes]
+    wide = arithmetic_dtype(device().type, DTYPES[case.precision]).itemsize
+    lists = [split_layers(layers_of(spec, size), resolved.layout.tensor) for size in sizes]
+    exchanges = [run_exchange(resolved, layers, bounds, reductions, arithmetic_bytes=wide) for layers in lists]
     messages = sum(sum(sent.messages[max(stage - 1, 0) : stage + 1]) for sent in exchanges) / len(exchanges)
-    return [float(messages), exchanges[0].gradients[stage] + exchanges[0].weights[stage]]
+    sums = sum(sent.sums[stage] for sent in exchanges) / len(exchanges)
+    return [float(messages), exchanges[0].gradients[stage] + exchanges[0].weights[stage] + sums]
 
 
 def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
@@ -439,8 +445,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     contexts = watch_contexts(engine) if engine.readers else []
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     # What is compiled runs as it is written where operators are watched; what is sent is the same in each process.
-    counting, records = not case.compile and case.process in ("plain", "rectangles", "stored", "text", "buckets"), []
-    counting = counting and case.tensor == 1
+    counting, records = not case.compile and case.process in COUNTED, []
     for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         with sent if counting and step == 0 else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step)))
