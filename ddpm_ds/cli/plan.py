@@ -30,6 +30,7 @@ from ddpm_ds.command_line import (
     teraflops,
     writing,
 )
+from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
 from ddpm_ds.planning.run_plan import plan
@@ -190,6 +191,8 @@ def why(found: Plan) -> str:
             f"{found.best.index(other) + 1} ({other.layout.words()}) takes "
             f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
         )
+    if found.in_groups is not None:
+        sentences.append(_of_groups(first, found.in_groups, machine))
     if found.without_offload:
         sentences.append(found.without_offload)
     if machine.nodes > 1:
@@ -205,10 +208,26 @@ def why(found: Plan) -> str:
     return " ".join(sentences)
 
 
+def _of_groups(first: Prediction, best: Prediction, machine: Machine) -> str:
+    """Return a sentence on the best layout with tensor groups beside the first."""
+    summing = (
+        f"its sums take {best.summing_seconds / best.step_seconds:.0%} of a step over links of "
+        f"{machine.link_bandwidth / 1e9:.3g} GB/s"
+    )
+    if first.layout.tensor.size > 1:
+        return f"1 has tensor groups of {first.layout.tensor.size}: {summing}."
+    memory = ""
+    if best.peak.total < first.peak.total:
+        memory = f"; it would fit in {gib(best.peak.total)} where 1 needs {gib(first.peak.total)}"
+    ratio = best.step_seconds / first.step_seconds
+    return f"Tensor groups: the best, {best.layout.words()}, takes {ratio:.2f} times as long: {summing}{memory}."
+
+
 def _bytes_between_nodes(first: Prediction, other_axis: Prediction | None) -> str:
     """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
     wires = first.traffic
-    parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
+    kinds = ("activations", "gradients", "weights", "sums")
+    parts = [(kind, getattr(wires, kind)) for kind in kinds]
     named = " and ".join(f"{size / 1e9:.3f} GB of {name}" for name, size in parts if size)
     said = (
         f"1 has its {first.layout.axis_over_nodes} across nodes: {named or 'nothing'} between them in a step, and "
@@ -241,13 +260,14 @@ def _difference(first: Prediction, other: Prediction) -> str:
 
 
 def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]:
-    rows = []
+    rows, grouped = [], any(one.layout.tensor.size > 1 for one in best)
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
         rate = layout.batch_images / prediction.step_seconds
         cells = {
             "": str(number),
             "stages": str(layout.stages),
+            **({"tensor": _split(layout.tensor)} if grouped else {}),
             "replicas": str(layout.replicas),
             "schedule": layout.schedule if layout.stages > 1 else "-",
             "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
@@ -264,6 +284,14 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
             cells |= {"from one": f"{wires.busiest / 1e9:.3f}"}
         rows += [list(cells), list(cells.values())] if number == 1 else [list(cells.values())]
     return rows
+
+
+def _split(tensor: TensorSplit) -> str:
+    """Return the size of tensor groups and the levels that they split, for a cell."""
+    if tensor.size == 1:
+        return "1"
+    levels = tensor.levels if tensor.levels != "auto" else ()
+    return f"{tensor.size}, levels 0-{levels[-1]}" if len(levels) > 1 else f"{tensor.size}, level 0"
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:

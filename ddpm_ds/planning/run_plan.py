@@ -29,7 +29,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, machine
+from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, machine, tensor_splits
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
@@ -211,7 +211,8 @@ def plan(
     among = candidates(predictor, ds_config)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
-    return search(predictor, top, among)
+    splits = [*tensor_splits(job, devices.devices_per_node)]
+    return search(predictor, top, among, splits)
 
 
 def workload(spec: RunSpec, config: Mapping[str, Any], on_cpu: bool, *, counted: bool) -> Workload:

@@ -134,21 +134,25 @@ def launches(layer: Layer) -> tuple[int, int]:
     """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
 
     They are operators that are neither views nor allocations (tests/predict/test_launches.py counts them, within a
-    tenth); a library's operator may be several kernels of a GPU.
+    tenth); a library's operator may be several kernels of a GPU. A split layer also launches its sums, the padding of
+    its parts and copies of gradients.
     """
     match layer:
         case BlockLayer():
             pops, shortcut = layer.skip_channels > 0, layer.has_shortcut
             dropout = 2 * (layer.dropout > 0)
-            return 8 + pops + shortcut + dropout, 10 + 3 * shortcut + dropout
+            return (
+                8 + pops + shortcut + dropout + layer.sums * (6 + shortcut),
+                10 + 3 * shortcut + dropout + 9 * layer.sums,
+            )
         case EmbedLayer():
             text = layer.pooled_channels > 0
             # with the masks of all blocks and their projections of the embedding
             return 14 + 18 * text + DRAWS + 5, 7 + 7 * text + 8
         case AttentionLayer():
-            return 5, 11
+            return 5 + 2 * layer.sums, 11 + 3 * layer.sums
         case TransformerBlockLayer():
-            return 20, 32
+            return 20 + 2 * layer.sums, 32 + 3 * layer.sums
         case TransformerInputLayer() | TransformerOutputLayer():
             return 2, 5
         case UpsampleLayer():

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
-from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, divisors, resolve, tensor_split
+from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, TensorSplit, divisors, resolve, tensor_split
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts
@@ -23,10 +23,13 @@ from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import SPLIT_COST, link
 from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Workload, ds_config, layouts, usable
-from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes, pipeline_memory
+from ddpm_ds.predict.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import PhaseCosts
+
+MOST_GROUPED = 48
+"""Largest number of layouts with tensor groups whose memory is computed, in the order of their lower bounds."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Plan:
     """Fastest layout that doesn't fit, if it would beat the best."""
     other_axis: Prediction | None = None
     """Best layout with the other axis across nodes, if there are several nodes."""
+    in_groups: Prediction | None = None
+    """Fastest layout with tensor groups that fits, if some were looked for."""
     without_offload: str = ""
     """What layouts without offload lack, in a sentence, if none of them fits."""
 
@@ -60,8 +65,11 @@ class Plan:
         return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
 
 
-def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None) -> Plan:
-    """Return the ``top`` fastest layouts that fit, among all or ``among``.
+def search(
+    predictor: Predictor, top: int, among: Sequence[Layout] | None = None, splits: Sequence[TensorSplit] = ()
+) -> Plan:
+    """Return the ``top`` fastest layouts that fit, among all or ``among``, and those whose tensor groups have one of
+    the ``splits``.
 
     Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
 
@@ -69,8 +77,12 @@ def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None
         LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
     """
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
-    if not fitting:
+    limit = _fastest(predictor, fitting, top)[-1].step_seconds if len(fitting) >= top else math.inf
+    grouped = _fitting_in_groups(predictor, splits, limit)
+    in_groups = next(iter(_fastest(predictor, grouped, 1)), None)
+    if not fitting and not grouped:
         raise _nothing(predictor, misfits)
+    fitting += grouped
     best, other_axis = _fastest(predictor, fitting, top), None
     if (across := best[0].layout.across_hosts) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
@@ -82,7 +94,26 @@ def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
-    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, lacking)
+    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, in_groups, lacking)
+
+
+def _fitting_in_groups(predictor: Predictor, splits: Sequence[TensorSplit], limit: float) -> list[Layout]:
+    """Return layouts with tensor groups that fit, of those whose lower bounds are the least and below ``limit``; if
+    there are none, the first that fits.
+    """
+    job, machine = predictor.job, predictor.machine
+    ways = (layouts(job, machine.devices, offload=False, nodes=machine.nodes, tensor=split) for split in splits)
+    bounds = ((predictor.least_seconds(layout), layout) for way in ways for layout in way)
+    found: list[Layout] = []
+    for tries, (bound, layout) in enumerate(sorted(bounds, key=lambda pair: pair[0])):
+        if tries >= MOST_GROUPED or (found and bound > limit):
+            break
+        share = sum(layer_bytes(job, layout, layout.stages - 1, 0)) / layout.stages
+        if share > machine.usable_bytes or predictor.cut(layout) is None or not predictor.fits(layout):
+            continue
+        if _refusal(predictor, layout, "plan") is None:
+            found.append(layout)
+    return found
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
@@ -137,12 +168,12 @@ def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
     """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
-    best: dict[tuple[int, str, int], Prediction] = {}
+    best: dict[tuple[int, str, int, int], Prediction] = {}
     for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
         prediction = predictor.predict(layout)
-        key = (layout.stages, layout.schedule, layout.micro_batch_images)
+        key = (layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size)
         if key not in best or _order(prediction) < _order(best[key]):
             best[key] = prediction
         if len(best) >= top:

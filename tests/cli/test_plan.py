@@ -95,7 +95,7 @@ def test_memory_that_ends_while_layers_are_timed_is_one_line(tmp_path: Path, mon
         ("--processes 8 --nodes 3 --device-kind l4", "--processes 8 can't be shared evenly by --nodes 3"),
         ("--processes 8 --device-kind z80", "argument --device-kind: invalid choice: 'z80'"),
         ("--processes 2 --device-kind l4 --device-memory 200KiB", "nothing fits 2 devices of 0.2 MiB"),
-        ("--processes 512 --device-kind l4", "--processes 512 can't share train.batch_images = 16"),
+        ("--processes 4096 --device-kind l4", "--processes 4096 can't share train.batch_images = 16"),
         ("--processes 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
         ("--processes 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
         ("--processes 2 --timeline .", "--timeline . can't be written"),
