@@ -83,13 +83,6 @@ LayerTimes = Callable[[Sequence[Layer], int], Sequence[LayerSeconds]]
 """Function from layers and the images of a micro-batch to the seconds of each layer, without sums of tensor groups."""
 
 
-class _Unsummed(TensorGroup):
-    """Tensor group in which nothing is summed, for the time of a rank's own work."""
-
-    def add_up(self, x: Tensor) -> None:
-        pass
-
-
 def measured_times(
     device: torch.device,
     precision: Dtype,
@@ -123,7 +116,7 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
     """Return median seconds of a layer's forward and backward, after a warm-up that is not counted."""
     module = build_layer(layer, 0, seed=0)
     if isinstance(module, CarryLayer) and layer.shards > 1:
-        module.split(_Unsummed(0, layer.shards))
+        module.split(TensorGroup(0, layer.shards))  # which sums nothing
     module.to(device=device, dtype=dtype)
     set_image_index(module.modules(), torch.arange(images, device=device))
     inputs = _inputs(layer, images, device, dtype)

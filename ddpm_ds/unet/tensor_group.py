@@ -26,7 +26,7 @@ class TensorGroup:
     """This process's place in a group of ranks that compute layers together; by default it is alone.
 
     ``group`` is a process group of its own, over which nothing but sums of activations and of gradients goes, in the
-    order of the layers, the same on all of its ranks.
+    order of the layers, the same on all of its ranks. Without one nothing is summed: a rank's own part alone is timed.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
@@ -52,9 +52,11 @@ class TensorGroup:
         """
         return x if self.size == 1 else _Sum.apply(x, self)
 
-    def add_up(self, x: Tensor) -> None:
-        """Sum x over all ranks, in place; it is dense, in the order of its memory."""
-        dist.all_reduce(x, group=self.group)
+    def start_sum(self, x: Tensor) -> Callable[[], object]:
+        """Start to sum x, in the order of its memory, over all ranks and in place; return a function that waits."""
+        if self.group is None:
+            return lambda: None
+        return dist.all_reduce(x, group=self.group, async_op=True).wait
 
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
         """Sum gradients of which each rank has a part, and give all ranks the first one's of those that each has
@@ -62,7 +64,7 @@ class TensorGroup:
         """
         if self.size > 1 and partial:
             together = torch.cat([one.flatten() for one in partial])
-            self.add_up(together)
+            self.start_sum(together)()
             parts = together.split([one.numel() for one in partial])
             torch._foreach_copy_(list(partial), [part.view_as(one) for part, one in zip(parts, partial, strict=True)])
         for one in alike:
@@ -150,11 +152,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
         gradient = gradient.clone()
-        summing = dist.all_reduce(_in_memory(gradient), group=ctx.group.group, async_op=True)
+        wait = ctx.group.start_sum(_in_memory(gradient))
         found = dict[Tensor, Tensor]()
         if ctx.queue is not None:
             ctx.queue.compute(ctx.parts, [0], found.__setitem__)
-        summing.wait()
+        wait()
         return gradient, None, None, None, *(found[part.weight] for part in ctx.parts)
 
 
@@ -164,7 +166,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         total = x.detach()
-        group.add_up(_in_memory(total))
+        group.start_sum(_in_memory(total))()
         return total
 
     @staticmethod

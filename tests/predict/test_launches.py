@@ -13,7 +13,7 @@ from rivals.measure import CountedOperators, HostCost
 from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.observe.device_speed import _inputs, _Unsummed
+from ddpm_ds.observe.device_speed import _inputs
 from ddpm_ds.predict.costs import DRAWS, launches
 from ddpm_ds.predict.layouts import LAUNCH_SECONDS, Workload, layouts, machine
 from ddpm_ds.predict.predictor import Predictor
@@ -51,7 +51,7 @@ def test_launches_of_layers_are_those_that_are_counted(spec: RunSpec, ranks: int
     unet, inputs = UNet(layers, seed=0), _inputs(layers[0], 2, torch.device("cpu"), torch.float32)
     for layer, module in zip(layers, unet.layers, strict=True):
         if isinstance(module, CarryLayer) and layer.shards > 1:
-            module.split(_Unsummed(0, layer.shards))
+            module.split(TensorGroup(0, layer.shards))
     text = spec.unet.text
     context = torch.zeros(2, text.tokens, text.context_channels) if text else None
     forward, backward = HostCost(), HostCost()

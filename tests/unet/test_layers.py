@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str, sha
     for layer, module in zip(layers, modules, strict=True):
         if layer.shards > 1:
             assert isinstance(module, CarryLayer)
-            module.split(Unsummed(0, shards))
+            module.split(TensorGroup(0, shards))
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
         assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 
@@ -80,13 +81,6 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str, sha
         saved, output = saved_by_autograd(module, inputs)
         assert saved / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
         carry = tuple(tensor.detach() for tensor in output)
-
-
-class Unsummed(TensorGroup):
-    """A rank of a tensor group that hears nothing of the others."""
-
-    def add_up(self, x: Tensor) -> None:
-        pass
 
 
 @pytest.mark.parametrize("name", ["heads", "text"])
@@ -137,8 +131,9 @@ class CountedGroup(TensorGroup):
         super().__init__(0, size)
         self.summed = 0
 
-    def add_up(self, x: Tensor) -> None:
+    def start_sum(self, x: Tensor) -> Callable[[], object]:
         self.summed += x.numel()
+        return super().start_sum(x)
 
 
 @pytest.mark.parametrize("name", ["heads", "scale_shift", "text_time"])

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import TensorSplit
-from ddpm_ds.unet import tensor_group
 from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup, part_of, shard_of
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.unet.variants import batch, layers_of, random_unet
-
-
-class Work:
-    """A sum that is under way."""
-
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
-
-    def wait(self) -> None:
-        self._events.append("summed")
 
 
 @pytest.fixture
@@ -34,15 +23,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     compute = WaitingGradients.compute
 
-    def all_reduce(x: Tensor, group: object, async_op: bool = False) -> Work | None:
-        found.append("starts" if async_op else "sum")
-        return Work(found) if async_op else None
+    def start_sum(group: TensorGroup, x: Tensor) -> Callable[[], None]:
+        found.append("starts")
+        return lambda: found.append("summed")
 
     def computed(*args: object) -> None:
         found.append("weight gradients")
         compute(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tensor_group.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(TensorGroup, "start_sum", start_sum)
     monkeypatch.setattr(WaitingGradients, "compute", computed)
     yield found
 
@@ -67,7 +56,7 @@ def test_weight_gradients_are_computed_while_the_gradient_of_the_input_is_summed
     split, prediction = predict()
     blocks = sum(isinstance(module, ResidualBlock) for module in split)
     pieces = blocks + 3 * (len(split) - blocks)
-    assert events == ["sum"] * pieces and 0 < blocks < len(split)
+    assert events == ["starts", "summed"] * pieces and 0 < blocks < len(split)
     events.clear()
     prediction.sum().backward()
     joined = " ".join(events).replace("starts weight gradients summed", "beside").replace("starts summed", "alone")
