@@ -20,6 +20,7 @@ from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.unet.blocks import CarryLayer
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.shards import split_layers
+from ddpm_ds.unet.tensor_group import TensorGroup
 from tests.launching import REPOSITORY, tiny_spec, tiny_text_spec
 
 SPECS = REPOSITORY / "launch" / "specs"
