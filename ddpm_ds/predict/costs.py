@@ -135,7 +135,7 @@ def launches(layer: Layer) -> tuple[int, int]:
 
     They are operators that are neither views nor allocations (tests/predict/test_launches.py counts them, within a
     tenth); a library's operator may be several kernels of a GPU. A split layer also launches its sums, the padding of
-    its parts and copies of gradients.
+    its parts, copies of gradients, and weight gradients apart from those of inputs.
     """
     match layer:
         case BlockLayer():
@@ -143,7 +143,7 @@ def launches(layer: Layer) -> tuple[int, int]:
             dropout = 2 * (layer.dropout > 0)
             return (
                 8 + pops + shortcut + dropout + layer.sums * (6 + shortcut),
-                10 + 3 * shortcut + dropout + 9 * layer.sums,
+                10 + 3 * shortcut + dropout + 13 * layer.sums,
             )
         case EmbedLayer():
             text = layer.pooled_channels > 0
