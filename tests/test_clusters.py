@@ -27,7 +27,7 @@ from ddpm_ds.processes.ranks import RUN_SECRET, free_port, on_several_hosts, set
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.version import __version__
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
-from tests.launching import place_digits, wait_for
+from tests.launching import place_digits, place_empty_store, wait_for
 from tests.train.ranks import TINY
 
 CLUSTERS = REPOSITORY / "launch" / "clusters"
@@ -174,13 +174,14 @@ def test_ranks_with_exactly_these_variables_train_together(
     platform: str, started: list[tuple[list[str], Place]], tmp_path: Path
 ) -> None:
     place_digits(tmp_path)
+    place_empty_store(tmp_path)
     port = free_port()
     for variables in VARIABLES[platform]:
         main(small(typed(platform, variables, tmp_path), tmp_path, port, images=64))
     output, ranks = tmp_path / "output", []
     for (program, place), variables in zip(started, VARIABLES[platform], strict=True):
         words = [str(REPOSITORY / "launch" / "train.py"), *program[2:]]
-        for environment in environments(place, {**os.environ, **ONE_THREAD, **variables}):
+        for environment in environments(place, {**os.environ, **ONE_THREAD, "MLFLOW_TRACKING_URI": "", **variables}):
             ranks.append(Forked.script(words, env=environment, stdout=output, stderr=output))
     assert [rank.wait() for rank in ranks] == [0, 0], output.read_text()[-4000:]
     assert (checkpoints_of(tmp_path / "run") / LATEST).is_file()
