@@ -14,13 +14,10 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-
 from ddpm_ds.processes.signals import SUPERVISOR_SIGNALS
 from tests.forking import ServedWorkers
 from tests.launching import place_empty_store
 
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -39,6 +36,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if missing:
         pytest.skip(f"needs programs that are not installed: {', '.join(missing)}")
     for mark in item.iter_markers("gpu"):
+        import torch
+
         wanted, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
         if found < wanted:
             pytest.skip(f"needs {wanted} CUDA device(s), and there are {found}")
@@ -56,8 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Nothing that test files import is ever looked at for garbage, which engines have collected at their end."""
+    if session.config.getoption("numprocesses", None):  # the workers collect, and this process runs no test
+        return (yield)
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.disable()
     try:
         return (yield)

@@ -167,7 +167,12 @@ class Format(Generic[S]):
         """Return the JSON schema of the field at a location; {} if there is none."""
         *sections, name = location
         section = self.at(sections)
-        return _fields_of(section).get(name, {}) if section else {}
+        if section is None or name not in section.model_fields:
+            return {}
+        found = dict(_fields_of(section)[name])
+        if callable(now := section.model_fields[name].json_schema_extra):
+            now(found)  # a choice may have been added
+        return found
 
     def field_at(self, key: str) -> FieldInfo:
         """Return the field of a dotted key."""
@@ -234,7 +239,7 @@ class Format(Generic[S]):
     def _free(self, location: Sequence[str]) -> list[str]:
         """Return the names in a section that have more than one value."""
         section = self.at(location)
-        return _free_in(section) if section else []
+        return [name for name, part in _fields_of(section).items() if "const" not in part] if section else []
 
     def _fix(self, location: tuple[str, ...], value: object) -> str:
         """Return what to do about a wrong value: what it clearly means, such as "False" or null, or the reason."""
@@ -270,16 +275,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+@functools.cache
 def _fields_of(section: type[Section]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the JSON schema of each field of a section; not kept, since a choice may be added."""
+    """Return the JSON schema of each field of a section, with the choices that there were at the first call."""
     fields: Mapping[str, Mapping[str, Any]] = section.model_json_schema()["properties"]
     return fields
-
-
-@functools.cache
-def _free_in(section: type[Section]) -> list[str]:
-    """Return the names of fields that have more than one value; kept, since an added choice changes none of them."""
-    return [name for name, part in _fields_of(section).items() if "const" not in part]
 
 
 def _at(values: Any, location: Sequence[str]) -> Any:

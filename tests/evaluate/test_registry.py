@@ -182,6 +182,7 @@ def test_a_model_with_text_draws_for_its_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_server_of_mlflows_keeps_the_model_and_gives_it_back(
     tmp_path: Path, store: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def checkpoint_of(pipeline: Path, folder: Path, noise: str, **text: Any) -> Path
     return folder / "checkpoint"
 
 
-QUICK = (("sd", "eps"), ("sdxl", "v"), ("sdxl", "flow"))
+QUICK = (("sd", "eps"), ("sdxl", "flow"))
 EACH = pytest.mark.parametrize(
     ("pipeline", "noise"),
     [

@@ -50,7 +50,13 @@ SIZED_STEPS = 13
 """Steps whose images have three orders of sizes in turn."""
 FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
 """Layers of most cases on a CPU; fields that are stored have every kind of layer but transformers, which text has."""
-SMALL: dict[str, RunSpec] = {"plain": tiny_spec(unet=FEW), "text": tiny_text_spec(levels=1)}
+SMALL: dict[str, RunSpec] = {
+    "plain": tiny_spec(unet=FEW),
+    "text": tiny_text_spec(levels=1),
+    "buckets": tiny_spec(
+        unet={**FEW, "dropout": 0.0}, data={"source": "folder", "path": "pictures", "buckets": {"step": 8}}
+    ),
+}
 """Specs of cases on a CPU by their process; others are the ladder's."""
 
 
@@ -301,27 +307,32 @@ SIZED_REPLAYS = [[2], [2], [1], [3], [2], [2]]
 """Replays of each graph of three orders of sizes. Steps 2, 3 and 7 are the first of theirs, whose trials drop the
 others; steps 10 to 12 replay what is kept."""
 CASES = [
-    one(1, "bf16"),
-    one(2, "fp32"),
-    one(2, "fp16"),
+    one(1, "bf16", fp32_accumulation=True),
     one(0, "bf16", micro_batches=1, checkpoint=2),
-    one(2, "bf16", process="stored"),
     one(1, "fp32", process="reduced"),
     one(2, "fp16", process="text"),
     one(2, "fp16", checkpoint=1, growing_scale=True),
-    one(1, "bf16", fp32_accumulation=True),
     one(2, "fp16", eight_bit=True),
     one(2, "fp16", micro_batches=4, process="buckets"),
-    Case(2, 1, 2, "fp16", 0, fused=True),
-    Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
+    Case(2, 1, 2, "fp16", 0, fused=True, micro_batches=2),
     Case(2, 1, 2, "bf16", 0, fused=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded", process="text", cuts=(4, 8, 14)),
     Case(2, 1, 0, "bf16", 0, fused=True, micro_batches=2),
-    Case(2, 1, 2, "fp16", 0, fused=True, schedule="folded", process="buckets", cuts=(4, 8, 14)),
+    Case(2, 1, 2, "fp16", 0, fused=True, schedule="folded", process="buckets"),
     Case(1, 2, 2, "bf16", 0, fused=True, micro_batches=2),
-    Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
     Case(1, 2, 1, "fp16", 0, fused=True, micro_batches=2),
 ]
+"""Each setting, and the pairs of them whose code meets."""
+MORE = [
+    one(1, "bf16"),
+    one(2, "fp32"),
+    one(2, "fp16"),
+    one(2, "bf16", process="stored"),
+    Case(2, 1, 2, "fp16", 0, fused=True),
+    Case(2, 1, 1, "fp32", 1, fused=True, schedule="folded"),
+    Case(1, 2, 2, "bf16", 0, eight_bit=True, micro_batches=2),
+]
+"""Other combinations."""
 
 
 def name_of(case: Case) -> str:
@@ -343,23 +354,28 @@ def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> 
     return [list(found) for found in zip(*ranks, strict=True)]
 
 
-def starts(processes: int) -> list[tuple[Case, str]]:
-    """The cases of so many processes, with messages in the graph or, in one layout of each schedule, between graphs."""
-    apart = [case for case in CASES if case.stages > 1 and case.zero == 2]
-    faults = [(case, "") for case in CASES] + [(case, APART) for case in apart]
-    return [(case, fault) for case, fault in faults if case.stages * case.replicas == processes]
+def starts(processes: int, cases: list[Case], apart: list[Case]) -> list[tuple[Case, str]]:
+    """The cases of so many processes, with messages in the graph, and those with messages between graphs."""
+    starts = [(case, "") for case in cases] + [(case, APART) for case in apart]
+    return [(case, fault) for case, fault in starts if case.stages * case.replicas == processes]
 
 
-MORE = [(case, APART) for case in CASES if case.stages > 1 and (case, APART) not in starts(2)]
-"""Messages between graphs in the other layouts."""
+PIPELINES = [case for case in CASES + MORE if case.stages > 1]
+SOME = [case for case in CASES if case.stages > 1 and case.zero == 2 and case.process == "plain"]
+"""A layout of each schedule."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(starts(1), id="1 process"),
-        pytest.param(starts(2), id="2"),
-        pytest.param(MORE, id="2, more", marks=pytest.mark.long),
+        pytest.param(starts(1, CASES, []), id="1 process"),
+        pytest.param(starts(2, CASES, SOME), id="2"),
+        pytest.param(starts(1, MORE, []), id="1 process, more", marks=pytest.mark.long),
+        pytest.param(
+            starts(2, MORE, [case for case in PIPELINES if case not in SOME]),
+            id="2, more",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -413,14 +429,14 @@ def check_on_gpus(folder: Path, cases: list[Case], **environment: str) -> None:
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
-    alone = [case for case in CASES if case.stages * case.replicas == 1]
+    alone = [case for case in CASES + MORE if case.stages * case.replicas == 1]
     check_on_gpus(tmp_path, alone, DS_ACCELERATOR="cuda")
 
 
 @pytest.mark.launch
 @pytest.mark.gpu(2)
 def test_on_gpus_replayed_steps_of_two_ranks_train_as_eager_ones(tmp_path: Path) -> None:
-    pairs = [case for case in CASES if case.stages * case.replicas == 2]
+    pairs = [case for case in CASES + MORE if case.stages * case.replicas == 2]
     check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda")
 
 
@@ -431,7 +447,7 @@ def test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones(tmp_p
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     if version.value < 23000:
         pytest.skip(f"NCCL {version.value} does not let ranks share a GPU; 23000 does")
-    pairs = [case for case in CASES if case.stages * case.replicas == 2]
+    pairs = [case for case in CASES + MORE if case.stages * case.replicas == 2]
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each as if on a host of its own
     check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda", **alone, **{SHARED_GPU: "1"})
 

@@ -42,13 +42,18 @@ class Layout:
 LAYOUTS = {
     "1x1": Layout(1, 1, zero=0, accumulation=2),
     "2x1": Layout(2, 1, zero=1, accumulation=2, recompute=1, gradients="deepspeed"),
+    "1x2": Layout(1, 2, zero=2, accumulation=2),
     "2x2": Layout(2, 2, zero=2, accumulation=2),
     "1x4": Layout(1, 4, zero=1, accumulation=1, gradients="deepspeed"),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
-PRECISIONS = {"fp32": tuple(LAYOUTS), "fp16": ("1x1", "2x1", "2x2 folded")}
+GRIDS = {
+    "few": {"fp32": ("1x1", "2x1", "1x2", "2x2 folded"), "fp16": ("1x1", "2x1", "1x2")},
+    "many": {"fp32": ("1x1", "2x1", "2x2", "1x4", "2x2 folded"), "fp16": ("1x1", "2x1", "2x2 folded")},
+}
 """Layouts by precision; those of fp16 have each ZeRO stage, whose loss scalers differ."""
-BOTH = [(layout, precision) for precision, layouts in PRECISIONS.items() for layout in layouts]
+CALM = {"few": ("1x2", ("1x2", "1x1")), "many": ("2x2", ("2x2", "1x4"))}
+"""The layout that begins in fp16 and goes on in fp32, and those in fp32 that it goes on from in fp16."""
 
 
 class Courses:
@@ -131,23 +136,26 @@ class Courses:
         return [float(loss) for loss in self.reports(course, source)[0]["losses"][-STEPS:]]
 
 
-def sources_of(layout: str, precision: str) -> list[str]:
+def sources_of(grid: str, layout: str, precision: str) -> list[str]:
     """The layouts that a layout goes on from, itself and the next one: each is gone on from elsewhere, and back."""
-    names = PRECISIONS[precision]
+    names = GRIDS[grid][precision]
     return [layout, names[(names.index(layout) + 1) % len(names)]]
 
 
-def train_all(folder: Path) -> Courses:
+def train_all(folder: Path, grid: str) -> Courses:
     """Every layout and precision never stopped; then each going on from others, and a few more changes."""
     courses = Courses(folder)
-    whole = [courses.course(f"{name}-{precision}", LAYOUTS[name], precision) for name, precision in BOTH]
-    whole.append(courses.course("calm-fp16", LAYOUTS["2x2"], "fp16", overflow=False))
+    both = [(layout, precision) for precision, layouts in GRIDS[grid].items() for layout in layouts]
+    whole = [courses.course(f"{name}-{precision}", LAYOUTS[name], precision) for name, precision in both]
+    calm, others = CALM[grid]
+    whole.append(courses.course("calm-fp16", LAYOUTS[calm], "fp16", overflow=False))
     again = []
-    for name, precision in BOTH:
-        sources = [f"{source}-{precision}" for source in sources_of(name, precision)]
+    for name, precision in both:
+        sources = [f"{source}-{precision}" for source in sources_of(grid, name, precision)]
         again.append(courses.course(f"resumed-{name}-{precision}", LAYOUTS[name], precision, sources))
     again.append(courses.course("to-fp32", LAYOUTS["1x1"], "fp32", ["calm-fp16"]))
-    again.append(courses.course("to-fp16", LAYOUTS["2x2"], "fp16", ["2x2-fp32", "1x4-fp32"], overflow=False))
+    from_fp32 = [f"{other}-fp32" for other in others]
+    again.append(courses.course("to-fp16", LAYOUTS[calm], "fp16", from_fp32, overflow=False))
     courses.train(whole)
     courses.train(again)  # in other processes: what goes on has nothing but what was saved
     return courses

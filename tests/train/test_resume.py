@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +26,7 @@ from ddpm_ds.files import EVALUATIONS, METRICS, read_points
 from ddpm_ds.tracking.run_folder import RunFolder, checkpoints_of, identity_of, snapshots_of
 from ddpm_ds.train.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
-from tests.train.courses import BATCH, BOTH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
+from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, sources_of, train_all
 from tests.train.ranks import the_same
 from tests.train.resume_worker import PROFILES, STEPS
 
@@ -42,12 +44,32 @@ one in 2**11 of each gradient. Between precisions every activation and gradient 
 HALF = 2.0**-11
 """Largest relative error of rounding to fp16."""
 
-in_every_layout = pytest.mark.parametrize(("layout", "precision"), BOTH)
+MARKS = {"few": (), "many": (pytest.mark.long,)}
+in_every_layout = pytest.mark.parametrize(
+    ("grid", "layout", "precision"),
+    [
+        pytest.param(grid, layout, precision, marks=MARKS[grid])
+        for grid, precisions in GRIDS.items()
+        for precision, layouts in precisions.items()
+        for layout in layouts
+    ],
+)
+in_each_precision = pytest.mark.parametrize(
+    ("grid", "precision"),
+    [pytest.param(grid, one, marks=MARKS[grid]) for grid, precisions in GRIDS.items() for one in precisions],
+)
+in_each_grid = pytest.mark.parametrize("grid", [pytest.param(grid, marks=MARKS[grid]) for grid in GRIDS])
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
-    return train_all(tmp_path_factory.mktemp("courses"))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Courses]:
+    """Courses of a grid, which are trained when they are first asked for."""
+    return functools.cache(lambda grid: train_all(tmp_path_factory.mktemp("courses"), grid))
+
+
+@pytest.fixture
+def courses(grid: str, trained: Callable[[str], Courses]) -> Courses:
+    return trained(grid)
 
 
 def whole(reader: Reader, kind: str) -> Tensor:
@@ -88,23 +110,22 @@ def test_stopped_and_resumed_is_never_stopped_bit_for_bit(layout: str, precision
     assert end.state.learning_rate > 0 and end.state.skipped_steps == (2 if precision == "fp16" else 0)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_layout_goes_on_from_others_within_rounding(precision: str, courses: Courses) -> None:
+@in_each_precision
+def test_every_layout_goes_on_from_others_within_rounding(grid: str, precision: str, courses: Courses) -> None:
     found = [
         difference
-        for layout in PRECISIONS[precision]
-        for source in sources_of(layout, precision)[1:]
+        for layout in GRIDS[grid][precision]
+        for source in sources_of(grid, layout, precision)[1:]
         for difference in differences(courses, f"resumed-{layout}-{precision}", f"{source}-{precision}", precision)
     ]
     assert not found, "\n".join(found)
 
 
-def test_precision_may_change(courses: Courses) -> None:
-    found = [
-        *differences(courses, "to-fp32", "calm-fp16", "changed"),
-        *differences(courses, "to-fp16", "2x2-fp32", "changed"),
-        *differences(courses, "to-fp16", "1x4-fp32", "changed"),
-    ]
+@in_each_grid
+def test_precision_may_change(grid: str, courses: Courses) -> None:
+    found = differences(courses, "to-fp32", "calm-fp16", "changed")
+    for other in CALM[grid][1]:
+        found += differences(courses, "to-fp16", f"{other}-fp32", "changed")
     assert not found, "\n".join(found)
 
 
@@ -234,8 +255,9 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
     assert left(None, slow, config)[0] is None, "cut off by a kill"
 
 
-def test_every_layout_is_the_same_run(courses: Courses) -> None:
+@in_each_precision
+def test_every_layout_is_the_same_run(grid: str, precision: str, courses: Courses) -> None:
     """Else what is said of pairs above would say little."""
-    for layout, precision in BOTH:
+    for layout in GRIDS[grid][precision]:
         losses, expected = courses.losses(f"{layout}-{precision}"), courses.losses(f"1x1-{precision}")
         assert all(map(equal_or_both_nan, losses, expected, itertools.repeat(TOLERANCES[precision]["loss"])))

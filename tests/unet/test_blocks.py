@@ -141,7 +141,9 @@ def test_a_micro_batch_in_flight_holds_no_copy_of_the_projections() -> None:
     assert weights[0].numel() in held and sum(weight.numel() for weight in weights) not in held
 
 
-@pytest.mark.parametrize("name", ["classes", "scale_shift", "text_time"])
+@pytest.mark.parametrize(
+    "name", ["classes", *(pytest.param(name, marks=pytest.mark.long) for name in ("scale_shift", "text_time"))]
+)
 def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

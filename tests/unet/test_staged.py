@@ -45,7 +45,15 @@ def test_a_forward_cut_anywhere_is_the_forward_bit_for_bit(name: str, precision:
             assert torch.equal(rest, whole), f"cut before {layers[cut].name}"
 
 
-@pytest.mark.parametrize("name", ["heads", "scale_shift", "dropout", "text", "text_time"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scale_shift",
+        "dropout",
+        "text_time",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("heads", "text")),
+    ],
+)
 def test_gradients_through_any_cut_are_the_gradients(name: str) -> None:
     layers = layers_of(name)
     modules = random_unet(layers).layers
