@@ -47,8 +47,8 @@ class TensorGroup:
         return entered
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, in the memory of x, which nothing else may use; its gradient is that of
-        the sum.
+        """Return the sum of x over all ranks, in the memory of x, which nothing else may use, if it is dense; its
+        gradient is that of the sum.
         """
         return x if self.size == 1 else _Sum.apply(x, self)
 
@@ -151,7 +151,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        gradient = gradient.clone()
+        gradient = gradient.clone(memory_format=_format(gradient))
         wait = ctx.group.start_sum(_in_memory(gradient))
         found = dict[Tensor, Tensor]()
         if ctx.queue is not None:
@@ -161,11 +161,11 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a tensor group, in place."""
+    """Sum over a tensor group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        total = x.detach()
+        total = x.detach().contiguous(memory_format=_format(x))
         group.start_sum(_in_memory(total))()
         return total
 
@@ -174,9 +174,11 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
+def _format(x: Tensor) -> torch.memory_format:
+    """Return the order in which a tensor is summed, the same on all ranks: images are channels-last."""
+    return torch.channels_last if x.ndim == 4 else torch.contiguous_format
+
+
 def _in_memory(x: Tensor) -> Tensor:
-    """Return a view of a tensor in the order of its memory; images are channels-last, or dense otherwise."""
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1)
-    assert x.is_contiguous()
-    return x
+    """Return a view of a tensor of :func:`_format` in the order of its memory."""
+    return x.permute(0, 2, 3, 1) if x.ndim == 4 else x
