@@ -104,6 +104,11 @@ class Case:
     split: tuple[str, ...] = ()
     """Names of the layers that they split; all that can be without."""
 
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Case:
+        """The case of a JSON's values."""
+        return cls(**values | {name: tuple(values[name]) for name in ("cuts", "split")})
+
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
         zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
@@ -522,4 +527,4 @@ def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
 if __name__ == "__main__":
     compile_without_code()
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
-        report_cases(lambda case: run_case(Case(**case)))
+        report_cases(lambda case: run_case(Case.of(case)))

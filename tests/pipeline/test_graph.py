@@ -291,7 +291,7 @@ def eager_course(case: Case) -> dict[str, Any]:
 
 def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     """The course of a case, eagerly and by a graph, the latter perhaps with a fault."""
-    own = Case(**case["case"] | {"cuts": tuple(case["case"]["cuts"])})
+    own = Case.of(case["case"])
     eager = eager_course(own)
     faults = {"": contextlib.nullcontext, APART: messages_that_can_not_be_captured, **FAULTS}
     with faults[case["fault"]]():
