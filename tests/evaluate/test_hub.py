@@ -180,7 +180,6 @@ def test_the_card_of_a_run_has_the_scores_of_these_weights_and_the_last_picture(
 
 
 @pytest.mark.launch
-@pytest.mark.long
 def test_the_command_finds_hub_and_token_in_the_environment(hub: HubServer, planted: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_mine"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(REPOSITORY), "MLFLOW_TRACKING_URI": ""}
