@@ -275,7 +275,7 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
     ranks = layout.tensor.size
     crosses = machine.devices_per_node % ranks > 0
     bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
-    return 2 * count * math.ceil(math.log2(ranks)) * machine.latency_seconds + size * (ranks - 1) / ranks / bandwidth
+    return count * math.ceil(math.log2(ranks)) * machine.sum_seconds + size * (ranks - 1) / ranks / bandwidth
 
 
 def shared(job: Workload, layout: Layout) -> Sharing:

@@ -40,6 +40,9 @@ precision, and of a processor core's. The first two fit what was measured and pu
 LAUNCH_SECONDS = 5.5e-5
 """Seconds in which a host prepares and launches one of a GPU's kernels: 45 to 80 microseconds were measured beside an
 H100 and an H200 (docs/gpu.md)."""
+SUM_SECONDS = 1.3e-3
+"""Seconds that a sum over two processes takes in a step on a CPU: 1.0 to 1.6 milliseconds were measured on two cores,
+where 256 KB that nothing computes beside take 0.6."""
 REACHED_MEMORY = 0.8
 """Share of the data sheet's memory bandwidth that normalisations and activations reach."""
 REACHED_LINK = 0.7
@@ -135,6 +138,13 @@ class Machine:
     def latency_seconds(self) -> float:
         """Seconds from posting a message to its first byte."""
         return 1e-4 if self.is_cpu else 2e-5
+
+    @property
+    def sum_seconds(self) -> float:
+        """Seconds of each of the log2 T rounds of a sum over T ranks that wait for it, without its bytes: on a CPU the
+        threads of gloo take turns with those that compute, and a rank waits for the slower one.
+        """
+        return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
 
     def words(self) -> str:
         """Return the devices and their rates in a line, for the output."""

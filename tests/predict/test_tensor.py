@@ -40,7 +40,7 @@ def test_sums_of_a_step_take_their_bytes_on_the_link_and_a_latency_each() -> Non
     blocks = [layer for layer in job.of(SPLIT).layers if isinstance(layer, BlockLayer)]
     assert {block.shards for block in blocks} == {2}
     (costs,) = planned_costs(job, machine, SPLIT, bounds, times)
-    latency = 2 * machine.latency_seconds  # once around and back, by two ranks
+    latency = machine.sum_seconds
     outputs = sum(4 * 4 * block.out_channels * block.pixels for block in blocks)  # 4 images, 4 bytes
     inputs = sum(4 * 4 * block.width * block.pixels for block in blocks) + 4 * 4 * blocks[0].embedding_channels
     (phase,) = costs.phases
