@@ -164,7 +164,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"precision    {ds.precision}, ZeRO-{ds.layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
         f"{f', schedule {ds.layout.schedule}' if layout.stages > 1 else ''}",
-        *([f"stages       {plan.chosen}"] if plan.chosen else []),
+        *([plan.chosen.line] if plan.chosen else []),
         *tensor_lines(plan),
         *([messages_line(plan)] if layout.stages > 1 else []),
         *([line] if (line := hosts_line(plan)) else []),

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -125,7 +126,9 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     asked = without(options.arguments, _add_launch_options)
     if plan.chosen is not None:
-        asked += ["-p", str(plan.ds.layout.stages)]
+        asked += ["-p", str(plan.chosen.stages)]
+        if plan.chosen.tensor is not None:
+            asked += ["--set", f"ds.pipeline.tensor={json.dumps(plan.chosen.tensor.block)}"]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
     program = ["-m", "ddpm_ds.cli.rank", *asked]

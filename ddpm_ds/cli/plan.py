@@ -193,8 +193,7 @@ def why(found: Plan) -> str:
         )
     if found.in_groups is not None:
         sentences.append(_of_groups(first, found.in_groups, machine))
-    if found.without_offload:
-        sentences.append(found.without_offload)
+    sentences += filter(None, (found.without_groups, found.without_offload))
     if machine.nodes > 1:
         sentences.append(_bytes_between_nodes(first, found.other_axis))
     if found.fastest_misfit is not None:
@@ -290,8 +289,7 @@ def _split(tensor: TensorSplit) -> str:
     """Return the size of tensor groups and the levels that they split, for a cell."""
     if tensor.size == 1:
         return "1"
-    levels = tensor.levels if tensor.levels != "auto" else ()
-    return f"{tensor.size}, levels 0-{levels[-1]}" if len(levels) > 1 else f"{tensor.size}, level 0"
+    return f"{tensor.size}, {tensor.levels_words()}"
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:

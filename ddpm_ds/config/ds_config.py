@@ -99,13 +99,20 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def tensor_split(config: Mapping[str, Any]) -> TensorSplit:
-    """Return which layers a checked config splits; nothing if that is left to the planner."""
+    """Return which layers a checked config splits; nothing if that is left to the planner, and all levels if these
+    are.
+    """
     given = config.get("pipeline", {}).get("tensor", {})
     size = _given(given, "size", 1)
     if size == 1:
         return TensorSplit()
-    levels = _given(given, "levels", None)
-    return TensorSplit(size, "auto" if levels is None else tuple(levels), tuple(given.get("layers", ())))
+    levels = given.get("levels", "all")
+    return TensorSplit(size, "all" if isinstance(levels, str) else tuple(levels), tuple(given.get("layers", ())))
+
+
+def with_split(config: Mapping[str, Any], split: TensorSplit) -> dict[str, Any]:
+    """Return a config with another answer to what is split."""
+    return {**config, "pipeline": {**config.get("pipeline", {}), "tensor": split.block}}
 
 
 def is_8bit(config: Mapping[str, Any]) -> bool:
@@ -221,10 +228,15 @@ def _check_tensor(config: DsConfig, faults: _Faults) -> None:
     """Find keys that tensor groups can't be trained with, and two answers to what is split."""
     tensor, gradients = config.pipeline.tensor, "pipeline.gradients"
     device = "zero_optimization.offload_optimizer.device"
-    if tensor.layers and tensor.levels != "auto":
+    if tensor.layers and tensor.levels != "all":
         fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both say what is split; use --set "
-        fault += "ds.pipeline.tensor.levels=auto, or remove layers"
+        fault += "ds.pipeline.tensor.levels=all, or remove layers"
         faults.add("pipeline.tensor.layers", fault, "pipeline.tensor.levels")
+    elif tensor.size == "auto" and (tensor.layers or not isinstance(tensor.levels, str)):
+        key = "pipeline.tensor.layers" if tensor.layers else "pipeline.tensor.levels"
+        fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
+        fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key.rpartition('.')[2]}"
+        faults.add(key, fault, "pipeline.tensor.size")
     if tensor.size in (1, "auto"):
         return
     needs = f"= {tensor.size} needs flat gradients, in which parts of gradients are summed over a group; use --set "
@@ -300,7 +312,7 @@ def _batch(config: Mapping[str, Any], spec: RunSpec) -> int:
 def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -> None:
     """Find keys that contradict the spec, among those that have no fault of their own."""
     most, levels = len(spec.unet.multipliers) - 1, tensor_split(config).levels
-    if levels != "auto" and (beyond := [level for level in levels if level > most]):
+    if levels != "all" and (beyond := [level for level in levels if level > most]):
         there = "level 0 alone" if most == 0 else f"levels 0 to {most}"
         few = [level for level in levels if level <= most] or [most]
         fix = f"use --set {shlex.quote(f'ds.pipeline.tensor.levels={shown(few)}')}"
@@ -353,18 +365,30 @@ class TensorSplit:
 
     size: int = 1
     """Number of ranks of a group; 1 splits nothing."""
-    levels: tuple[int, ...] | Literal["auto"] = "auto"
-    """Levels of the U-Net whose layers are split, 0 at full size; "auto" is all of them."""
+    levels: tuple[int, ...] | Literal["all"] = "all"
+    """Levels of the U-Net whose layers are split, 0 at full size."""
     layers: tuple[str, ...] = ()
     """Names of the layers that are split instead, or patterns of names, such as ``up.0.*``."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the block of the JSON; empty if nothing is split."""
+    def levels_words(self) -> str:
+        """Return the levels in words, if some are named."""
+        if self.levels == "all" or not self.levels:
+            return ""
+        first, last = self.levels[0], self.levels[-1]
+        return f"level {first}" if first == last else f"levels {first}-{last}"
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """Value of the JSON's ``pipeline.tensor``."""
         if self.size == 1:
-            return {}
-        levels = self.levels if self.levels == "auto" else list(self.levels)
+            return {"size": 1}
+        levels = self.levels if self.levels == "all" else list(self.levels)
         what = {"layers": list(self.layers)} if self.layers else {"levels": levels}
-        return {"tensor": {"size": self.size, **what}}
+        return {"size": self.size, **what}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the key of the JSON's block ``pipeline``; nothing if nothing is split."""
+        return {"tensor": self.block} if self.size > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -444,8 +468,9 @@ class Layout:
         recompute = ", recomputing activations" if self.checkpoint_interval else ""
         in_flight = "" if self.in_flight == "auto" else f", {self.in_flight} in flight"
         across = "" if self.across_hosts == "auto" else f", {self.across_hosts} across nodes"
+        split = f", {levels} split" if (levels := self.tensor.levels_words()) else ""
         return (
-            f"{self.processes_words(schedule)}{across}, "
+            f"{self.processes_words(schedule)}{split}{across}, "
             f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{in_flight}, "
             f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
         )
@@ -661,11 +686,24 @@ def _schedule(pipeline: dict[str, Any], stages: int) -> Schedule:
     return "1f1b" if stages == 1 and schedule == "planned" else schedule
 
 
-def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
+def leaves_stages_open(config: Mapping[str, Any], world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     pipeline = config.get("pipeline", {})
     given = _given(pipeline, "stages", None) is not None or isinstance(pipeline.get("partition"), list)
     return world_size > tensor_split(config).size and not given
+
+
+def leaves_tensor_open(config: Mapping[str, Any]) -> bool:
+    """Return whether a checked DeepSpeed JSON leaves tensor groups, or the levels that they split, to the planner."""
+    tensor = config.get("pipeline", {}).get("tensor", {})
+    return tensor.get("size") == "auto" or (tensor.get("levels") == "auto" and tensor.get("size", 1) > 1)
+
+
+def leaves_layout_open(config: Mapping[str, Any], world_size: int, stages: int | None) -> bool:
+    """Return whether the planner chooses something of a run with ``stages``, if these are given beside the JSON."""
+    if world_size == 1:
+        return False
+    return leaves_tensor_open(config) or (stages is None and leaves_stages_open(config, world_size))
 
 
 def _layout(

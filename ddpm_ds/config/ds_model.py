@@ -223,9 +223,9 @@ class TensorGroups(Section):
 
     size: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Auto = 1
     """Number of ranks of a group; 1 splits nothing. "auto" leaves the whole block to the planner."""
-    levels: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] | Auto = "auto"
-    """Levels of the U-Net whose layers are split: 0 is full size, and the middle belongs to the last. "auto" is all of
-    them."""
+    levels: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] | Literal["all", "auto"] = "all"
+    """Levels of the U-Net whose layers are split: 0 is full size, and the middle belongs to the last. "auto" leaves to
+    the planner how many, from level 0 on."""
     layers: tuple[str, ...] = ()
     """Names of the layers that are split instead, or patterns of names, such as "up.0.*" (docs/design.md has the
     names of a U-Net)."""

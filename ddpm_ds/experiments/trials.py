@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import processes as number_of_processes
-from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open, set_key
+from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, set_key
 from ddpm_ds.config.ds_model import ZERO_ONLY_KEYS
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import UserError
@@ -162,7 +162,7 @@ def plan_trials(
 ) -> list[RunPlan]:
     """Plan every trial's run; ``ds_config`` is the file that the JSONs were made from, which messages name.
 
-    If the planner chooses the number of stages, it runs in another process, since it opens the devices, and this
+    If the planner chooses stages or tensor groups, it runs in another process, since it opens the devices, and this
     process must hold none of their memory while the trials run.
 
     Raises:
@@ -173,8 +173,8 @@ def plan_trials(
         pool: ProcessPoolExecutor | None = None
         for trial in trials:
             try:
-                check_ds_config(trial.config, ds_config)
-                if stages is None and leaves_stages_open(trial.config, trial.processes):
+                config = check_ds_config(trial.config, ds_config)
+                if leaves_layout_open(config, trial.processes, stages):
                     pool = pool or stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
                     plans.append(pool.submit(_plan_as_a_rank, trial, spec, ds_config, device).result())
                 else:

@@ -1,4 +1,4 @@
-"""The predictor of a run on hosts like this one, and the planner's number of stages by it."""
+"""The predictor of a run on hosts like this one, and the planner's choice of what a run leaves open by it."""
 
 import os
 from collections import Counter
@@ -13,19 +13,19 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import described
 from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.planning.run_plan import workload
-from ddpm_ds.predict.decisions import choose_stages
+from ddpm_ds.predict.decisions import Choice, choose_layout
 from ddpm_ds.predict.layouts import machine_like
 from ddpm_ds.predict.predictor import Predictor
 
 
-def stages_here(
-    spec: RunSpec, config: Mapping[str, Any], path: Path, *, world_size: int, hosts: Sequence[str]
-) -> tuple[int, str]:
-    """Return the planner's number of stages for processes on hosts like this one, and the reason.
+def layout_here(
+    spec: RunSpec, config: Mapping[str, Any], path: Path, *, world_size: int, hosts: Sequence[str], stages: int | None
+) -> Choice:
+    """Return the planner's stages and split of layers for processes on hosts like this one.
 
-    See :func:`ddpm_ds.predict.decisions.choose_stages`.
+    See :func:`ddpm_ds.predict.decisions.choose_layout`.
     """
-    return choose_stages(predictor_here(spec, config, world_size, hosts), path, hosts)
+    return choose_layout(predictor_here(spec, config, world_size, hosts), path, hosts, stages)
 
 
 def predictor_here(

@@ -5,6 +5,7 @@ layouts, which is the planner in one call. PyTorch and DeepSpeed are imported wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,24 +20,25 @@ from ddpm_ds.config.ds_config import (
     AcrossHosts,
     ResolvedDsConfig,
     check_ds_config,
-    leaves_stages_open,
+    leaves_layout_open,
     precision,
     read_ds_config,
     resolve,
+    with_split,
 )
 from ddpm_ds.config.spec import ALL_SIGMAS, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, machine, tensor_splits
+from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, tensor_splits
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
-    from ddpm_ds.predict.decisions import Plan
+    from ddpm_ds.predict.decisions import Choice, Plan
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
@@ -61,8 +63,8 @@ class RunPlan:
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
     programs: tuple[Program, ...] | None = None
     """Programs of the ranks of a pipeline, once a planned schedule has been decided."""
-    chosen: str | None = None
-    """Reason for the number of stages, if the planner chose it."""
+    chosen: Choice | None = None
+    """What the planner chose of the layout, if the files leave some of it open."""
 
     @cached_property
     def whole_layers(self) -> tuple[Layer, ...]:
@@ -131,8 +133,11 @@ def plan_run(
     """Read and check everything that can be checked before anything is started.
 
     Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
-    number of stages, the planner chooses it for ``device`` (as in ``--device``), and only then imports PyTorch and
-    DeepSpeed. ``hosts`` gives each rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
+    number of stages, or the JSON leaves tensor groups open, the planner chooses for ``device`` (as in ``--device``),
+    and only then imports PyTorch and DeepSpeed.
+
+    ``hosts`` gives each rank's host
+    (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
     one.
 
     Raises:
@@ -145,15 +150,16 @@ def plan_run(
         check_guidance(spec.sampler, spec.diffusion)
     config, chosen = read_ds_config(ds_path, overrides), None
     names = ("0",) * world_size if hosts is None else tuple(hosts)
-    if stages is None:
-        check_ds_config(config, ds_path, spec)
-        if leaves_stages_open(config, world_size):
-            from ddpm_ds.device import choose_device
+    checked = check_ds_config(config, ds_path, spec)
+    if leaves_layout_open(checked, world_size, stages):
+        from ddpm_ds.device import choose_device
 
-            choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
-            from ddpm_ds.planning.predictor_here import stages_here
+        choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
+        from ddpm_ds.planning.predictor_here import layout_here
 
-            stages, chosen = stages_here(spec, config, ds_path, world_size=world_size, hosts=names)
+        chosen = layout_here(spec, checked, ds_path, world_size=world_size, hosts=names, stages=stages)
+        stages = chosen.stages
+        config = config if chosen.tensor is None else with_split(config, chosen.tensor)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, spec.data.interface)
     check_split(layers, ds.layout, ds_path)
@@ -211,8 +217,9 @@ def plan(
     among = candidates(predictor, ds_config)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
-    splits = [*tensor_splits(job, devices.devices_per_node)]
-    return search(predictor, top, among, splits)
+    splits = tensor_splits(job, devices.devices_per_node)
+    ways = (layouts(job, processes, offload=False, nodes=nodes, tensor=split) for split in splits)
+    return search(predictor, top, among, itertools.chain.from_iterable(ways))
 
 
 def workload(spec: RunSpec, config: Mapping[str, Any], on_cpu: bool, *, counted: bool) -> Workload:

@@ -7,29 +7,41 @@ memory first, and simulates only promising layouts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from ddpm_ds.command_line import GIB, gib
-from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, TensorSplit, divisors, resolve, tensor_split
+from ddpm_ds.config.ds_config import (
+    AcrossHosts,
+    Layout,
+    ResolvedDsConfig,
+    TensorSplit,
+    divisors,
+    leaves_stages_open,
+    leaves_tensor_open,
+    resolve,
+    with_split,
+)
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import SPLIT_COST, link
 from ddpm_ds.predict.finished_run import mean_ranks
-from ddpm_ds.predict.layouts import Workload, ds_config, layouts, usable
+from ddpm_ds.predict.layouts import Workload, ds_config, layouts, open_splits, usable
 from ddpm_ds.predict.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import PhaseCosts
 
 MOST_GROUPED = 48
-"""Largest number of layouts with tensor groups whose memory is computed, in the order of their lower bounds."""
+"""Largest number of layouts with tensor groups whose memory is computed in the order of their lower bounds, and if none
+of them fits, of those that need the least memory."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class Plan:
     """Best layout with the other axis across nodes, if there are several nodes."""
     in_groups: Prediction | None = None
     """Fastest layout with tensor groups that fits, if some were looked for."""
+    without_groups: str = ""
+    """What layouts with tensor groups lack, in a sentence, if some were looked for and none fits."""
     without_offload: str = ""
     """What layouts without offload lack, in a sentence, if none of them fits."""
 
@@ -66,10 +80,10 @@ class Plan:
 
 
 def search(
-    predictor: Predictor, top: int, among: Sequence[Layout] | None = None, splits: Sequence[TensorSplit] = ()
+    predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
 ) -> Plan:
-    """Return the ``top`` fastest layouts that fit, among all or ``among``, and those whose tensor groups have one of
-    the ``splits``.
+    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and those that are
+    ``grouped``.
 
     Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
 
@@ -78,42 +92,51 @@ def search(
     """
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
     limit = _fastest(predictor, fitting, top)[-1].step_seconds if len(fitting) >= top else math.inf
-    grouped = _fitting_in_groups(predictor, splits, limit)
-    in_groups = next(iter(_fastest(predictor, grouped, 1)), None)
-    if not fitting and not grouped:
-        raise _nothing(predictor, misfits)
-    fitting += grouped
+    found, misfits_in_groups = _sort_out_groups(predictor, grouped, limit)
+    in_groups = next(iter(_fastest(predictor, found, 1)), None)
+    if not fitting and not found:
+        raise _nothing(predictor, misfits + misfits_in_groups)
+    fitting += found
     best, other_axis = _fastest(predictor, fitting, top), None
     if (across := best[0].layout.across_hosts) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
-    lacking = ""
-    if all(layout.offload for layout in fitting):
-        nearest, device = _nearest(predictor, [layout for layout in misfits if not layout.offload])
-        lacking = f"Without offload nothing fits: {nearest}; devices of {device} would do."
+    resident = [layout for layout in misfits if not layout.offload and all(one.offload for one in fitting)]
+    no_groups = _lacks(predictor, "With tensor groups", [] if found else misfits_in_groups)
+    no_offload = _lacks(predictor, "Without offload", resident)
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
-    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, in_groups, lacking)
+    return Plan(
+        predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, in_groups, no_groups, no_offload
+    )
 
 
-def _fitting_in_groups(predictor: Predictor, splits: Sequence[TensorSplit], limit: float) -> list[Layout]:
-    """Return layouts with tensor groups that fit, of those whose lower bounds are the least and below ``limit``; if
-    there are none, the first that fits.
+def _sort_out_groups(
+    predictor: Predictor, grouped: Iterable[Layout], limit: float
+) -> tuple[list[Layout], list[Layout]]:
+    """Return layouts with tensor groups that fit, of those whose lower bounds are the least and below ``limit``, and
+    those that were found not to; if none of these fits, of those that need the least memory.
     """
-    job, machine = predictor.job, predictor.machine
-    ways = (layouts(job, machine.devices, offload=False, nodes=machine.nodes, tensor=split) for split in splits)
-    bounds = ((predictor.least_seconds(layout), layout) for way in ways for layout in way)
+    job, usable_bytes = predictor.job, predictor.machine.usable_bytes
+    by_bound = sorted(grouped, key=predictor.least_seconds)
+    least = {one: sum(layer_bytes(job, one, one.stages - 1, 0)) / one.stages for one in by_bound}
     found: list[Layout] = []
-    for tries, (bound, layout) in enumerate(sorted(bounds, key=lambda pair: pair[0])):
-        if tries >= MOST_GROUPED or (found and bound > limit):
+    misfits: list[Layout] = []
+
+    def try_one(layout: Layout) -> None:
+        if predictor.cut(layout) is None or _refusal(predictor, layout, "plan") is not None:
+            return
+        (found if predictor.fits(layout) else misfits).append(layout)
+
+    for layout in [one for one in by_bound if least[one] <= usable_bytes][:MOST_GROUPED]:
+        if found and predictor.least_seconds(layout) > limit:
             break
-        share = sum(layer_bytes(job, layout, layout.stages - 1, 0)) / layout.stages
-        if share > machine.usable_bytes or predictor.cut(layout) is None or not predictor.fits(layout):
-            continue
-        if _refusal(predictor, layout, "plan") is None:
-            found.append(layout)
-    return found
+        try_one(layout)
+    if not found:
+        for layout in sorted(set(by_bound) - set(misfits), key=lambda one: least[one])[:MOST_GROUPED]:
+            try_one(layout)
+    return found, misfits
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
@@ -217,11 +240,19 @@ def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
     )
 
 
+def _lacks(predictor: Predictor, kind: str, misfits: Sequence[Layout]) -> str:
+    """Return a sentence on what layouts of a kind lack, of which none fits; empty if there are none."""
+    if not misfits:
+        return ""
+    nearest, device = _nearest(predictor, misfits)
+    return f"{kind} nothing fits: {nearest}; devices of {device} would do."
+
+
 def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
     """Return words about the layout and cuts nearest to fitting, and the device's memory with which they would."""
-    kinds: dict[tuple[int, str], Layout] = {}
+    kinds: dict[tuple[int, str, int], Layout] = {}
     for layout in sorted(misfits, key=lambda one: _needs(predictor, one)):
-        kinds.setdefault((layout.stages, layout.schedule), layout)
+        kinds.setdefault((layout.stages, layout.schedule, layout.tensor.size), layout)
     found = [(layout, pipeline_memory(predictor.job, layout, predictor.tightest(layout))) for layout in kinds.values()]
     machine, totals = predictor.machine, [[memory.total for memory in ranks] for _, ranks in found]
     needs, number = min((max(total), number) for number, total in enumerate(totals))
@@ -235,8 +266,19 @@ def _rounded_up(size: float) -> str:
     return f"{-(-int(size) * 10 // GIB) / 10}GiB" if size >= GIB else f"{int(size) // 2**20 + 1}MiB"
 
 
-def choose_stages(predictor: Predictor, path: Path | str, hosts: Sequence[str]) -> tuple[int, str]:
-    """Return the number of stages with which a step is fastest on the predictor's devices, and the reason.
+class Choice(NamedTuple):
+    """What a run leaves open of its layout, by the planner."""
+
+    stages: int
+    tensor: TensorSplit | None
+    """Split of the layers, if the JSON leaves it open."""
+    line: str
+    """The choice and its reason, in a line that begins with what was open."""
+
+
+def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], stages: int | None) -> Choice:
+    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split of the layers with which a
+    step is fastest on the predictor's devices.
 
     ``path`` is that of the DeepSpeed JSON, for messages; ``hosts`` has the host of each global rank.
 
@@ -245,20 +287,32 @@ def choose_stages(predictor: Predictor, path: Path | str, hosts: Sequence[str]) 
         LayoutError: no number of stages shares the processes, the batch and the layers, or none fits the memory.
     """
     job, world_size = predictor.job, predictor.machine.devices
-    accepted, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    for stages in divisors(world_size // tensor_split(job.config).size) or [1]:
-        try:
-            accepted.append(resolve(dict(job.config), job.spec, world_size=world_size, stages=stages, path=path))
-        except LayoutError as error:
-            refusal = error
-    if not accepted:
+    open_stages, open_split = (
+        stages is None and leaves_stages_open(job.config, world_size),
+        leaves_tensor_open(job.config),
+    )
+    found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
+    for split in reversed(open_splits(job, math.gcd(*Counter(hosts).values()))):  # a refusal is of the smallest groups
+        for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
+            config = with_split(job.config, split)
+            try:
+                ds = resolve(config, job.spec, world_size=world_size, stages=count, path=path)
+            except LayoutError as error:
+                refusal = error
+            else:
+                found += _layouts(ds, predictor, hosts)
+    if not found:
         raise refusal
-    among = [layout for ds in accepted for layout in _layouts(ds, predictor, hosts)]
-    first, *others = search(predictor, len(accepted), among).best
+    whole = [one for one in found if one.tensor.size == 1 and predictor.cut(one) is not None]
+    first, *others = search(predictor, len(found), whole, [one for one in found if one.tensor.size > 1]).best
     why = f"on {predictor.machine.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
-    if others:
-        why += f", {others[0].layout.words()} {others[0].step_seconds:.3g} s"
-    return first.layout.stages, f"{why}; -p chooses otherwise"
+    grouped = first.layout.tensor.size > 1
+    if others:  # of the other kind, if there is one
+        other = min(others, key=lambda one: (one.layout.tensor.size > 1) == grouped)
+        why += f", {other.layout.words()} {other.step_seconds:.3g} s"
+    ways = ["-p"] * open_stages + ["pipeline.tensor"] * open_split
+    line = f"{'stages' if open_stages else 'groups':<12} {why}; {' or '.join(ways)} chooses otherwise"
+    return Choice(first.layout.stages, first.layout.tensor if open_split else None, line)
 
 
 def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]:
@@ -268,7 +322,7 @@ def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]
         LayoutError: the U-Net can't be cut into so many stages.
     """
     among = _layouts(ds, predictor, ())
-    if not among:
+    if predictor.cut(among[0]) is None:
         count = len(predictor.job.layers)
         raise LayoutError(f"the U-Net's {count} layers can't be cut into {ds.layout.stages} stages; use fewer")
     best = next((layout for layout in among if predictor.fits(layout)), None)
@@ -323,11 +377,9 @@ def fitted(job: Workload, layout: Layout, bounds: Sequence[int], memory_bytes: i
 
 
 def _layouts(ds: ResolvedDsConfig, predictor: Predictor, hosts: Sequence[str]) -> list[Layout]:
-    """Return a configuration's layouts, with and without recomputation if that is open; none without cuts."""
+    """Return a configuration's layouts, with and without recomputation if that is open."""
     intervals = (0, 1) if ds.layout.checkpoint_interval == "auto" else (ds.layout.interval,)
     found = [replace(ds.layout, checkpoint_interval=interval) for interval in intervals]
-    if predictor.cut(found[0]) is None:
-        return []
     if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.replicas) > 1:
         layers = predictor.job.layers
         bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)

@@ -25,7 +25,10 @@ from ddpm_ds.config.ds_config import (
     divisors,
     fp16_needs_zero,
     is_8bit,
+    leaves_tensor_open,
+    offloads,
     precision,
+    tensor_split,
 )
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LayoutError
@@ -344,12 +347,30 @@ def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]
     """Yield the ways to split a job's layers among tensor groups inside of nodes: groups of each size, with the first
     levels of the U-Net, of which each has layers that can be split.
     """
-    levels = len(job.spec.unet.multipliers)
     for size in divisors(devices_per_node, LARGEST_GROUP)[1:] if job.flat_gradients else []:
-        divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
-        for count in range(1, levels + 1):
-            if count - 1 in divided:
-                yield TensorSplit(size, tuple(range(count)))
+        yield from _first_levels(job, size)
+
+
+def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
+    """Return the splits from which the planner chooses for a job's JSON: the one that it gives, if it leaves none open.
+
+    Groups whose size is open are inside of nodes.
+    """
+    given = tensor_split(job.config)
+    if not leaves_tensor_open(job.config):
+        return [given]
+    if given.size > 1:
+        return [*_first_levels(job, given.size)] or [given]
+    return [given, *(tensor_splits(job, devices_per_node) if not offloads(job.config) else ())]
+
+
+def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
+    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers."""
+    levels = len(job.spec.unet.multipliers)
+    divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
+    for count in range(1, levels + 1):
+        if count - 1 in divided:
+            yield TensorSplit(size, tuple(range(count)))
 
 
 def layouts(

@@ -107,7 +107,7 @@ def is_asked(layer: Layer, layers: Sequence[Layer], tensor: TensorSplit) -> bool
     if tensor.layers:
         return any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in tensor.layers)
     levels = 1 + max(level_of(one, 0) for one in layers)
-    return tensor.levels == "auto" or level_of(layer, levels) in tensor.levels
+    return tensor.levels == "all" or level_of(layer, levels) in tensor.levels
 
 
 def sums_of(layers: Sequence[Layer], interval: int, *, reentrant: bool = False) -> tuple[Sums, Sums]:

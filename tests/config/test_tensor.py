@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.cli.description import describe_plan
 from ddpm_ds.config.ds_config import (
     ResolvedDsConfig,
     TensorSplit,
+    leaves_layout_open,
     leaves_stages_open,
     read_ds_config,
     resolve,
@@ -85,6 +87,31 @@ def test_stages_of_one_tensor_group_need_no_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tensor", "is_open"),
+    [({}, False), ({"size": 2}, False), ({"size": "auto"}, True), ({"size": 2, "levels": "auto"}, True)],
+)
+def test_the_planner_is_asked_for_groups_only_where_they_are_auto(tensor: dict[str, Any], is_open: bool) -> None:
+    assert leaves_layout_open({"pipeline": {"tensor": tensor}}, 4, 2) is is_open
+    assert not leaves_layout_open({"pipeline": {"tensor": tensor}}, 1, None)
+
+
+def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    file = write_json(tmp_path / "ds.json", config_of({"size": 2, "levels": "auto"}))
+    plan = plan_run(DEFAULT_SPEC, [], file, world_size=4, stages=2, device="cpu")
+    assert plan.chosen is not None and plan.chosen.tensor == plan.ds.layout.tensor
+    levels = plan.ds.layout.tensor.levels
+    assert levels in ((0,), (0, 1)) and plan.ds.as_json()["pipeline"]["tensor"]["levels"] == list(levels)
+    assert any(layer.shards == 2 for layer in plan.layers)
+    (line,) = (line for line in describe_plan(plan, tmp_path).splitlines() if line.startswith("groups       on cpu"))
+    assert " split, 8 micro-batches of 8, " in line and line.endswith("; pipeline.tensor chooses otherwise")
+
+
+@pytest.mark.parametrize(
     ("tensor", "said"),
     [
         (2, "pipeline.tensor = 2 should be a block with size, levels, layers"),
@@ -128,6 +155,8 @@ FLAT = "needs flat gradients, in which parts of gradients are summed over a grou
             "pipeline.tensor.levels = [7] names level 7, but the U-Net has",
         ),
         ({"size": 2, "levels": [0], "layers": ["up.*"]}, {}, 1, "both say what is split"),
+        ({"size": "auto", "levels": [0]}, {}, 1, 'needs a size, since "auto" leaves the whole block to the planner'),
+        ({"size": "auto", "layers": ["up.0.*"]}, {}, 1, 'pipeline.tensor.layers = ["up.0.*"] needs a size'),
         ({"size": 2}, {"pipeline": {"gradients": "deepspeed"}}, 1, FLAT),
         ({"size": 2}, OFFLOAD, 1, FLAT),
         ({"size": 2, "layers": ["up.0.blok.1"]}, {}, 1, "no layer of the U-Net is named up.0.blok.1"),

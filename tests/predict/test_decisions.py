@@ -18,7 +18,7 @@ from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
 from ddpm_ds.planning.run_plan import plan_run
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
-from ddpm_ds.predict.decisions import candidates, choose_stages, fitted, search, sort_out
+from ddpm_ds.predict.decisions import Choice, candidates, choose_layout, fitted, search, sort_out
 from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine, machine_like
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
@@ -190,12 +190,12 @@ ZERO_0, ZERO_1 = (REPOSITORY / "ds_configs" / f"zero{stage}_fp32.json" for stage
 LARGE = {"channels": 512, "multipliers": [1, 1], "blocks_per_level": 2}
 
 
-def chosen(spec: RunSpec, mib: int, hosts: str = "aaaa", **pipeline: Any) -> tuple[int, str]:
-    """The number of stages on processor cores of these hosts with so many MiB each, and the reason."""
+def chosen(spec: RunSpec, mib: int, hosts: str = "aaaa", stages: int | None = None, **pipeline: Any) -> Choice:
+    """The planner's choice on processor cores of these hosts with so many MiB each."""
     config = json.loads(ZERO_0.read_text())
     config["pipeline"] |= pipeline
     devices = machine_like("cpu", mib * 2**20, half=False, devices=len(hosts), nodes=len(set(hosts)))
-    return choose_stages(Predictor(Workload(spec, config, on_cpu=True), devices), ZERO_0, hosts)
+    return choose_layout(Predictor(Workload(spec, config, on_cpu=True), devices), ZERO_0, hosts, stages)
 
 
 def test_what_fits_one_device_is_trained_by_replicas_and_what_does_not_is_cut() -> None:
@@ -222,7 +222,7 @@ def test_what_can_not_be_laid_out_is_one_line(
 
 def test_the_hosts_are_part_of_the_choice() -> None:
     """As a plan of that number of stages then says what is split over them."""
-    stages, why = chosen(tiny_spec(unet=LARGE), 1536, "aabb")
+    stages, _, why = chosen(tiny_spec(unet=LARGE), 1536, "aabb")
     assert stages > 1 and ("across nodes" in why) == (stages == 2)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds.config.ds_config import Layout, resolve
+from ddpm_ds.config.ds_config import Layout, TensorSplit, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.diffusion.text import Encoded
@@ -28,6 +28,7 @@ from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers
+from ddpm_ds.unet.shards import split_layers
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
 from tests.predict.small import EIGHT_BIT, FUSED, small_job, small_predictor
 
@@ -47,6 +48,8 @@ CASES: list[tuple[dict[str, Any], Layout]] = [
     ({"fp16": {"enabled": True}, "optimizer": FUSED}, Layout(1, 2, "1f1b", 1, 8, 1, 1, False)),
     ({"fp16": {"enabled": True}, "optimizer": EIGHT_BIT}, Layout(1, 2, "1f1b", 1, 8, 1, 2, False)),
     ({"optimizer": EIGHT_BIT}, Layout(2, 1, "1f1b", 8, 2, 1, 0, False)),
+    ({}, Layout(1, 1, "1f1b", 8, 2, 0, 0, False, tensor=TensorSplit(2))),
+    ({}, Layout(1, 1, "1f1b", 8, 2, 1, 1, False, tensor=TensorSplit(2, (0,)))),
 ]
 
 
@@ -71,6 +74,7 @@ WITH_TEXT: dict[int, list[tuple[dict[str, Any], Layout]]] = {
     2: [
         ({}, Layout(2, 1, "folded", 2, 8, 0, 0, False)),
         ({}, Layout(2, 1, "1f1b", 8, 2, 3, 1, False)),
+        ({}, Layout(1, 1, "1f1b", 8, 2, 0, 1, False, tensor=TensorSplit(2))),
     ],
     4: [
         ({}, Layout(4, 1, "folded", 2, 8, 0, 0, False)),
@@ -141,7 +145,7 @@ def living_bytes() -> int:
 def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     """Bytes in the fullest moment of the second step on this rank, when the optimizer's state is there."""
     ds = resolve(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
-    layers = unet_layers(spec.unet, spec.data.interface)
+    layers = split_layers(unet_layers(spec.unet, spec.data.interface), ds.layout.tensor)
     assert ds.partition != "measured"
     bounds = partition(layers, ds.layout.stages, ds.partition, ds.layout.schedule)
     others = living_bytes()
@@ -150,6 +154,10 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
         empty = Encoded(torch.zeros(1, text.tokens, text.context_channels), torch.zeros(1, text.pooled_channels or 0))
     objective = Denoising(spec, torch.device("cpu"), empty=empty)
     engine = build_engine(layers, bounds, ds, objective, seed=0)
+    if ds.layout.stages == 1:  # all layers, of which a split one counts this rank's part
+        assert sum(parameter.numel() for parameter in engine.module.parameters()) == sum(
+            one.parameters for one in layers
+        )
     engine.averages, batches = Ema(engine, spec.ema), micro_batches(spec, ds.layout.micro_batch_images)
     engine.train_batch(batches)
     held = living_bytes() - others
