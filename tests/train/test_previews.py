@@ -21,6 +21,7 @@ from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
 from ddpm_ds.train.previews import Previews
+from ddpm_ds.unet.tensor_group import ALONE
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec, write_json
@@ -93,6 +94,7 @@ def engine_of(micro_batch: int = 7) -> Any:
         grid=grid,
         device=torch.device("cpu"),
         is_first_stage=lambda: True,
+        module=SimpleNamespace(tensor=ALONE),
     )
 
 

@@ -23,6 +23,7 @@ from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.previews import Previews
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of
@@ -126,7 +127,13 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
     engine = SimpleNamespace(
-        micro_batch_size=2, num_stages=1, dp_world_size=1, grid=grid, device=CPU, is_first_stage=lambda: True
+        micro_batch_size=2,
+        num_stages=1,
+        dp_world_size=1,
+        grid=grid,
+        device=CPU,
+        is_first_stage=lambda: True,
+        module=SimpleNamespace(tensor=ALONE),
     )
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
     drawn = Previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG).draw()
