@@ -254,6 +254,9 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
     roomy = replace(facts, host_devices=2)
     assert "tensor" not in " ".join(one.edit for one in changes(roomy, traced_predictor(roomy), shares(roomy)))
     assert verdict(together).change == change
+    quick = replace(bench, macs_per_second=4.5e8).traced(device=together.device, host_devices=2)
+    (slow,) = [one for one in changes(quick, traced_predictor(quick), shares(quick)) if "tensor" in one.edit]
+    assert slow.gain < advice.LEAST_GAIN, "on links without a limit it would be 1.3 %"
     check_accepted(together, change, tmp_path)
 
 
