@@ -7,6 +7,7 @@ RUN_DIR/trace/summary.json       circumstances of the trace, and for each rank w
 
 import contextlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -165,6 +166,7 @@ class Timeline(Observer):
             "zero_stage": engine.zero_optimization_stage(),
             "precision": self._precision,
             "world_size": len(ranks),
+            "host_processes": int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))),
             "first_step": traces[0].steps[0].number,
             "last_step": traces[0].steps[-1].number,
             "step_seconds": fmean(rank["step_seconds"] for rank in ranks),

@@ -7,12 +7,13 @@ Layouts that differ from the run's in one respect are searched, with the same ba
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from ddpm_ds.command_line import counted
+from ddpm_ds.command_line import counted, gib
 from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import folds
@@ -20,10 +21,19 @@ from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import link, shared, update_bytes
 from ddpm_ds.predict.decisions import candidates, search
 from ddpm_ds.predict.finished_run import FinishedRun
-from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts
-from ddpm_ds.predict.memory import peak_bytes
+from ddpm_ds.predict.layouts import (
+    USABLE_MEMORY,
+    Machine,
+    ds_config,
+    layouts,
+    machine_like,
+    rank_stages,
+    tensor_splits,
+)
+from ddpm_ds.predict.memory import peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.predict.simulate import simulate
+from ddpm_ds.unet.shards import level_of
 
 LEAST_GAIN = 0.01
 """Smallest share of an image's time that makes a change worth trying."""
@@ -78,7 +88,7 @@ def changes(facts: FinishedRun, predictor: Predictor, shares: Mapping[str, float
     before = predictor.simulate(facts.layout, facts.bounds).step_seconds
     near, far = (_fastest_layouts(facts, predictor, before, same_stages=same) for same in (True, False))
     least = MUCH_MORE + max((change.gain for change in near), default=0.0)
-    found = [*near, *(change for change in far if change.gain > least)]
+    found = [*near, *(change for change in far if change.gain > least), *_in_groups(facts, predictor, before)]
     if skipped := shares["overflow steps"]:
         found.append(_loss_scale(facts, skipped))
     return [*found, *_loading(facts, before, shares["data wait"]), *_pausing(facts)]
@@ -148,6 +158,49 @@ def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *,
         return []
     found = (_change(facts, one.layout, predictor.bounds(one.layout), before - one.step_seconds) for one in best)
     return [change for change in found if change.settings]  # the run's own layout is among them
+
+
+def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Iterator[Change]:
+    """Yield the fastest layout in tensor groups that keeps the activations that the run computes again, where these
+    don't fit and most of the fullest rank's are of one level; a step took ``before`` seconds.
+    """
+    job, now, machine = facts.job, facts.layout, predictor.machine
+    kept = replace(now, checkpoint_interval=0)
+    memory = pipeline_memory(job, kept, facts.bounds)
+    rank = max(range(now.stages), key=lambda number: memory[number].total)
+    needs = memory[rank].total
+    if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
+        return
+    levels, sizes = len(job.spec.unet.multipliers), Counter[int]()
+    for stage in rank_stages(job.layers, facts.bounds, now.schedule)[rank]:
+        for layer in job.largest_layers[stage.start : stage.stop]:
+            sizes[level_of(layer, levels)] += layer.activation_elements
+    ((level, size),) = sizes.most_common(1)
+    if size <= sizes.total() / 2:
+        return
+    # sums cross links that few runs have measured: they are no faster than a data sheet has them
+    kind, half = "cpu" if job.on_cpu else "", job.precision != "fp32"
+    sheet = machine_like(kind, machine.memory_bytes, half=half, devices=machine.devices, nodes=1)
+    slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, sheet.link_bandwidth))
+    grouped = [
+        one
+        for split in tensor_splits(job, math.gcd(facts.host_devices, machine.devices))
+        for one in layouts(predictor.job, machine.devices, offload=False, tensor=split)
+        if split.levels != "all" and level in split.levels and not one.checkpoint_interval
+        if one.zero_stage == now.zero_stage and one.in_flight in ("auto", now.in_flight)
+    ]
+    among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
+    try:
+        (best,) = search(among, 1, [], grouped).best
+    except LayoutError:  # none fits
+        return
+    change = _change(facts, best.layout, among.bounds(best.layout), before - best.step_seconds)
+    words = (
+        f"{change.words}, keeps all activations in {gib(best.peak.total)} a device; as the run is laid out rank {rank} "
+        f"would need {gib(needs)} of {gib(machine.usable_bytes)}, and {size / sizes.total():.0%} of its activations "
+        f"are of level {level}"
+    )
+    yield replace(change, words=words)
 
 
 def _change(facts: FinishedRun, layout: Layout, bounds: tuple[int, ...], saved_seconds: float) -> Change:

@@ -100,6 +100,8 @@ class FinishedRun:
     device: Device
     residence: Residence | None = None
     """Where the images were read from; None is unknown."""
+    host_devices: int = 1
+    """Number of devices of a host; 1 if unknown."""
 
     @property
     def spec(self) -> RunSpec:
@@ -224,6 +226,7 @@ def _read(run_dir: Path) -> FinishedRun:
         ),
         device=read_device(run_dir),
         residence=Residence(**read_json(path)) if (path := run_dir / RESIDENCE).exists() else None,
+        host_devices=summary.get("host_processes", 1),
     )
 
 

@@ -98,6 +98,25 @@ sys.exit(code)
     assert not list(tmp_path.glob("runs*"))
 
 
+def test_ranks_are_given_the_groups_that_the_planner_chose(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def supervise(program: list[str], *_: object, **__: object) -> int:
+        started.append(program)
+        return 1
+
+    monkeypatch.setattr(launch, "supervise", supervise)
+    words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--processes", "2", "--device", "cpu"]
+    open_levels = ["--set", 'ds.pipeline.tensor={"size": 2, "levels": "auto"}']
+    main(["train", *words, *open_levels, "--run-dir", str(tmp_path / "run")])
+    ((*_, option, chosen, described),) = started
+    assert (option, described) == ("--set", "--described") and re.fullmatch(
+        r'ds\.pipeline\.tensor=\{"size": 2, "levels": \[0(, 1)?\]\}', chosen
+    )
+
+
 def test_a_hostfile_counts_processes_and_hosts(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--hostfile", str(tmp_path / "hosts")]

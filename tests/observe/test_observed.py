@@ -128,7 +128,7 @@ def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observe
 def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(observed: Observed, name: str) -> None:
     summary = json.loads((observed.folder / name / "trace" / "summary.json").read_text())
     facts = {"first_step": 2, "last_step": 3, "world_size": 2, "schedule": CASES[name][0].schedule, "device": "cpu"}
-    facts |= {"pipeline_ranks": CASES[name][0].stages, "replicas": CASES[name][0].replicas}
+    facts |= {"host_processes": 2, "pipeline_ranks": CASES[name][0].stages, "replicas": CASES[name][0].replicas}
     assert facts.items() <= summary.items()
     assert summary["step_seconds"] == pytest.approx(sum(rank["step_seconds"] for rank in summary["ranks"]) / 2)
     for rank in range(2):

@@ -237,6 +237,29 @@ def test_what_is_not_to_be_recomputed_fits_by_the_planners_memory() -> None:
     assert "activation_checkpoint_interval" in edit(enough)
 
 
+def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devices_are_on_a_host(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(ranks=1, replicas=2, micro_batches=1, interval=1, macs_per_second=1e7)
+    facts = bench.traced()
+    kept = replace(facts.layout, checkpoint_interval=0)
+    (needed,) = pipeline_memory(facts.job, kept, facts.bounds)
+    scarce = replace(facts, device=Device(needed.total - 1, facts.device.startup))
+    together, apart = (replace(scarce, host_devices=count) for count in (2, 1))
+    found = [one for one in changes(together, traced_predictor(together), shares(together)) if "tensor" in one.edit]
+    (change,) = found
+    assert change.gain > advice.LEAST_GAIN and change.settings["ds.pipeline.tensor.size"] == 2
+    assert "keeps all activations in " in change.words and "of its activations are of level 0" in change.words
+    assert "tensor" not in " ".join(one.edit for one in changes(apart, traced_predictor(apart), shares(apart)))
+    roomy = replace(facts, host_devices=2)
+    assert "tensor" not in " ".join(one.edit for one in changes(roomy, traced_predictor(roomy), shares(roomy)))
+    assert verdict(together).change == change
+    quick = replace(bench, macs_per_second=4.5e8).traced(device=together.device, host_devices=2)
+    (slow,) = [one for one in changes(quick, traced_predictor(quick), shares(quick)) if "tensor" in one.edit]
+    assert slow.gain < advice.LEAST_GAIN, "on links without a limit it would be 1.3 %"
+    check_accepted(together, change, tmp_path)
+
+
 def test_micro_batches_that_may_not_fit_are_not_named() -> None:
     facts = FAULTS["low utilisation"].traced()
     assert "micro_batch" not in edit(verdict(replace(facts, device=replace(facts.device, memory_bytes=None))))
