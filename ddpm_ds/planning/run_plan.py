@@ -134,11 +134,8 @@ def plan_run(
 
     Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
     number of stages, or the JSON leaves tensor groups open, the planner chooses for ``device`` (as in ``--device``),
-    and only then imports PyTorch and DeepSpeed.
-
-    ``hosts`` gives each rank's host
-    (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
-    one.
+    and only then imports PyTorch and DeepSpeed. ``hosts`` gives each rank's host
+    (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single one.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.

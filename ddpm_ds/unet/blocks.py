@@ -258,7 +258,8 @@ class ResidualBlock(CarryLayer):
 
     def compute(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
         if self.tensor.size == 1:
-            return (h if self.shortcut is None else self.shortcut(h)) + self.branch(h, time, keep)
+            branch = self.branch(h, time, keep)  # first, since it needs more memory than the shortcut
+            return (h if self.shortcut is None else self.shortcut(h)) + branch
         summed = self.summed("part", h, time, keep)
         return summed if self.shortcut is not None else h + summed
 
