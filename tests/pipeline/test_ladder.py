@@ -135,7 +135,11 @@ MORE_BY_FOUR = [
     *(Case(4, 1, *ways, process="text", random_programs=19, cuts=(9, 15, 26)) for ways in SOME),
     *(Case(4, 1, *ways, micro_batches=8, schedule="folded", process="text", random_programs=20) for ways in SOME),
     *(Case(2, 1, *ways, schedule="folded", process="text", random_programs=22, tensor=2) for ways in SOME),
-    *(Case(1, 2, *ways, process="heads", tensor=2) for ways in (*SOME, (0, "bf16", 0), (2, "bf16", 1))),
+    # with several heads in fp16 the gradient of the last bias, one number, nearly cancels over two replicas
+    *(
+        Case(1, 2, *ways, process="plain" if ways[1] == "fp16" else "heads", tensor=2)
+        for ways in (*SOME, (0, "bf16", 0), (2, "bf16", 1))
+    ),
     Case(2, 1, 2, "fp32", 1, schedule="folded", tensor=2, random_programs=15),
     Case(2, 1, 0, "fp32", 2, reentrant=True, process="text", tensor=2),
     Case(1, 2, 1, "fp32", 0, tensor=2, split=("down.*",)),
