@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.own_step import OwnStep
-from ddpm_ds.unet.tensor_group import is_partial, shard_of
+from ddpm_ds.unet.tensor_group import is_alike, is_partial
 
 PassKind = Literal["whole", "inputs", "weights"]
 """What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
@@ -86,12 +86,10 @@ class FlatGradients(OwnStep):
         self._keeps = flat.accumulator is not None
         self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
         self._tensor = engine.module.tensor
-        counts = self._tensor.rank == 0
-        counted = self._runs(lambda one: counts or shard_of(one) is not None) if self._tensor.size > 1 else [self._own]
+        counted = self._runs(self._tensor.counts) if self._tensor.size > 1 else [self._own]
         counted = counted or [self._own[:0]]
         self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
-        self._partial = self._runs(is_partial)
-        self._alike = self._runs(lambda one: shard_of(one) is None and not is_partial(one))
+        self._partial, self._alike = self._runs(is_partial), self._runs(is_alike)
         stored = next(iter(flat.places)).dtype
         largest = max(parameter.numel() for parameter in flat.places)
         self._bucket = max(min(flat.bucket, flat.elements), largest)

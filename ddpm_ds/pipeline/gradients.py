@@ -1,6 +1,7 @@
 """What an engine does with its gradients: in one flat tensor, parameter by parameter, or as DeepSpeed does."""
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -14,7 +15,7 @@ from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, norm_of, over_stages
 from ddpm_ds.pipeline.own_step import OwnStep
-from ddpm_ds.unet.tensor_group import is_partial, shard_of
+from ddpm_ds.unet.tensor_group import is_alike, is_partial
 from ddpm_ds.unet.weight_gradients import through_autograd
 
 
@@ -134,6 +135,8 @@ class SeparateGradients(OwnStep):
         super().__init__(engine)
         self._parameters = list(engine.module.parameters())
         self._tensor = engine.module.tensor
+        kinds = (self._tensor.counts, is_partial, is_alike)
+        self._counted, self._partial, self._alike = ([*filter(kind, self._parameters)] for kind in kinds)
         self._masters = insides.separate_masters(engine)
         sizes = [master.numel() for master in self._masters]
         self._flat = torch.empty(sum(sizes), device=engine.device)  # its memory exists within a step only
@@ -158,9 +161,8 @@ class SeparateGradients(OwnStep):
     def reduce(self) -> None:
         if self._engine.dp_world_size > 1:
             self._average_all()
-        gradients = [(one, one.grad) for one in self._parameters if shard_of(one) is None and one.grad is not None]
-        partial = [gradient for one, gradient in gradients if is_partial(one)]
-        self._tensor.agree(partial, [gradient for one, gradient in gradients if not is_partial(one)])
+        if self._tensor.size > 1:
+            self._tensor.agree(_gradients_of(self._partial), _gradients_of(self._alike))
 
     def _average_all(self) -> None:
         """Average all gradients over the replicas, some at a time."""
@@ -177,10 +179,8 @@ class SeparateGradients(OwnStep):
 
     @torch.no_grad()
     def step(self) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        counted = gradients
-        if self._tensor.rank > 0:
-            counted = [one.grad for one in self._parameters if shard_of(one) is not None and one.grad is not None]
+        gradients = _gradients_of(self._parameters)
+        counted = gradients if self._tensor.rank == 0 else _gradients_of(self._counted)
         norm = over_stages(self._engine, norm_of(counted or [gradients[0].flatten()[:0]]))
         with self._unless_invalid(norm) as steps:
             if steps:
@@ -213,6 +213,11 @@ class SeparateGradients(OwnStep):
 
     def _release(self) -> None:
         self._flat.untyped_storage().resize_(0)
+
+
+def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of parameters."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _average(gradients: list[Tensor], engine: PipelineEngine) -> None:

@@ -1,6 +1,7 @@
 """DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
-from ddpm_ds.unet.blocks import Carry, CarryLayer, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
+from ddpm_ds.unet.blocks import Carry, keep_part, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -29,11 +30,7 @@ class UnetLayerSpec(LayerSpec):
         self.layer, self.index, self.seed, self.tensor = layer, index, seed, tensor
 
     def build(self, log: bool = False) -> nn.Module:
-        built = build_layer(self.layer, self.index, self.seed)
-        if self.layer.shards > 1:
-            assert isinstance(built, CarryLayer)
-            built.split(self.tensor())
-        return built
+        return keep_part(build_layer(self.layer, self.index, self.seed), self.layer, self.tensor())
 
 
 class UnetPipelineModule(PipelineModule):
@@ -68,9 +65,13 @@ class UnetPipelineModule(PipelineModule):
             topology=insides.topology(across, stages, dist.get_world_size() // (stages * tensor_size), tensor_size),
         )
 
+    @cached_property
+    def tensor(self) -> TensorGroup:
+        """Ranks that share this rank's stages."""
+        return insides.tensor_group(self._grid)
+
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
-        self.tensor = insides.tensor_group(self._grid)
         self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
         ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
@@ -144,7 +145,6 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self.num_stages *= 2  # as the parent counts them from here on
         self.parts = list(self._bounds)
-        self.tensor = insides.tensor_group(self._grid)
         self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
 
     def activate_phase(self, phase: int) -> None:

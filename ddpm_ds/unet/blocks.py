@@ -490,6 +490,14 @@ class Output(CarryLayer):
         return self.conv(norm_silu(self.norm, h))
 
 
+def keep_part(module: nn.Module, layer: Layer, tensor: TensorGroup) -> nn.Module:
+    """Return a layer's module, which keeps this rank's part if the layer is split among a tensor group."""
+    if layer.shards > 1:
+        assert isinstance(module, CarryLayer)
+        module.split(tensor)
+    return module
+
+
 MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
     EmbedLayer: Embed,
     InputLayer: Input,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import CarryLayer, module_of, set_context, transformer_blocks, walk
+from ddpm_ds.unet.blocks import CarryLayer, keep_part, module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import EmbeddingProjection, draw_weights, set_image_index
 from ddpm_ds.unet.tensor_group import TensorGroup
@@ -38,9 +38,8 @@ def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[st
     """
     with torch.device("meta"):
         modules = [module_of(layer, index, 0) for index, layer in enumerate(layers)]
-        for layer, module in zip(layers, modules, strict=True):
-            if split and isinstance(module, CarryLayer) and layer.shards > 1:
-                module.split(TensorGroup(0, layer.shards))
+        for layer, module in zip(layers, modules, strict=True) if split else ():
+            keep_part(module, layer, TensorGroup(0, layer.shards))
     return {
         f"{index}.{name}": tuple(parameter.shape)
         for index, module in enumerate(modules)

@@ -58,17 +58,23 @@ class TensorGroup:
             return lambda: None
         return dist.all_reduce(x, group=self.group, async_op=True).wait
 
+    def counts(self, parameter: Tensor) -> bool:
+        """Return whether this rank counts a parameter where all ranks together count each element once."""
+        return self.rank == 0 or shard_of(parameter) is not None
+
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
         """Sum gradients of which each rank has a part, and give all ranks the first one's of those that each has
         computed alike, if its kernels may round differently. All are dense and changed in place.
         """
-        if self.size > 1 and partial:
+        if self.size == 1:
+            return
+        if partial:
             together = torch.cat([one.flatten() for one in partial])
             self.start_sum(together)()
             parts = together.split([one.numel() for one in partial])
             torch._foreach_copy_(list(partial), [part.view_as(one) for part, one in zip(parts, partial, strict=True)])
         for one in alike:
-            if self.size > 1 and one.is_cuda:
+            if one.is_cuda:
                 dist.broadcast(one, group=self.group, group_src=0)
 
     def rows(self, module: nn.Module, parts: int = 1) -> None:
@@ -131,6 +137,11 @@ def shard_of(parameter: Tensor) -> Shard | None:
 def is_partial(parameter: Tensor) -> bool:
     """Return whether a whole parameter gets a part of its gradient on each rank of the tensor group."""
     return bool(getattr(parameter, "partial", False))
+
+
+def is_alike(parameter: Tensor) -> bool:
+    """Return whether each rank of the tensor group computes all of a parameter's gradient."""
+    return shard_of(parameter) is None and not is_partial(parameter)
 
 
 class _Enter(torch.autograd.Function):

@@ -82,7 +82,7 @@ def test_losses_and_scores_of_drawn_images_may_be_asked_for_together(
 def test_pictures_held_out_of_another_folder_are_in_the_buckets_that_are_trained_on(
     tmp_path: Path, trackers: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three shapes that they have one has no bucket."""
+    """One of the three shapes of the held-out images has no bucket."""
     for name, shapes in (("train", ((40, 40), (50, 33))), ("val", ((40, 40), (50, 33), (33, 50)))):
         (tmp_path / name).mkdir()
         for number in range(12):
