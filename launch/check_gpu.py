@@ -213,12 +213,13 @@ def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) 
 
 
 def gpu_tests(machine: Machine) -> Iterator[Finding]:
-    """Run the tests that need a GPU, except those of gradients."""
+    """Run the tests that need a GPU, except those of gradients and of ranks that share one."""
     if not machine.on_gpu:
         yield Finding("GPU tests", "no GPU", "skipped")
         return
     files = [file for file in sorted((REPOSITORY / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
-    yield run_pytest(machine, "GPU tests", "-m", "gpu", *(set(files) - {LADDER}), seconds=240)
+    others = sorted(set(files) - {LADDER})
+    yield run_pytest(machine, "GPU tests", "-m", "gpu", "-k", "not shared", *others, seconds=240)
 
 
 def ladder(machine: Machine, processes: int) -> Finding:
@@ -487,9 +488,12 @@ def compiled(machine: Machine) -> Iterator[Finding]:
 
 
 def several(machine: Machine) -> Iterator[Finding]:
-    """Pipelines, folds and replicas on several devices: gradients by name, and the benchmark of all rows."""
+    """Pipelines, folds, replicas and tensor groups on several devices: gradients by name, and the benchmark of all
+    rows; on one GPU ranks share it, where NCCL lets them, and only gradients are compared.
+    """
     if machine.gpus == 1:
-        yield Finding("several GPUs", "one GPU", "skipped")
+        test = "test_on_one_shared_gpu_loss_and_every_gradient_equal_plain_pytorch"
+        yield run_pytest(machine, "gradients by name, ranks that share one GPU", f"{LADDER}::{test}", seconds=300)
         return
     processes = 4 if machine.gpus >= 4 else 2
     for count in range(2, processes + 1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -15,10 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
+from ddpm_ds.train.agreement import SHARED_GPU
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0
@@ -133,6 +137,15 @@ def run_ranks(processes: int, script: Path, *arguments: str, **environment: str)
         ended = [process.wait() for process in ranks]
         code = code or next(filter(None, ended), 0)
         return subprocess.CompletedProcess([str(script), *arguments], code, stdout.read_text(), stderr.read_text())
+
+
+def on_a_shared_gpu() -> dict[str, str]:
+    """Variables of ranks that share one GPU, each as if on a host of its own; skips where NCCL does not let them."""
+    version = ctypes.c_int()  # of the library that is loaded; PyTorch names the one that it was built with
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    if version.value < 23000:
+        pytest.skip(f"NCCL {version.value} does not let ranks share a GPU; 23000 does")
+    return {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", SHARED_GPU: "1"}
 
 
 def tiny_spec(**sections: dict[str, Any]) -> RunSpec:

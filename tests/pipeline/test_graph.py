@@ -8,7 +8,6 @@ makes a replay differ from an eager step. As a script, with a file of cases and 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import unittest.mock
@@ -34,9 +33,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.flat_gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.own_step import OwnStep
-from ddpm_ds.train.agreement import SHARED_GPU
 from ddpm_ds.train.ema import averages_of
-from tests.launching import run_ranks, tiny_spec, tiny_text_spec
+from tests.launching import on_a_shared_gpu, run_ranks, tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, report_cases, spec_of
 from tests.pipeline.random_programs import random_programs
@@ -443,13 +441,8 @@ def test_on_gpus_replayed_steps_of_two_ranks_train_as_eager_ones(tmp_path: Path)
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
-    version = ctypes.c_int()  # of the library that is loaded; PyTorch names the one that it was built with
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    if version.value < 23000:
-        pytest.skip(f"NCCL {version.value} does not let ranks share a GPU; 23000 does")
     pairs = [case for case in CASES + MORE if case.stages * case.replicas == 2]
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each as if on a host of its own
-    check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda", **alone, **{SHARED_GPU: "1"})
+    check_on_gpus(tmp_path, pairs, **on_a_shared_gpu())
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ddpm_ds.pipeline.placement import Grid
-from tests.launching import run_ranks, write_json
+from tests.launching import on_a_shared_gpu, run_ranks, write_json
 from tests.pipeline.ladder_worker import Case, Precision, layers_of, spec_of
 from tests.unet.variants import narrowing, rounding
 
@@ -187,6 +187,17 @@ def test_on_gpus_loss_and_every_gradient_equal_plain_pytorch(
     # TF32 rounds to ten bits, by which two ways of adding up the same products differ
     on_gpus = {"DS_ACCELERATOR": "cuda", "NVIDIA_TF32_OVERRIDE": "0"}
     check(processes, cases, tmp_path, record_property, **on_gpus)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [pytest.param(2, BY_TWO, id="2 ranks"), pytest.param(4, BY_FOUR, id="4 ranks")],
+)
+def test_on_one_shared_gpu_loss_and_every_gradient_equal_plain_pytorch(
+    processes: int, cases: list[Case], tmp_path: Path, record_property: Recorder
+) -> None:
+    check(processes, cases, tmp_path, record_property, NVIDIA_TF32_OVERRIDE="0", **on_a_shared_gpu())
 
 
 def check(processes: int, cases: list[Case], folder: Path, record_property: Recorder, **environment: str) -> None:
