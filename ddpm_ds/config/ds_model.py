@@ -385,9 +385,9 @@ class DsConfig(Section):
     """This project's key: Triton kernels for group normalisations with SiLU and dropout masks, for the masks alone, or
     PyTorch's operations. "auto" is the faster one, timed when the run starts (docs/performance.md)."""
     graphs: Literal["auto"] | bool = "auto"
-    """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where one process trains
-    alone on a GPU; true in any number of processes, with messages between several graphs if they can't be captured,
-    which no GPU has proved yet (docs/gpu.md)."""
+    """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where each process has the
+    whole U-Net, alone or as one of several replicas; true also in tensor groups and, as one graph for each part between
+    two messages, in pipelines."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """Only off."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None

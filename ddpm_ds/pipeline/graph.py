@@ -2,9 +2,10 @@
 
 A graph replays the operations of a step at the same addresses and with the same numbers of the host. So it needs a step
 that is a function of tensors: micro-batches are copied into the captured ones, and what else changes from one step to
-the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Messages and reductions are in the graph too. If messages
-can't be captured, a step is several graphs, between which the host sends and receives
-(:class:`ddpm_ds.cuda_graphs.Graphs`)::
+the next is on the device (:mod:`ddpm_ds.pipeline.own_step`). Reductions among replicas and sums of tensor groups are in
+the graph too. Messages between stages are not: in a graph the driver would choose when each starts, and no order would
+be proved not to lock (:mod:`ddpm_ds.pipeline.messages`). So a step of a pipeline is several graphs, between which the
+host sends and receives (:class:`ddpm_ds.cuda_graphs.Graphs`)::
 
     step   1  2     3                    4       5       ...  a step that is watched   next
            eager    trial, capture,      replay  replay       eager, without a graph   capture, replay
@@ -53,6 +54,7 @@ class Steps(Protocol):
     device: Any
     module: Any
     num_stages: Any
+    grid: Any
     gradients: Any
     micro_batches: Any
     basic_optimizer: Any
@@ -120,7 +122,7 @@ class StepGraph:
 
     Args:
         engine: engine whose gradients are set.
-        asked: "auto" takes a graph if one process trains alone; True takes one anyway, or raises an error.
+        asked: "auto" takes a graph where each process has the whole U-Net; True takes graphs, or raises an error.
     """
 
     def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
@@ -133,7 +135,7 @@ class StepGraph:
         self._pool: Any = None
         self._of_sizes: dict[tuple[int, ...], _Captured] = {}
         self._now = _Captured()  # that of the step that is captured or tried
-        self._apart = False  # whether messages are between graphs
+        self._apart = engine.num_stages > 1
         self._proven: set[tuple[int, ...]] = set()
 
     @contextlib.contextmanager
@@ -220,9 +222,6 @@ class StepGraph:
         self._gradients().keep_memory(True)
         trial = None if sizes in self._proven else self._try_eagerly()
         why_not = self._captured(trial)
-        if why_not and self._engine.num_stages > 1 and not self._apart:
-            self._apart = True
-            why_not = self._captured(trial)
         del trial
         if not why_not:
             if not self._proven:
@@ -338,6 +337,6 @@ def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
         return "only PyTorch's fused Adam can be captured (optimizer.params.torch_adam and fused)"
     if engine.wall_clock_breakdown():
         return "wall_clock_breakdown times each instruction"
-    if asked == "auto" and torch.distributed.get_world_size() > 1:
-        return "graphs of several processes are taken only if graphs is true"
+    if asked == "auto" and max(engine.num_stages, engine.grid.tensor) > 1:
+        return "graphs of stages and tensor groups are taken only if graphs is true"
     return ""

@@ -244,12 +244,13 @@ def run_exchange(
     reductions: Sequence[Sequence[float]] | None = None,
     *,
     arithmetic_bytes: int | None = None,
+    gives_gradients: bool = True,
 ) -> Exchange:
     """Return the bytes sent by a step of a run; ``reductions`` as in :func:`exchange`, and ``layers`` split.
 
-    ``arithmetic_bytes`` are those of an element that layers compute, by default in the run's precision.
+    ``arithmetic_bytes`` and ``gives_gradients`` are those of :class:`Grouping`, by default a GPU's.
 
-    While they are unknown, a weight-gradient pass is assumed to take half of the micro-batches in flight.
+    While the reductions are unknown, a weight-gradient pass is assumed to take half of the micro-batches in flight.
     """
     layout = ds.layout
     if reductions is None and layout.schedule == "planned":
@@ -275,6 +276,7 @@ def run_exchange(
             arithmetic_bytes or ELEMENT_BYTES[ds.precision],
             0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval,
             ds.use_reentrant,
+            gives_gradients,
         ),
     )
 

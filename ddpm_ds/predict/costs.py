@@ -93,7 +93,7 @@ def planned_costs(
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
         count = UPDATE + (EIGHT_BIT_UPDATE * math.ceil(owned / BUCKET_ELEMENTS) if job.is_8bit else 0)
-        seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine))
+        seconds = max(owned * update_bytes(job, layout) / bandwidth, count * launch_seconds(job, machine, layout))
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / copying
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
@@ -164,14 +164,14 @@ def launches(layer: Layer) -> tuple[int, int]:
     return 1, 2
 
 
-def launch_seconds(job: Workload, machine: Machine) -> float:
+def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
     """Return the seconds of the host for each kernel; none in a graph, which has launched them all."""
-    return 0.0 if job.is_replayed(machine.devices) else machine.launch_seconds
+    return 0.0 if job.is_replayed(layout) else machine.launch_seconds
 
 
-def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
-    """Return a function that estimates layers' times: arithmetic and memory traffic, or the host's launches if they
-    take longer.
+def analytic_times(job: Workload, machine: Machine, launch: float) -> LayerTimes:
+    """Return a function that estimates layers' times: arithmetic and memory traffic, or the host's launches of
+    ``launch`` seconds each if they take longer.
     """
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
@@ -179,7 +179,7 @@ def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
         arithmetic = 2 * layer.macs * images / machine.flops / (PRODUCTS if products else 1.0)
         moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
         computing = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
-        forward, backward = (count * launch_seconds(job, machine) for count in launches(layer))
+        forward, backward = (count * launch for count in launches(layer))
         return LayerSeconds(max(computing, forward), max((PASSES_PER_STEP - 1) * computing, backward))
 
     return lambda layers, images: [seconds(layer, images) for layer in layers]

@@ -301,11 +301,17 @@ class Workload:
         wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return 4 if wide else self.stored_bytes
 
-    def is_replayed(self, devices: int) -> bool:
-        """Return whether each step on so many devices is one CUDA graph, which the host launches as a whole."""
-        asked = self.config.get("graphs", "auto")
+    @property
+    def takes_graphs(self) -> bool:
+        """Whether steps may be CUDA graphs, in some layouts."""
         able = self.flat_gradients and (self.is_fused or self.is_8bit)
-        return asked is True or (asked == "auto" and devices == 1 and able)
+        return able and not self.on_cpu and self.config.get("graphs", "auto") is not False
+
+    def is_replayed(self, layout: Layout) -> bool:
+        """Return whether each step of a layout is CUDA graphs, which the host launches as a whole."""
+        flat = not layout.offload and (layout.zero_stage > 0 or self.precision == "bf16")
+        whole = layout.stages == layout.tensor.size == 1
+        return self.takes_graphs and flat and (whole or self.config.get("graphs") is True)
 
     @property
     def is_8bit(self) -> bool:
@@ -435,8 +441,9 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
 def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int, bool]]:
     """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
     needs_zero = "grad_accum_dtype" in job.config.get("data_types", {}) or fp16_needs_zero(job.config)
-    # Graphs need flat gradients, which only bf16 has without ZeRO.
-    needs_zero |= not job.on_cpu and job.is_replayed(devices) and job.precision != "bf16"
+    # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
+    graphs = job.takes_graphs and (devices == 1 or job.config.get("graphs") is True)
+    needs_zero |= graphs and job.precision != "bf16"
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload and not job.is_8bit else [])
 

@@ -14,6 +14,7 @@ from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import (
     analytic_times,
     crossing_seconds,
+    launch_seconds,
     link,
     planned_costs,
     step_traffic,
@@ -79,7 +80,7 @@ class Predictor:
     """Times of the layers; without them they are computed."""
     with_sums: TensorSplit | None = None
     """Split of a run whose given times have the sums of its tensor groups in them."""
-    _times: dict[tuple[int, TensorSplit], Sequence[LayerSeconds]] = field(default_factory=dict)
+    _times: dict[tuple[int, TensorSplit, float], Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str, TensorSplit], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Layout, Bounds] = field(default_factory=dict)
     """Cuts made for one layout alone."""
@@ -165,7 +166,7 @@ class Predictor:
 
     def knows_times(self, layout: Layout) -> bool:
         """Return whether the layers' times are already known for this micro-batch."""
-        return (layout.micro_batch_images, layout.tensor) in self._times
+        return self._times_key(layout) in self._times
 
     def costs(self, layout: Layout, bounds: Bounds | None = None) -> list[RankCosts]:
         """Return the costs of each rank, for the simulator."""
@@ -239,11 +240,16 @@ class Predictor:
         further = (layout.micro_batches - most) / (most - fewer)
         return longer + further * (longer - step), busier + further * (busier - busy)
 
+    def _times_key(self, layout: Layout) -> tuple[int, TensorSplit, float]:
+        """Return what the times of layers depend on: images, split and, if computed, the seconds of a launch."""
+        launch = launch_seconds(self.job, self.machine, layout) if self.times is None else 0.0
+        return layout.micro_batch_images, layout.tensor, launch
+
     def _layer_times(self, layout: Layout) -> Sequence[LayerSeconds]:
         """Return the seconds of each layer of a layout for a micro-batch, in the mean over buckets of aspect."""
-        key = images, _ = layout.micro_batch_images, layout.tensor
+        key = images, _, launch = self._times_key(layout)
         if key not in self._times:
-            times, mean = self.times or analytic_times(self.job, self.machine), self.job.mean_macs
+            times, mean = self.times or analytic_times(self.job, self.machine, launch), self.job.mean_macs
             found = times(self.job.of(layout).layers, images)
             self._times[key] = [LayerSeconds(one.forward * mean, one.backward * mean) for one in found]
         return self._times[key]

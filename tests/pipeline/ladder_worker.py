@@ -370,9 +370,12 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
     if spec.data.buckets is not None:
         turn = resolved.layout.micro_batch_images * case.replicas
         sizes = [BUCKETS[bucket_at(turn * number)] for number in range(case.micro_batches)]
-    wide = arithmetic_dtype(device().type, DTYPES[case.precision]).itemsize
+    kind: dict[str, Any] = {
+        "arithmetic_bytes": arithmetic_dtype(device().type, DTYPES[case.precision]).itemsize,
+        "gives_gradients": device().type == "cuda",
+    }
     lists = [split_layers(layers_of(spec, size), resolved.layout.tensor) for size in sizes]
-    exchanges = [run_exchange(resolved, layers, bounds, reductions, arithmetic_bytes=wide) for layers in lists]
+    exchanges = [run_exchange(resolved, layers, bounds, reductions, **kind) for layers in lists]
     messages = sum(sum(sent.messages[max(stage - 1, 0) : stage + 1]) for sent in exchanges) / len(exchanges)
     sums = sum(sent.sums[stage] for sent in exchanges) / len(exchanges)
     return [float(messages), exchanges[0].gradients[stage] + exchanges[0].weights[stage] + sums]
@@ -461,8 +464,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
             whole = expected.moments[piece.name]
             own = whole if piece.shard is None else part_of(whole, piece.shard)
             own = own[piece.first : piece.first + piece.length]
-            found = piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"])
-            moment_errors[piece.name] = difference(found, own, own if piece.shard is None else whole)
+            found = piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"])  # on the host with offload
+            moment_errors[piece.name] = difference(found.to(own.device), own, own if piece.shard is None else whole)
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
             {

@@ -111,6 +111,24 @@ def test_a_graph_costs_the_host_no_launches(spec: str, images: int, measured: fl
     assert abs(math.log(images / seconds / measured)) < math.log(WITHIN)
 
 
+def test_replicas_have_graphs_and_stages_only_where_they_are_asked_for() -> None:
+    spec = load_spec(SPECS / "cifar10.yaml", [])
+    blocks: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"params": {"fused": True}}}
+    replicas, stages = Layout(1, 2, "1f1b", 64, 1, 0, 2, False), Layout(2, 1, "1f1b", 64, 2, 0, 2, False)
+
+    def seconds(layout: Layout, graphs: Any) -> float:
+        job = Workload(spec, {**blocks, "graphs": graphs}, on_cpu=False)
+        return Predictor(job, machine("h200", half=True, devices=2, nodes=1)).predict(layout).step_seconds
+
+    assert seconds(replicas, "auto") == seconds(replicas, True) < seconds(replicas, False)
+    assert seconds(stages, "auto") == seconds(stages, False) > seconds(stages, True)
+    eager = replace(replicas, zero_stage=0)  # in fp16 without flat gradients
+    job = Workload(spec, {**blocks, "bf16": {}, "fp16": {"enabled": True}}, on_cpu=False)
+    assert (
+        job.is_replayed(replicas) and not job.is_replayed(eager) and not job.is_replayed(replace(stages, zero_stage=1))
+    )
+
+
 def test_one_gpu_gets_a_layout_whose_steps_are_graphs() -> None:
     """Without ZeRO only bf16 has the flat gradients that graphs need."""
     spec = load_spec(SPECS / "digits.yaml", [])
