@@ -54,7 +54,6 @@ class Steps(Protocol):
     device: Any
     module: Any
     num_stages: Any
-    grid: Any
     gradients: Any
     micro_batches: Any
     basic_optimizer: Any
@@ -337,6 +336,6 @@ def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
         return "only PyTorch's fused Adam can be captured (optimizer.params.torch_adam and fused)"
     if engine.wall_clock_breakdown():
         return "wall_clock_breakdown times each instruction"
-    if asked == "auto" and max(engine.num_stages, engine.grid.tensor) > 1:
+    if asked == "auto" and max(engine.num_stages, engine.module.tensor.size) > 1:
         return "graphs of stages and tensor groups are taken only if graphs is true"
     return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -125,9 +126,10 @@ class RecordedGraph(StepGraph):
     """The graphs of an engine on a CPU."""
 
     def __init__(self, engine: UnetPipelineEngine) -> None:
-        with unittest.mock.patch.object(graphs, "why_eager", lambda engine, asked: ""), no_streams():
-            super().__init__(engine, "auto")
-        self._stream = None
+        with unittest.mock.patch.object(engine, "device", torch.device("cuda")), no_streams():
+            self.reason = graphs.why_eager(engine, "auto")
+            super().__init__(engine, True)
+        self._stream, self._asked = None, "auto"
         self.recordings: list[list[Recording]] = []
 
     def _capture(self) -> str:
@@ -220,6 +222,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     on_cuda = device().type == "cuda"
     spec = spec_of(compiled=False, process=case.process)
     spec = spec if on_cuda else SMALL.get(case.process, spec)
+    case = replace(case, cuts=()) if on_cuda else case  # cuts are those of the small U-Net
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         engine = case.engine(spec)
     if case.random_programs is not None:
@@ -248,6 +251,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
         "replays": [sorted({part.replays for part in parts}) for parts in recordings_of(engine)],
         "parts": [len(parts) for parts in recordings_of(engine)],
         "said": said,
+        "reason": engine.graph.reason if isinstance(engine.graph, RecordedGraph) else "",
         "lasting nodes": lasting_nodes(engine),
     }
     engine.graph.drop()  # NCCL would wait for it when its groups are destroyed
@@ -391,6 +395,7 @@ def test_each_step_that_nothing_asks_for_eagerly_is_a_replay(found: dict[str, An
             assert replayed["replays"] == ([[3], [1]] if "buckets" not in name else SIZED_REPLAYS), name
             assert {parts > 1 for parts in replayed["parts"]} == {apart}, name
             assert replayed["said"] == [SAID[apart]], name
+            assert ("graphs is true" in replayed["reason"]) == (not re.match("1x.x1-", name)), name
 
 
 @pytest.mark.launch
