@@ -148,14 +148,17 @@ def tensor_lines_of(made: RunPlan) -> list[str]:
 
 
 def test_a_plan_says_what_tensor_groups_split_what_stays_whole_and_what_the_sums_cost() -> None:
-    layout, said = tensor_lines_of(plan(None, 1, 4, tensor={"size": 2}))
+    planned = plan(None, 1, 4, tensor={"size": 2})
+    layout, said = tensor_lines_of(planned)
     assert layout == "layout       4 processes: 1 stage x 2 tensor ranks x 2 replicas"
     # blocks in order: down.0, down.1, middle twice, up.1 twice, up.0 twice; a sum of each output and each input
     wide, deep = 32 * 64, 64 * 16
     outputs, inputs = 3 * wide + 5 * deep, wide + (32 + 2 * 64 + 128 + 96) * 16 + (96 + 64) * 64
     sent = 2 * 32 * (outputs + inputs + 128)  # in fp16, for each of 32 images, and the embedding's once
     norms = 2 * 2 * (32 + 32 + 2 * 64 + 128 + 96 + 96 + 64) // 2  # their gradients, of which a replica owns half
-    sent += norms
+    whole = sum(layer.parameters for layer in planned.layers if not layer.sums)
+    given = 2 * whole // 2 // 2  # their gradients, which the first rank gives the other, and a replica owns half of
+    sent += norms + given
     assert said == (
         "tensor       2 groups of 2 ranks, 8 of 17 layers split; down.1.attention.0, middle.attention ... "
         f"up.1.attention.1 (4 layers) stay whole: 1 head; a rank sends {sent / 1e6:,.4g} MB a step to sum their parts"
@@ -164,7 +167,7 @@ def test_a_plan_says_what_tensor_groups_split_what_stays_whole_and_what_the_sums
     (said,) = tensor_lines_of(again)[1:]
     walks = 5  # of three layers after the first: six, of which one has no block
     last = 2 * deep + wide  # the last sums of three walks, before which recomputing stops
-    sent = 2 * 32 * (2 * outputs - last + inputs + walks * 128) + norms
+    sent = 2 * 32 * (2 * outputs - last + inputs + walks * 128) + norms + given
     assert f"a rank sends {sent / 1e6:,.4g} MB" in said
     assert not tensor_lines_of(plan(None))[1:]
 
