@@ -22,7 +22,7 @@ from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.launcher import Place
 from tests.forking import REPOSITORY
-from tests.launching import place_digits, place_empty_store, run_ranks, tiny_spec
+from tests.launching import place_digits, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
 
 CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
@@ -44,7 +44,6 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     processes: int, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each process imports PyTorch, so that two take long; forked ones are stopped in ``test_preemption.py``."""
-    place_empty_store(tmp_path)
     place_digits(tmp_path)
     run_dir = tmp_path / "run"
     layout = f"--processes {processes} -p {processes}"
