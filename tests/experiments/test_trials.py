@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
-from ddpm_ds.experiments import trials
 from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.tracking.recorder import parameters
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
@@ -103,16 +99,15 @@ def test_trials_whose_folders_would_be_the_same_are_told_apart() -> None:
     assert names == ["baseline", "data.path-a-b", "data.path-a-b-2"]
 
 
-def test_the_planner_is_asked_for_stages_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, config = dict(os.environ), CONFIGS / "zero2_fp16.json"
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # one import of PyTorch for both plans
-        monkeypatch.setattr(trials, "ProcessPoolExecutor", lambda *_, **__: contextlib.nullcontext(pool))
-        (plan,) = plan_trials(made_of("processes=2"), SPEC, config, stages=None, device="cpu")
-        with pytest.raises(ExperimentError, match=r"^trial baseline: .* --set unet.channels=33: "):
-            plan_trials(made_of("processes=2", "unet.channels=33"), SPEC, config, stages=None, device="cpu")
-        (process,) = pool._processes
+def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    (plan,) = plan_trials(made_of("processes=2"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu")
     assert plan.ds.layout.world_size == 2 and plan.chosen is not None
-    assert dict(os.environ) == before and process != os.getpid()
+    assert dict(os.environ) == before
+    with pytest.raises(ExperimentError, match=r"^trial baseline: .* --set unet.channels=33: "):
+        plan_trials(
+            made_of("processes=2", "unet.channels=33"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu"
+        )
 
 
 @pytest.mark.parametrize(
