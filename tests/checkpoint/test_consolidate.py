@@ -38,7 +38,7 @@ def test_file_holds_the_whole_tensors(checkpoint: Path, tmp_path: Path, kind: st
 
 
 def test_host_memory_is_a_few_tensors_not_the_checkpoint(tmp_path: Path) -> None:
-    shapes = {f"{layer}.weight": (1000, 1000) for layer in range(50)}
+    shapes = {f"{layer}.weight": (1000, 1000) for layer in range(30)}
     writer = Writer(tmp_path, Groups.one_folder(), log=print)
     writer.begin(
         "all", [Fragment("ema", name, 0, torch.ones(10**6)) for name in shapes], describe(1, shapes), scalars(1)
@@ -49,7 +49,7 @@ def test_host_memory_is_a_few_tensors_not_the_checkpoint(tmp_path: Path) -> None
     # A process of its own, whose heap is fresh.
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     # Three tensors of 4 MB, and what libraries and allocators take for themselves: 25 to 35 MB have been seen.
-    assert 0 < int(done.stdout) < file.stat().st_size / 2 < 101e6
+    assert 0 < int(done.stdout) < file.stat().st_size / 2 < 61e6
 
 
 MEASURED = """

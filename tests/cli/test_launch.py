@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import signal
@@ -21,7 +22,7 @@ from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.launcher import Place
 from tests.forking import REPOSITORY
-from tests.launching import place_digits, place_empty_store, run_ranks, tiny_spec
+from tests.launching import place_digits, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
 
 CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
@@ -43,7 +44,6 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     processes: int, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each process imports PyTorch, so that two take long; forked ones are stopped in ``test_preemption.py``."""
-    place_empty_store(tmp_path)
     place_digits(tmp_path)
     run_dir = tmp_path / "run"
     layout = f"--processes {processes} -p {processes}"
@@ -79,22 +79,25 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
 
 
 def test_a_dry_run_and_bad_input_take_no_launcher_and_no_torch(spec: Path, tmp_path: Path) -> None:
-    def run(*options: str) -> tuple[int, str]:
-        code = f"""
-import sys
+    words = ["train", "--deepspeed_config", str(CONFIG), "--spec", str(spec)]
+    several = ["--processes 4 -p 2 --dry-run", "--processes 3 -p 2", "--processes 2 --hostfile hosts"]
+    code = f"""
+import contextlib, io, json, sys
 from ddpm_ds.cli.main import main
-code = main({["train", "--deepspeed_config", str(CONFIG), "--spec", str(spec), *options]!r})
-assert not {{"torch", "deepspeed"}} & set(sys.modules)
-sys.exit(code)
+found = []
+for words in {[[*words, *options.split()] for options in several]!r}:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    found.append([code, said.getvalue(), sorted({{"torch", "deepspeed"}} & set(sys.modules))])
+print(json.dumps(found))
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-        return done.returncode, done.stdout + done.stderr
-
-    code, text = run("--processes", "4", "-p", "2", "--dry-run")
-    assert code == 0 and "4 processes: 2 stages x 2 replicas" in text
-    assert run("--processes", "3", "-p", "2")[0] == EXIT_BAD_INPUT
-    code, text = run("--processes", "2", "--hostfile", "hosts")
-    assert code == EXIT_BAD_INPUT and len(text.splitlines()) == 1 and "--processes" in text
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    dry, uneven, twice = json.loads(done.stdout)
+    assert dry[0] == 0 and "4 processes: 2 stages x 2 replicas" in dry[1]
+    assert [uneven[0], twice[0]] == [EXIT_BAD_INPUT] * 2
+    assert len(twice[1].splitlines()) == 1 and "--processes" in twice[1]
+    assert [imported for _, _, imported in (dry, uneven, twice)] == [[]] * 3
     assert not list(tmp_path.glob("runs*"))
 
 

@@ -179,15 +179,33 @@ def test_the_card_of_a_run_has_the_scores_of_these_weights_and_the_last_picture(
     assert not (tmp_path / "out" / "spec.yaml").exists(), "which goes to the hub alone"
 
 
+PUSH = """
+from pathlib import Path
+from ddpm_ds.data.hub import Upload
+Upload("me/digits", public=True, overwrite=False).push(Path("out"), "weights")
+"""
+
+
 @pytest.mark.launch
-def test_the_command_finds_hub_and_token_in_the_environment(hub: HubServer, planted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.long)], ids=["upload", "command"])
+def test_hub_and_token_are_found_in_the_environment(
+    command: bool, hub: HubServer, planted: Path, tmp_path: Path
+) -> None:
+    """By the upload alone, and by the whole command, which imports all of diffusers."""
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_mine"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(REPOSITORY), "MLFLOW_TRACKING_URI": ""}
-    words = ["export", str(planted), "out", "--samples", "0", "--push-to-hub", "me/digits", "--public"]
-    command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    words = ["-c", PUSH]
+    if command:
+        words = ["-m", "ddpm_ds.cli.main", "export", str(planted), "out", "--samples", "0"]
+        words += ["--push-to-hub", "me/digits", "--public"]
+    else:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "README.md").touch()
+    program = [sys.executable, *words]
+    ran = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not hub.repositories["me/digits"].private and "hf_mine" not in ran.stdout + ran.stderr
+    assert "README.md" in hub.repositories["me/digits"].files
 
 
 def test_a_run_with_text_shows_its_last_picture(

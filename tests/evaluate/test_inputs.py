@@ -173,7 +173,7 @@ def test_a_run_samples_where_its_data_are_not(planted: Planted, tmp_path: Path) 
         hidden.rename(planted.store.path.parent)
 
 
-def test_an_export_draws_what_the_run_draws(tmp_path: Path) -> None:
+def test_an_export_draws_what_the_run_draws(tmp_path: Path, trackers: list[Any]) -> None:
     condition = {name: value for name, value in CONDITION.items() if name not in ("vector", "vector_size", "drop")}
     planted = plant_fields(tmp_path, condition)
     assert main(["export", str(planted.run_dir), str(tmp_path / "export")]) == 0

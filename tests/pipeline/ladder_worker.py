@@ -59,13 +59,24 @@ EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 """Settings of Adam in 8 bits."""
 Precision = Literal["fp32", "fp16", "bf16"]
 Process = Literal[
-    "plain", "heads", "edm", "flow", "augmented", "rectangles", "stored", "reduced", "regression", "text", "buckets"
+    "plain",
+    "heads",
+    "edm",
+    "flow",
+    "augmented",
+    "rectangles",
+    "stored",
+    "reduced",
+    "regression",
+    "text",
+    "caption",
+    "buckets",
 ]
 """DDPM, DDPM with attention of several heads and modulated blocks, EDM, flow matching, DDPM whose images are augmented,
 inputs perturbed and losses weighed, or DDPM of images that are wider than high; or masked fields of 8x16 pixels with
 weighed channels, constants, a grid, a vector and a condition that is stored, or made and noised, or from which they are
-regressed; or images with captions, of one size or in buckets of aspect."""
-COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "stored", "text", "buckets")
+regressed; or images with captions: of one size on two levels, on one, or in buckets of aspect."""
+COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "stored", "text", "caption", "buckets")
 """Kinds of training whose bytes are counted."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -396,6 +407,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
     if process == "text":
         return tiny_text_spec()
+    if process == "caption":
+        return tiny_text_spec(levels=1)
     if process == "buckets":
         return tiny_text_spec(levels=1, data={"buckets": {"step": 8}}, unet={"dropout": 0.0})
     if process in ("stored", "reduced", "regression"):
@@ -447,7 +460,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     engine.warm_up(engine.micro_batch_size, gradients=True)
     warm = counters["stats"]["unique_graphs"]
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
-    farthest = farthest_prediction(engine, spec, case.precision) if case.process == "text" and not case.compile else 0.0
+    captions = case.process in ("text", "caption") and not case.compile
+    farthest = farthest_prediction(engine, spec, case.precision) if captions else 0.0
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
     contexts = watch_contexts(engine) if engine.readers else []

@@ -31,9 +31,9 @@ from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.predict.costs import EIGHT_BIT_UPDATE
 from ddpm_ds.unet.model import parameter_shapes
-from tests.launching import run_ranks, write_json
+from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, report_cases, spec_of
+from tests.pipeline.ladder_worker import Case, report_cases
 from tests.predict.small import EIGHT_BIT as PLANNED
 from tests.predict.small import small_job
 
@@ -284,6 +284,8 @@ def test_what_is_loaded_is_what_was_saved_and_what_fp32_state_is_rounded_to() ->
 # ---------------------------------------------------------------- real ranks
 
 
+SPEC = tiny_spec(unet={"multipliers": [1], "attention_resolutions": []})
+"""The optimizer steps the parameters of all layers alike, so there are few."""
 CASES: dict[str, Sequence[Case]] = {
     "1 process": [
         Case(1, 1, 0, "fp32", 0, micro_batches=2),
@@ -324,8 +326,7 @@ def test_ranks_step_as_one_parameter_at_a_time(name: str, tmp_path: Path) -> Non
 
 def compared(case: Case) -> dict[str, Any]:
     """Train a case, and each owned piece by the reference, from the gradients with which the optimizer steps."""
-    spec = spec_of(False)
-    engine = replace(case, eight_bit=True).engine(spec)
+    engine = replace(case, eight_bit=True).engine(SPEC)
     optimizer, pieces = engine.basic_optimizer, insides.owned_pieces(engine)
     assert isinstance(optimizer, Adam8bit) and optimizer.param_groups[0]["weight_decay"] == 0.1
     first = {one.name: one.of(one.master).clone() for one in pieces}
@@ -347,7 +348,7 @@ def compared(case: Case) -> dict[str, Any]:
     for step in range(STEPS):
         factor = float("nan") if step == BAD_STEP else 1.0
         engine.objective.loss = lambda *given, factor=factor: factor * loss(*given)  # type: ignore[method-assign]
-        engine.train_batch(micro_batches(engine, global_batch(spec, step)))
+        engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
         applied.append(engine.was_step_applied())
     named = dict(engine.module.named_parameters())
     for piece in pieces:  # the layers have what was stepped

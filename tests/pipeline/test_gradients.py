@@ -65,7 +65,7 @@ ONE: list[Row] = [
 ]
 BY_TWO: list[Row] = [
     (Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1), {}),
-    (Case(1, 2, 2, "fp32", 1), WHOLE),
+    (Case(1, 2, 2, "fp32", 1, micro_batches=2), WHOLE),
     (Case(1, 2, 1, "fp32", 1, micro_batches=2), {}),
     (Case(1, 2, 2, "bf16", 0, micro_batches=2, fused=True, random_programs=5), TO_OWNERS),
     (Case(1, 2, 0, "fp32", 0, micro_batches=2), {}),

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from mlflow.entities import Run
-from mlflow.tracking import MlflowClient
 
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, run_ranks, wait_for
+
+if TYPE_CHECKING:  # it takes seconds, and ranks import this module
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 TRAIN, EVALUATE = (REPOSITORY / "launch" / f"{name}.py" for name in ("train", "evaluate"))
 BATCH = 8
@@ -145,6 +147,8 @@ def measured_losses(run_dir: Path, processes: int, *words: str) -> dict[str, flo
 
 def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Run]:
     """The one MLflow run that the folder was trained as."""
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
     everywhere = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(everywhere, f"attributes.run_name = '{run_dir.name}'")

@@ -22,7 +22,6 @@ from ddpm_ds.checkpoint.groups import Groups, whole
 from ddpm_ds.checkpoint.manifest import FORMAT, MOMENTS, SPLIT_FORMAT, Description, check_headers
 from ddpm_ds.checkpoint.power_ema import EMA, profile_kind
 from ddpm_ds.checkpoint.reader import Reader, consolidate
-from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
@@ -30,17 +29,26 @@ from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.train.saving import MASTER, Saver
 from ddpm_ds.unet.model import parameter_shapes
-from tests.launching import run_ranks, write_json
+from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, layers_of, report_cases, spec_of
+from tests.pipeline.ladder_worker import Case, layers_of, report_cases
 from tests.train.ranks import the_same
 
 STEPS = 2
 WHOLE = "whole"
 LENGTH = 0.1
-SPEC = spec_of(False, "heads").model_copy(
-    update={"ema": EmaSpec(halflife_images=15, rampup_fraction=0.5, profiles=(LENGTH,), snapshot_images=8)}
+SPEC = tiny_spec(
+    unet={
+        "multipliers": [1],
+        "attention_resolutions": [],
+        "head_channels": 4,
+        "time_conditioning": "scale_shift",
+        "dropout": 0.0,
+    },
+    train={"images": 64, "batch_images": 8},
+    ema={"halflife_images": 15, "rampup_fraction": 0.5, "profiles": (LENGTH,), "snapshot_images": 8},
 )
+"""One level, with attention of several heads in the middle: there is a layer of each kind that is split."""
 MIDDLE, END = (checkpoint_name(steps * SPEC.train.batch_images) for steps in (STEPS, 2 * STEPS))
 
 ONE = Case(1, 1, 0, "fp32", 0, micro_batches=2, process="heads")

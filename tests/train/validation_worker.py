@@ -62,6 +62,8 @@ TEXT: tuple[dict[str, Any], dict[str, Any]] = (
     },
 )
 """Data and U-Net of a run with text."""
+FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
+"""Layers of a run without text that two stages share; four take more."""
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
 
 
@@ -86,7 +88,7 @@ class Look:
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance, "guidance_between": self.between}
-        data, unet = TEXT if self.text else ({}, {})
+        data, unet = TEXT if self.text else ({}, FEW if self.stages < 4 else {})
         if self.buckets:
             data, unet = {**data, "buckets": {"step": 8}}, {**unet, "dropout": 0.0}
         return tiny_spec(

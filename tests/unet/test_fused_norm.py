@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from ddpm_ds.unet.kernel_choice import (
 )
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.operations import GroupNorm, KeyedDropout, use_kernels
-from tests.alone import REPOSITORY
 
 EPSILON = 1e-3
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -324,11 +322,6 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     expected = trial or KernelTimes(failure=" ".join(str(error).split()), device_lost=broken)
     assert try_kernels("auto", LAYERS, torch.device("cpu"), torch.float16, 8) == expected
-
-
-def test_the_module_is_imported_without_triton() -> None:
-    program = "import sys; sys.modules['triton'] = None; import ddpm_ds.unet.fused_norm, ddpm_ds.unet.kernel_choice"
-    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
 
 
 @pytest.mark.gpu
