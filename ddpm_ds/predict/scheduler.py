@@ -18,7 +18,7 @@ from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import PASSES, Instruction, Name, Program, completed, neighbours, phases_of, program
-from ddpm_ds.predict.simulate import Links, PhaseCosts, RankCosts, free, simulate
+from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts, free, simulate
 
 Pass = tuple[Literal["forward", "backward"], int]
 """Kind and phase of a pass."""
@@ -48,7 +48,24 @@ def planned(
         schedule: decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried.
         most_held: maximum micro-batches of a rank between their first forward and their last gradients.
     """
-    ranks = len(costs)
+    ends = [ends for rank in range(1, len(costs)) for ends in ((rank - 1, rank), (rank, rank - 1))]
+    links = tuple((one, link(*one)) for one in ends)
+    return _planned(schedule, micro_batches, tuple(costs), links, most_held)
+
+
+@functools.lru_cache(maxsize=64)  # layouts of a search that differ in ZeRO alone often cost the same
+def _planned(
+    schedule: Schedule,
+    micro_batches: int,
+    costs: tuple[RankCosts, ...],
+    links: tuple[tuple[tuple[int, int], Link], ...],
+    most_held: int,
+) -> tuple[Program, ...]:
+    ranks, between = len(costs), dict(links)
+
+    def link(source: int, target: int) -> Link:
+        return between[source, target]
+
     known: list[tuple[Program, ...]] = []
     named: Schedule = "folded" if folds(schedule) else "1f1b"
     with suppress(ValueError):  # too few micro-batches for a fold
