@@ -92,10 +92,11 @@ def test_every_path_on_the_command_line_may_begin_with_a_home_folder(home: Path)
 def test_two_dashes_are_no_value_of_any_option() -> None:
     options = [(parser, action) for parser, action in ACTIONS if action.option_strings and action.nargs in (None, "?")]
     assert len(options) > 100
+    reader = make_parser()
     for parser, action in options:
         for name in action.option_strings:
             with pytest.raises(SpecError, match=r"^argument .*: -- is no value; .* --help explains$"):
-                make_parser().parse_args([*parser.prog.split()[1:], f"{name}=--" if name[:2] == "--" else f"{name}--"])
+                reader.parse_args([*parser.prog.split()[1:], f"{name}=--" if name[:2] == "--" else f"{name}--"])
 
 
 def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_folder(home: Path) -> None:

@@ -7,6 +7,7 @@ How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpee
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -1113,6 +1114,14 @@ def _check_trackers(spec: RunSpec) -> None:
         raise ValueError(f"logging.trackers = [{', '.join(trackers)}] has one tracker twice; leave one out")
 
 
+@functools.lru_cache(maxsize=64)
+def _log_signal(start: float, end: float, steps: int, root: float) -> float:
+    """Return the logarithm of the last alpha_bar of a schedule of betas."""
+    first, last = start ** (1 / root), end ** (1 / root)
+    betas = ((first + (last - first) * step / max(steps - 1, 1)) ** root for step in range(steps))
+    return sum(math.log1p(-beta) for beta in betas)
+
+
 def _check_diffusion(spec: RunSpec) -> None:
     diffusion = spec.diffusion
     schedule = SCHEDULES[diffusion.schedule]
@@ -1148,10 +1157,7 @@ def _check_diffusion(spec: RunSpec) -> None:
                 f"diffusion.beta_start = {start} and beta_end = {end} must rise and stay below 1, as the usual "
                 f"{schedule.betas[0]} and {schedule.betas[1]} do"
             )
-        root = schedule.beta_root
-        first, last = start ** (1 / root), end ** (1 / root)
-        betas = ((first + (last - first) * step / max(steps - 1, 1)) ** root for step in range(steps))
-        if sum(math.log1p(-beta) for beta in betas) < 2.0 * math.log(LEAST_SIGNAL):
+        if _log_signal(start, end, steps, schedule.beta_root) < 2.0 * math.log(LEAST_SIGNAL):
             raise ValueError(
                 f"diffusion.timesteps = {steps} with beta_start = {start} and beta_end = {end} leave less than "
                 f"{LEAST_SIGNAL:g} of the image, too little to compute with; use fewer timesteps or a smaller beta_end"

@@ -1,6 +1,8 @@
 """Reading run specs from YAML and ``--set`` into a checked ``RunSpec``; JSON schema and Markdown of the run spec."""
 
+import copy
 import difflib
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,12 +186,17 @@ def _read(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str, origin: str) -> Any:
     """Return the value of a YAML text within limits; raises :class:`SpecError` that begins with ``origin``."""
     try:
-        return yaml.load(text, _Loader)
+        return copy.deepcopy(_parsed(text))
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SpecError(f"{origin}: not YAML{line}: {error.problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
+
+
+@functools.lru_cache(maxsize=64)  # whoever makes several runs of a spec reads it for each of them
+def _parsed(text: str) -> Any:
+    return yaml.load(text, _Loader)
 
 
 def _override(values: dict[str, Any], item: str) -> str:

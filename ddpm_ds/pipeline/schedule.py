@@ -126,17 +126,19 @@ def weight_passes(programs: Sequence[Program], schedule: Schedule) -> tuple[tupl
 def completed(passes: Iterable[Instruction], schedule: Schedule, ranks: int, rank: int) -> Program:
     """Return the complete program of a rank from its passes, adding loads, sends and the end of the step."""
     program: list[Instruction] = []
-    last = phases_of(schedule) - 1
+    phases = range(phases_of(schedule))
+    routes = [neighbours(schedule, ranks, rank, phase) for phase in phases]
+    loads = [(rank == 0 and phase == 0) or (len(phases) == 1 and rank == ranks - 1) for phase in phases]
     for own in passes:
-        before, after = neighbours(schedule, ranks, rank, own.phase)
-        loads = (rank == 0 and own.phase == 0) or (last == 0 and rank == ranks - 1)
-        if own.name == "ForwardPass" and loads:
-            program.append(own._replace(name="LoadMicroBatch"))
+        name, phase, numbers = own
+        before, after = routes[phase]
+        if name == "ForwardPass" and loads[phase]:
+            program.append(Instruction("LoadMicroBatch", phase, numbers))
         program.append(own)
-        if own.name == "ForwardPass" and after is not None:
-            program.append(own._replace(name="SendActivation"))
-        if own.name in BACKWARDS and before is not None:
-            program.append(own._replace(name="SendGrad"))
+        if name == "ForwardPass" and after is not None:
+            program.append(Instruction("SendActivation", phase, numbers))
+        if name in BACKWARDS and before is not None:
+            program.append(Instruction("SendGrad", phase, numbers))
     return (*program, Instruction("ReduceGrads"), Instruction("OptimizerStep"))
 
 

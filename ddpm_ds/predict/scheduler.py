@@ -10,18 +10,19 @@ import functools
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import folds
-from ddpm_ds.pipeline.schedule import PASSES, Instruction, Program, completed, neighbours, phases_of, program
-from ddpm_ds.predict.simulate import Links, PhaseCosts, RankCosts, free, simulate
+from ddpm_ds.pipeline.schedule import PASSES, Instruction, Name, Program, completed, neighbours, phases_of, program
+from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts, free, simulate
 
 Pass = tuple[Literal["forward", "backward"], int]
 """Kind and phase of a pass."""
+NAMES: dict[Literal["forward", "backward"], Name] = {"forward": "ForwardPass", "backward": "InputGradients"}
 PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
     1: ((("backward", 0), ("forward", 0)), (("forward", 0), ("backward", 0))),
     2: (
@@ -47,7 +48,24 @@ def planned(
         schedule: decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried.
         most_held: maximum micro-batches of a rank between their first forward and their last gradients.
     """
-    ranks = len(costs)
+    ends = [ends for rank in range(1, len(costs)) for ends in ((rank - 1, rank), (rank, rank - 1))]
+    links = tuple((one, link(*one)) for one in ends)
+    return _planned(schedule, micro_batches, tuple(costs), links, most_held)
+
+
+@functools.lru_cache(maxsize=64)  # layouts of a search that differ in ZeRO alone often cost the same
+def _planned(
+    schedule: Schedule,
+    micro_batches: int,
+    costs: tuple[RankCosts, ...],
+    links: tuple[tuple[tuple[int, int], Link], ...],
+    most_held: int,
+) -> tuple[Program, ...]:
+    ranks, between = len(costs), dict(links)
+
+    def link(source: int, target: int) -> Link:
+        return between[source, target]
+
     known: list[tuple[Program, ...]] = []
     named: Schedule = "folded" if folds(schedule) else "1f1b"
     with suppress(ValueError):  # too few micro-batches for a fold
@@ -65,8 +83,8 @@ def planned(
     )
     ways = list(itertools.product(limits, preferences, filter(None, counts)))
     passes = 3 * ranks * micro_batches * phases_of(schedule)
-    for limit, preference, count in ways[: max(1, MOST_TRIED_PASSES // passes)]:
-        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count).run()
+    run = _Greedy(schedule, micro_batches, costs, link).run
+    for made in dict.fromkeys(itertools.starmap(run, ways[: max(1, MOST_TRIED_PASSES // passes)])):  # many are alike
         tried.append(_whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None))
     tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
 
@@ -89,11 +107,12 @@ def _whole(
         for one in own:
             if one.name not in PASSES:
                 continue
-            split = Instruction("InputGradients", one.phase, one.micro_batches)
-            if one.name == "WeightGradients" and passes and passes[-1] == split and where(rank, one.phase):
-                passes[-1] = split._replace(name="BackwardPass")
-            else:
-                passes.append(one)
+            if one.name == "WeightGradients" and passes and where(rank, one.phase):
+                last = passes[-1]
+                if last.name == "InputGradients" and last[1:] == one[1:]:
+                    passes[-1] = Instruction("BackwardPass", *one[1:])
+                    continue
+            passes.append(one)
         joined.append(completed(passes, schedule, len(programs), rank))
     return tuple(joined)
 
@@ -121,106 +140,117 @@ def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_he
 
 
 class _Greedy:
-    """Greedy simulation in which each rank takes the first pass that can start.
+    """Greedy simulation in which each rank takes the first pass that can start."""
 
-    ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches per weight-gradient pass, unless
-    no more are left or memory is full.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        micro_batches: int,
-        costs: Sequence[RankCosts],
-        link: Links,
-        preference: Sequence[Pass],
-        most_held: int,
-        together: int,
-    ) -> None:
-        self._micro_batches, self._costs, self._link = micro_batches, costs, functools.cache(link)
-        self._preference, self._most_held, self._together = preference, most_held, together
-        self._last = phases_of(schedule) - 1
-        ranks = len(costs)
-        self._routes = [
-            [neighbours(schedule, ranks, rank, phase) for phase in range(self._last + 1)] for rank in range(ranks)
+    def __init__(self, schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links) -> None:
+        self._micro_batches, self._costs, self._phases = micro_batches, costs, range(phases_of(schedule))
+        self._alone: dict[Pass, list[Instruction]] = {
+            (kind, phase): [Instruction(name, phase, (number,)) for number in range(micro_batches)]
+            for phase in self._phases
+            for kind, name in NAMES.items()
+        }
+        """Passes of one micro-batch."""
+        self._after = [
+            {one: self._what_follows(schedule, rank, one, link) for one in self._alone} for rank in range(len(costs))
         ]
-        self._done: list[dict[Pass, int]] = [defaultdict(int) for _ in costs]
-        """Number of passes of a kind that are done or have begun, by rank."""
-        self._ready: list[dict[Pass, deque[float]]] = [defaultdict(deque) for _ in costs]
-        """Times when the inputs of the next passes of a kind arrive, by rank."""
-        self._waiting: list[dict[int, list[int]]] = [defaultdict(list) for _ in costs]
-        """Micro-batches whose weight gradients are still to be computed, by rank and phase."""
-        self._free_at: dict[tuple[int, int], float] = defaultdict(float)
-        self._wakes = [(0.0, rank) for rank in range(ranks)]
-        for rank, routes in enumerate(self._routes):
-            if routes[0][0] is None:
-                self._ready[rank]["forward", 0].extend([0.0] * micro_batches)
 
-    def run(self) -> list[list[Instruction]]:
-        """Return the passes of each rank, in order."""
-        orders: list[list[Instruction]] = [[] for _ in self._costs]
-        busy_until = [0.0] * len(orders)
-        while self._wakes:
-            now, rank = heapq.heappop(self._wakes)
-            if now < busy_until[rank]:
-                continue
-            own = self._next(rank, now)
-            if own is None:
-                continue
-            orders[rank].append(own)
-            seconds = self._costs[rank].phases[own.phase].seconds(own.name, len(own.micro_batches))
-            busy_until[rank] = now + seconds
-            heapq.heappush(self._wakes, (busy_until[rank], rank))
-            self._give(rank, own, busy_until[rank])
-        return orders
+    def _what_follows(self, schedule: Schedule, rank: int, one: Pass, link: Links) -> "_Following":
+        """Return the seconds of a pass, and which passes can then start, on this rank or the one that it sends to."""
+        kind, phase = one
+        own, forward, last = self._costs[rank].phases[phase], kind == "forward", self._phases[-1]
+        seconds, target = own.seconds(NAMES[kind]), neighbours(schedule, len(self._costs), rank, phase)[forward]
+        if target is not None:
+            wire, size = link(rank, target), own.activation_bytes if forward else own.gradient_bytes
+            return _Following(seconds, one, target, size / wire.bytes_per_second, wire.latency_seconds)
+        if forward:
+            return _Following(seconds, ("forward", phase + 1) if phase < last else ("backward", phase))
+        return _Following(seconds, ("backward", phase - 1) if phase else None)
 
-    def _next(self, rank: int, now: float) -> Instruction | None:
-        """Return the pass that a free rank begins, if it can begin any."""
-        done, ready = self._done[rank], self._ready[rank]
-        phases = range(self._last + 1)
-        over = [done["backward", phase] - len(self._waiting[rank][phase]) for phase in phases]
-        held = done["forward", 0] - min(over)
-        for kind, phase in self._preference:
-            arrivals = ready[kind, phase]
-            if not arrivals or arrivals[0] > now or (kind == "forward" and phase == 0 and held >= self._most_held):
+    def run(self, most_held: int, preference: Sequence[Pass], together: int) -> tuple[tuple[Instruction, ...], ...]:
+        """Return the passes of each rank, in order.
+
+        ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches per weight-gradient pass,
+        unless no more are left or memory is full.
+        """
+        ranks = [_Rank({one: deque() for one in self._alone}, self._phases) for _ in self._costs]
+        ranks[0].ready["forward", 0].extend([0.0] * self._micro_batches)
+        free_at: dict[tuple[int, int], float] = defaultdict(float)
+        wakes = [(0.0, number) for number in range(len(ranks))]
+        while wakes:
+            now, number = heapq.heappop(wakes)
+            rank = ranks[number]
+            if now < rank.busy_until:
+                continue
+            if (one := rank.begin(preference, now, most_held)) is not None:
+                rank.order.append(self._alone[one][rank.done[one] - 1])
+                seconds, following, target, wire_seconds, latency_seconds = self._after[number][one]
+                rank.busy_until = now + seconds
+                if target is not None:
+                    leaves = max(rank.busy_until, free_at[number, target]) + wire_seconds
+                    free_at[number, target] = leaves
+                    ranks[target].ready[one].append(leaves + latency_seconds)
+                    heapq.heappush(wakes, (leaves + latency_seconds, target))
+                elif following is not None:
+                    rank.ready[following].append(rank.busy_until)
+            elif (weights := rank.weights(self._micro_batches, most_held, together)) is not None:
+                rank.order.append(weights)
+                own = self._costs[number].phases[weights.phase]
+                rank.busy_until = now + own.seconds("WeightGradients", len(weights.micro_batches))
+            else:
+                continue
+            heapq.heappush(wakes, (rank.busy_until, number))
+        return tuple(tuple(rank.order) for rank in ranks)
+
+
+class _Following(NamedTuple):
+    """What comes after a pass: its seconds, the pass that takes its output, and the message to another rank."""
+
+    seconds: float
+    taker: Pass | None
+    target: int | None = None
+    wire_seconds: float = 0.0
+    latency_seconds: float = 0.0
+
+
+class _Rank:
+    """Rank of the greedy simulation."""
+
+    def __init__(self, ready: dict[Pass, deque[float]], phases: range) -> None:
+        self.ready = ready
+        """Times when the inputs of the next passes of a kind arrive."""
+        self.done = dict.fromkeys(ready, 0)
+        """Number of passes of a kind that are done or have begun."""
+        self.waiting: list[list[int]] = [[] for _ in phases]
+        """Micro-batches whose weight gradients are still to be computed, by phase."""
+        self.over = [0 for _ in phases]
+        """Number of micro-batches whose weight gradients are done or have begun, by phase."""
+        self.order: list[Instruction] = []
+        self.busy_until = 0.0
+
+    def begin(self, preference: Sequence[Pass], now: float, most_held: int) -> Pass | None:
+        """Return the forward or input gradients that begin now, if any can."""
+        for one in preference:
+            arrivals = self.ready[one]
+            if not arrivals or arrivals[0] > now:
+                continue
+            if one == ("forward", 0) and self.done[one] - min(self.over) >= most_held:
                 continue
             arrivals.popleft()
-            number = done[kind, phase]
-            done[kind, phase] += 1
-            if kind == "forward":
-                return Instruction("ForwardPass", phase, (number,))
-            self._waiting[rank][phase].append(number)
-            return Instruction("InputGradients", phase, (number,))
-        all_done, full = done["backward", 0] == self._micro_batches, held >= self._most_held
-        for phase in range(self._last, -1, -1):
-            waiting = self._waiting[rank][phase]
-            no_more = done["backward", phase] == self._micro_batches
-            if waiting and ((full and over[phase] == min(over)) or no_more or len(waiting) >= self._together):
-                numbers = tuple(waiting if all_done else waiting[: self._together])
-                del waiting[: len(numbers)]
-                return Instruction("WeightGradients", phase, numbers)
+            if one[0] == "backward":
+                self.waiting[one[1]].append(self.done[one])
+            self.done[one] += 1
+            return one
         return None
 
-    def _give(self, rank: int, own: Instruction, done_at: float) -> None:
-        """Mark the passes that depend on this one as ready, on this rank or the one that it sends to."""
-        if own.name == "WeightGradients":
-            return
-        forward = own.name == "ForwardPass"
-        target = self._routes[rank][own.phase][1 if forward else 0]
-        if target is not None:
-            phase_costs, wire = self._costs[rank].phases[own.phase], self._link(rank, target)
-            size = phase_costs.activation_bytes if forward else phase_costs.gradient_bytes
-            leaves = max(done_at, self._free_at[rank, target]) + size / wire.bytes_per_second
-            self._free_at[rank, target] = leaves
-            arrives = leaves + wire.latency_seconds
-            self._ready[target]["forward" if forward else "backward", own.phase].append(arrives)
-            heapq.heappush(self._wakes, (arrives, target))
-        for following in self._following(rank, own.phase, forward):
-            self._ready[rank][following].append(done_at)
-
-    def _following(self, rank: int, phase: int, forward: bool) -> Iterator[Pass]:
-        """Yield the passes of this rank that take this pass's output."""
-        if forward and self._routes[rank][phase][1] is None:
-            yield ("forward", phase + 1) if phase < self._last else ("backward", phase)
-        if not forward and self._routes[rank][phase][0] is None and phase:
-            yield "backward", phase - 1
+    def weights(self, micro_batches: int, most_held: int, together: int) -> Instruction | None:
+        """Return the weight gradients that begin now, if any can."""
+        full = self.done["forward", 0] - min(self.over) >= most_held
+        for phase in range(len(self.waiting) - 1, -1, -1):
+            waiting = self.waiting[phase]
+            no_more = self.done["backward", phase] == micro_batches
+            if waiting and ((full and self.over[phase] == min(self.over)) or no_more or len(waiting) >= together):
+                numbers = tuple(waiting if self.done["backward", 0] == micro_batches else waiting[:together])
+                del waiting[: len(numbers)]
+                self.over[phase] += len(numbers)
+                return Instruction("WeightGradients", phase, numbers)
+        return None

@@ -1,5 +1,6 @@
 """Modules for the list of layers, the plain U-Net that walks it in one process, and ``torch.compile`` of the layers."""
 
+import functools
 import os
 import shutil
 from collections.abc import Sequence
@@ -36,15 +37,18 @@ def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[st
     """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory; in
     layers that are ``split`` those of a rank's parts.
     """
-    with torch.device("meta"):
-        modules = [module_of(layer, index, 0) for index, layer in enumerate(layers)]
-        for layer, module in zip(layers, modules, strict=True) if split else ():
-            keep_part(module, layer, TensorGroup(0, layer.shards))
     return {
-        f"{index}.{name}": tuple(parameter.shape)
-        for index, module in enumerate(modules)
-        for name, parameter in module.named_parameters()
+        f"{index}.{name}": shape for index, layer in enumerate(layers) for name, shape in _shapes(layer, split).items()
     }
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(layer: Layer, split: bool) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        module = module_of(layer, 0, 0)
+        if split:
+            keep_part(module, layer, TensorGroup(0, layer.shards))
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 class UNet(nn.Module):

@@ -52,6 +52,13 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_on(prepare(spec.data), folder / "run", spec).run_dir
 
 
+@pytest.fixture(autouse=True)
+def _few_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spectra, which take most of an evaluation of a tiny run, are drawn where a test looks at them."""
+    if request.function is not test_the_members_of_every_held_out_field_are_scored_against_it:
+        monkeypatch.setattr(ensembles, "spectra_plot", lambda spectra, channels, path: path.touch())
+
+
 @pytest.fixture
 def evaluate(trackers: list[Any], capfd: pytest.CaptureFixture[str]) -> Evaluate:
     """Runs the verb in this process and gives what it printed, its bars left out."""

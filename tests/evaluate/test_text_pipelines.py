@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -128,6 +129,7 @@ def test_a_pipeline_becomes_a_spec_with_its_text_its_noise_and_its_weights(pipel
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("pipeline", ["sd", pytest.param("sdxl", marks=pytest.mark.long)], indirect=True)
 def test_shards_and_fp16_variants_give_the_same_weights(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +182,8 @@ def test_a_single_file_has_its_kind_found_and_its_weights_by_name(kind: str, tmp
     base, words = base_spec(tmp_path, autoencoder="vae"), ("--set", "data.text.encoders=x")
     spec, weights = import_of(tmp_path, base, tmp_path / "out", *words)
     layers = unet_layers(spec.unet, spec.data.interface)
-    originals = {original: unet.state_dict()[name] for name, original in original_names(layers).items()}
+    state = unet.state_dict()
+    originals = {original: state[name] for name, original in original_names(layers).items()}
     path = tmp_path / "single.safetensors"
     save_file(
         {**originals, "model_ema.decay": torch.zeros(()), **({"v_pred": torch.zeros(0)} if "2" in kind else {})}, path
@@ -195,7 +198,6 @@ def test_a_single_file_has_its_kind_found_and_its_weights_by_name(kind: str, tmp
     theirs = diffusers.UNet2DConditionModel.from_single_file(
         str(path), config=str(tmp_path), subfolder="unet", local_files_only=True, low_cpu_mem_usage=False
     )
-    state = unet.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
 
 
@@ -213,11 +215,16 @@ NOISE: dict[str, dict[str, Any]] = {
 OPENED = {"sd": diffusers.StableDiffusionPipeline, "sdxl": diffusers.StableDiffusionXLPipeline}
 
 
+@functools.cache
+def imported_spec(pipeline: Path) -> RunSpec:
+    """The spec that a pipeline becomes."""
+    (folder := pipeline.parent / f"import of {pipeline.name}").mkdir()
+    return import_of(pipeline, base_spec(folder, autoencoder=str(pipeline / "vae")), folder / "out")[0]
+
+
 def checkpoint_of(pipeline: Path, folder: Path, noise: str, **text: Any) -> Path:
     """A checkpoint of a run that began with a pipeline, and has other weights and keys of ``data.text`` since."""
-    base = base_spec(folder, autoencoder=str(pipeline / "vae"))
-    spec, _ = import_of(pipeline, base, folder / "imported")
-    values = spec.model_dump(mode="json")
+    values = imported_spec(pipeline).model_dump(mode="json")
     values["diffusion"] |= NOISE[noise]
     values["data"]["text"] |= text
     values["train"]["initial_weights"] = None
@@ -269,7 +276,16 @@ def test_an_exported_pipeline_draws_a_prompt_and_is_imported_again(pipeline: Pat
     assert all(torch.equal(weights[name], tensor) for name, tensor in trained.unet.layers.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("pipeline", "dtype"),
+    [
+        ("sd", "fp16"),
+        ("sdxl", "fp32"),
+        pytest.param("sd", "fp32", marks=pytest.mark.long),
+        pytest.param("sdxl", "fp16", marks=pytest.mark.long),
+    ],
+    indirect=["pipeline"],
+)
 def test_a_single_file_is_the_pipeline_for_diffusers(pipeline: Path, tmp_path: Path, dtype: str) -> None:
     checkpoint = checkpoint_of(pipeline, tmp_path, "eps")
     assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file", "--dtype", dtype]) == 0
@@ -338,6 +354,7 @@ def test_of_a_name_on_the_hub_an_import_downloads_what_it_reads(
     assert "nowhere does not exist; name a folder of diffusers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("pipeline", [pytest.param("sd", marks=pytest.mark.long), "sdxl"], indirect=True)
 def test_an_export_of_a_run_with_encoders_on_the_hub_is_whole(
     pipeline: Path, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

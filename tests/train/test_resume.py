@@ -149,6 +149,7 @@ def test_the_logged_rate_is_that_with_which_the_optimizer_stepped(
     assert courses.end(course).state.skipped_steps == (2 if precision == "fp16" else 0)
 
 
+@functools.cache
 def power_average(courses: Courses, course: str, length: float) -> Tensor:
     """The average of all weights of a course by its definition, in fp64, parameters end to end."""
     shapes, gamma = courses.end(course).manifest.parameters, gamma_of(length)

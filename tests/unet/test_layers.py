@@ -58,8 +58,17 @@ def test_boundary_lists_each_tensor_once() -> None:
     assert boundary_shapes(layers, cut["out"]) == (full, emb)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("name", VARIANTS)
+SPLIT = ("heads", "scale_shift", "text", "text_time")
+"""Variants that between them have every kind of layer that can be split."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        *((name, 1) for name in VARIANTS),
+        *(pytest.param(name, 2, marks=() if name in SPLIT else pytest.mark.long) for name in VARIANTS),
+    ],
+)
 def test_parameters_macs_and_activations_are_those_of_the_modules(name: str, shards: int) -> None:
     layers = split_layers(layers_of(name), TensorSplit(shards))
     modules = random_unet(layers).layers

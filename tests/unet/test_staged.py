@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import boundary_shapes
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet, rounding
 
+INSIDE = ("ddpm", "symmetric", "cos_sin", "scale_shift", "augmentation", "level", "vector")
+"""Variants whose carry is that of another, or has less in it."""
 FORMATS = {2: torch.contiguous_format, 4: torch.channels_last}
 
 
@@ -25,7 +29,12 @@ def finish(modules: nn.ModuleList, carry: Carry) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [*((name, torch.float32) for name in VARIANTS), ("heads", torch.float16)], ids=str
+    ("name", "precision"),
+    [
+        *(pytest.param(name, torch.float32, marks=pytest.mark.long if name in INSIDE else ()) for name in VARIANTS),
+        ("heads", torch.float16),
+    ],
+    ids=str,
 )
 def test_a_forward_cut_anywhere_is_the_forward_bit_for_bit(name: str, precision: torch.dtype) -> None:
     layers = layers_of(name)
@@ -45,6 +54,10 @@ def test_a_forward_cut_anywhere_is_the_forward_bit_for_bit(name: str, precision:
             assert torch.equal(rest, whole), f"cut before {layers[cut].name}"
 
 
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors])
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -60,6 +73,7 @@ def test_gradients_through_any_cut_are_the_gradients(name: str) -> None:
     names = [name for name, _ in modules.named_parameters()]
     parameters = list(modules.parameters())
     expected = torch.autograd.grad(finish(modules, batch(name)).square().mean(), parameters)
+    allowed = 2 * rounding(layers) * (norms(expected) + 1e-3)
 
     for cut in range(1, len(layers)):
         modules.zero_grad()
@@ -69,7 +83,7 @@ def test_gradients_through_any_cut_are_the_gradients(name: str) -> None:
         # x_t needs no gradient, and emb gets none from a stage that has only the last layer.
         pairs = [(s, r.grad) for s, r in zip(sent, received, strict=True) if s.requires_grad and r.grad is not None]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        for parameter_name, parameter, wanted in zip(names, parameters, expected, strict=True):
-            assert parameter.grad is not None
-            error, allowed = (parameter.grad - wanted).norm(), 2 * rounding(layers) * (wanted.norm() + 1e-3)
-            assert error <= allowed, f"{parameter_name}, cut before {layers[cut].name}"
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        differences = [gradient - wanted for gradient, wanted in zip(found, expected, strict=True)]
+        too_large = [name for name, is_fine in zip(names, norms(differences) <= allowed, strict=True) if not is_fine]
+        assert not too_large, f"cut before {layers[cut].name}"

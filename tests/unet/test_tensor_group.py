@@ -79,10 +79,9 @@ def test_weight_gradients_that_have_a_pass_of_their_own_are_not_computed_beside_
 @pytest.mark.parametrize("name", ["heads", "scale_shift", "text", "text_time"])
 def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
     layers = layers_of(name)
-    for layer, whole in zip(layers, random_unet(layers).layers, strict=True):
+    for layer, whole, *ranks in zip(layers, *(random_unet(layers).layers for _ in range(3)), strict=True):
         if layer.units % 2:
             continue
-        ranks = [random_unet(layers).layers[layers.index(layer)] for _ in range(2)]
         for rank, module in enumerate(ranks):
             assert isinstance(module, CarryLayer)
             module.split(TensorGroup(rank, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -66,18 +66,25 @@ def gradients(net: UNet) -> dict[str, Tensor]:
     return found
 
 
+@cache
+def whole_gradients(dtype: torch.dtype, layers: tuple[Layer, ...]) -> dict[str, Tensor]:
+    """Gradients of whole backwards."""
+    backwards(whole := unet(dtype, layers), None)
+    return gradients(whole)
+
+
 @pytest.mark.parametrize(
     ("dtype", "recompute", "enough", "tapped", "layers"),
     [
         (torch.float32, None, 512, False, LAYERS),
         # fewer than a micro-batch has at full resolution, more than two have at half
         (torch.float32, None, 100, False, LAYERS),
-        (torch.float32, True, 512, False, LAYERS),
+        pytest.param(torch.float32, True, 512, False, LAYERS, marks=pytest.mark.long),
         (torch.float32, False, 512, False, LAYERS),
         (torch.float16, None, 100, False, LAYERS),
-        (torch.bfloat16, None, 512, False, LAYERS),
+        pytest.param(torch.bfloat16, None, 512, False, LAYERS, marks=pytest.mark.long),
         (torch.float32, None, 512, True, LAYERS),
-        (torch.float32, True, 512, True, LAYERS),
+        pytest.param(torch.float32, True, 512, True, LAYERS, marks=pytest.mark.long),
         (torch.float16, False, 512, True, LAYERS),
         (torch.float32, True, 100, False, TEXT_LAYERS),
         (torch.bfloat16, None, 512, False, TEXT_LAYERS),
@@ -89,12 +96,10 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
     recompute: bool | None,
     enough: int,
     tapped: bool,
-    layers: Sequence[Layer],
+    layers: tuple[Layer, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(weight_gradients.ENOUGH_PIXELS, "cpu", enough)
-    whole = unet(dtype, layers)
-    backwards(whole, None)
     split, waiting = unet(dtype, layers), WaitingGradients(SPLIT)
     if tapped:  # as what is compiled is wrapped
         monkeypatch.setattr(torch, "compile", lambda compute, **_: compute)
@@ -117,9 +122,9 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
     with pytest.raises(KeyError):  # once more
         waiting.compute(large, [3])
     limit = ROUNDINGS[dtype] * torch.finfo(dtype).eps
-    for name, expected in gradients(whole).items():
-        found = gradients(split)[name]
-        assert (found - expected).norm() <= limit * expected.norm(), name
+    found = gradients(split)
+    for name, expected in whole_gradients(dtype, layers).items():
+        assert (found[name] - expected).norm() <= limit * expected.norm(), name
 
 
 def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors() -> None:
