@@ -165,6 +165,7 @@ class Timeline(Observer):
             "device": engine.device.type,
             "zero_stage": engine.zero_optimization_stage(),
             "precision": self._precision,
+            "graphs": not engine.graph.why_eager,  # other steps are CUDA graphs; traced ones are not
             "world_size": len(ranks),
             "host_processes": int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))),
             "first_step": traces[0].steps[0].number,

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from ddpm_ds.config.ds_config import Layout, offloads, tensor_split, zero_stage
@@ -90,7 +90,7 @@ class FinishedRun:
     ranks: tuple[RankFacts, ...]
     """Ranks of one pipeline."""
     step_seconds: float
-    """Seconds of a traced step, without checkpoints, sampling and validation."""
+    """Seconds of a traced step, without checkpoints, sampling and validation; of the run's steps if replayed."""
     peak_flops_per_second: float
     """Flops per second that one device reaches in matrix products; 0 means unknown."""
     overflows: Overflows
@@ -102,6 +102,8 @@ class FinishedRun:
     """Where the images were read from; None is unknown."""
     host_devices: int = 1
     """Number of devices of a host; 1 if unknown."""
+    replayed: bool = False
+    """Whether steps are CUDA graphs, in which no kernel is launched by the host."""
 
     @property
     def spec(self) -> RunSpec:
@@ -136,7 +138,8 @@ class FinishedRun:
         return [rates[number] for number in range(len(self.own_layers))]
 
     def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[LayerRate]:
-        own, startup_of = self.own_layers[stage.start : stage.stop], self.device.startup_of
+        own = self.own_layers[stage.start : stage.stop]
+        startup_of = (Device() if self.replayed else self.device).startup_of
         starts, whole = [startup_of([layer]) for layer in own], startup_of(own)
         work = sum(layer.macs for layer in own) * self.layout.micro_batch_images
 
@@ -206,13 +209,18 @@ def _read(run_dir: Path) -> FinishedRun:
     last = points[-1] if points else {}
     job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
     layout = _layout(run, job, summary)
+    ranks, step_seconds = mean_ranks(summary), summary["step_seconds"]
+    own_seconds = [point["usage/step_seconds"] for point in points[len(points) // 2 :] if "usage/step_seconds" in point]
+    if replayed := bool(own_seconds and summary.get("graphs")):
+        step_seconds = median(own_seconds)
+        ranks = tuple(_replayed(rank, summary["step_seconds"], step_seconds) for rank in ranks)
     fp16 = config.get("fp16", {})
     return FinishedRun(
         job=job,
         layout=layout,
         bounds=run.bounds,
-        ranks=mean_ranks(summary),
-        step_seconds=summary["step_seconds"],
+        ranks=ranks,
+        step_seconds=step_seconds,
         peak_flops_per_second=summary.get("peak_flops_per_second") or 0.0,
         overflows=Overflows(
             skipped=int(last.get("train/skipped_steps", 0)),
@@ -227,7 +235,28 @@ def _read(run_dir: Path) -> FinishedRun:
         device=read_device(run_dir),
         residence=Residence(**read_json(path)) if (path := run_dir / RESIDENCE).exists() else None,
         host_devices=summary.get("host_processes", 1),
+        replayed=replayed,
     )
+
+
+def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
+    """Return the seconds of a step that is a CUDA graph, from those of a traced one, which the host has launched kernel
+    by kernel: all but loading, which is in no graph, are shorter in proportion.
+    """
+    loading = rank.data_wait_seconds + rank.load_seconds
+    factor = max(replayed - loading, 0.0) / (traced - loading) if traced > loading else 1.0
+    names = ("reduce", "optimizer", "wait", "send", "agreement_wait", "other")
+    shorter = {f"{name}_seconds": factor * getattr(rank, f"{name}_seconds") for name in names}
+    phases = tuple(
+        replace(
+            phase,
+            forward_seconds=factor * phase.forward_seconds,
+            backward_seconds=factor * phase.backward_seconds,
+            weight_seconds=factor * phase.weight_seconds,
+        )
+        for phase in rank.phases
+    )
+    return replace(rank, phases=phases, **shorter)
 
 
 def _layout(run: Run, job: Workload, summary: Mapping[str, Any]) -> Layout:

@@ -16,7 +16,7 @@ from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
 from ddpm_ds.predict.finished_run import Overflows, facts_of
-from ddpm_ds.predict.verdict import conclude
+from ddpm_ds.predict.verdict import conclude, shares
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.predict.planted_facts import Bench, write_run
@@ -64,6 +64,23 @@ def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
     assert facts.overflows == Overflows(4, 20, 4096.0, 128.0)
     assert facts.pauses == Pauses(50.0, 2.0, 4.0)
     assert facts.evaluation_seconds == 3.0  # the last one is of the run's end
+
+
+def test_a_run_whose_steps_are_graphs_has_their_seconds_and_no_start_up(tmp_path: Path) -> None:
+    eager = Bench(ranks=1, replicas=2, micro_batches=1, zero_stage=1, read_seconds=1e-4, start_seconds=1e-3).traced()
+    loading = eager.ranks[0].data_wait_seconds + eager.ranks[0].load_seconds
+    own = (eager.step_seconds - loading) / 4 + loading  # what is not loading takes a quarter of the time
+    run_dir = write_run(tmp_path / "run", eager, graphs=True)
+    seconds = [eager.step_seconds, own, own, eager.step_seconds, own, own]  # with steps that are watched
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": 1, "usage/step_seconds": {one}}}\n' for one in seconds))
+    facts = facts_of(run_dir)
+    assert facts.replayed and facts.step_seconds == own
+    (found,), (traced,) = facts.ranks, eager.ranks
+    assert found.pass_seconds == pytest.approx(traced.pass_seconds / 4)
+    assert found.optimizer_seconds == pytest.approx(traced.optimizer_seconds / 4)
+    assert (found.data_wait_seconds, found.load_seconds) == (traced.data_wait_seconds, traced.load_seconds)
+    assert shares(facts)["low utilisation"] == 0 < shares(eager)["low utilisation"]
+    assert shares(facts)["data wait"] > 2 * shares(eager)["data wait"]
 
 
 def test_a_folder_without_a_run_or_a_trace_is_one_line(tmp_path: Path) -> None:
