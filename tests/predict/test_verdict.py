@@ -316,3 +316,14 @@ def test_waiting_is_never_explained_twice() -> None:
     waited, busy = sum(rank.wait_seconds for rank in ranks), sum(2 * rank.pass_seconds for rank in ranks)
     assert found["bubble"] + found["imbalance"] == pytest.approx(waited / (waited + busy), rel=0.01)
     assert found["communication"] == 0
+
+
+def test_no_change_gives_graphs_up() -> None:
+    """Launches, which other layouts would have, are not in the seconds of layers that graphs replay."""
+    eager = Bench(ranks=1, replicas=2, micro_batches=8, zero_stage=1).traced()
+    fused = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
+    job = replace(eager.job, on_cpu=False, config={**eager.job.config, "optimizer": fused})
+    for replayed in (False, True):
+        facts = replace(eager, job=job, replayed=replayed)
+        others = advice._fastest_layouts(facts, traced_predictor(facts), 1.0, same_stages=False)
+        assert bool(others) == (not replayed)
