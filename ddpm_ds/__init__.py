@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
-    from ddpm_ds.planning.run_plan import plan
+    from ddpm_ds.planning import plan
     from ddpm_ds.tracking.runs import open_run
 else:  # hidden from type checkers: seeing __getattr__, they would accept every name
 
@@ -42,7 +42,7 @@ _MODULES = {
     "load_spec": "config.spec_file",
     "load_trained": "evaluate.trained",
     "open_run": "tracking.runs",
-    "plan": "planning.run_plan",
+    "plan": "planning",
     "sample": "evaluate.sampling",
 }
 

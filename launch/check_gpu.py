@@ -377,7 +377,7 @@ def device_share(work: Path) -> dict[str, float]:
     from rivals.unets import our_loop, switches_of
     from torch.profiler import ProfilerActivity, profile
 
-    from ddpm_ds.planning.run_plan import plan_run
+    from ddpm_ds.planning import plan_run
     from ddpm_ds.processes.process_group import process_group
 
     sized = [str(word) for word in CIFAR10_SIZED if word != "--set"]

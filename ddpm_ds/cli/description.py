@@ -9,7 +9,7 @@ from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES
 from ddpm_ds.pipeline.cuts import folds, relayed_elements
 from ddpm_ds.pipeline.placement import traffic
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.secret import public_address
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 from ddpm_ds.unet.shards import is_asked

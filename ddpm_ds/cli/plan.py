@@ -33,7 +33,7 @@ from ddpm_ds.command_line import (
 from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
-from ddpm_ds.planning.run_plan import plan
+from ddpm_ds.planning import plan
 from ddpm_ds.predict.layouts import KINDS, Machine, Workload
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.unet.layers import Layer

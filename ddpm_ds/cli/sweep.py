@@ -21,7 +21,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED
 from ddpm_ds.experiments.sweep import Sweep, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.run_folder import claim_folder, disk_errors_said

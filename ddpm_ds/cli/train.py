@@ -44,7 +44,7 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,

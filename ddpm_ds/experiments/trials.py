@@ -22,7 +22,7 @@ from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, set_ke
 from ddpm_ds.config.ds_model import ZERO_ONLY_KEYS
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import UserError
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes.ranks import set_environment
 from ddpm_ds.tracking.runs import ExperimentError
 

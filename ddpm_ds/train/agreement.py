@@ -13,7 +13,7 @@ import torch
 from ddpm_ds.command_line import gib
 from ddpm_ds.device import MESSAGE_ENVIRONMENT
 from ddpm_ds.errors import HostError
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.hosts import sources, versions
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.tracker import flatten

@@ -27,7 +27,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects, broadcast_object
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights

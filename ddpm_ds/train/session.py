@@ -31,8 +31,7 @@ from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
-from ddpm_ds.planning.decide import replanning
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan, replanning
 from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.predict.layouts import encoding_ranks
 from ddpm_ds.processes.ranks import for_good

@@ -23,8 +23,7 @@ from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError, one_line
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.planning.decide import cut_and_ordered, decided
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan, cut_and_ordered, decided
 from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous

@@ -25,7 +25,7 @@ from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from tests.diffusion.sampling import sample
 from tests.launching import tiny_spec
 

@@ -16,7 +16,7 @@ from ddpm_ds.data.cache import Kind
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from ddpm_ds.predict import advice
 from ddpm_ds.predict.advice import Change, changes, traced_predictor
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows
