@@ -19,11 +19,11 @@ from torch import Tensor
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import Part, parts, prepare_held_out, sizes_trained, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
-from ddpm_ds.data.prompts import first_captions
 from ddpm_ds.diffusion.condition import Condition, Moves
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError

@@ -1,4 +1,4 @@
-"""A trained regression, of whose predictions a cache of residuals is made (:mod:`ddpm_ds.data.residuals`)."""
+"""A trained regression, of whose predictions a cache of residuals is made (:mod:`ddpm_ds.data.fields`)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ CONDITION_KEYS = ("kind", "variables", "channels", "constants", "constant_channe
 
 
 class TrainedRegression:
-    """Implements :class:`ddpm_ds.data.residuals.Regression` for the averaged weights of a run.
+    """Implements :class:`ddpm_ds.data.fields.Regression` for the averaged weights of a run.
 
     Raises:
         CheckpointError: ``data.residual_of`` has no weights.

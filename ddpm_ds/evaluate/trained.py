@@ -36,10 +36,10 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
+from ddpm_ds.data.captions import EncodedPrompts
+from ddpm_ds.data.fields import REGRESSION
 from ddpm_ds.data.hub import from_hub, is_hub_name
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
-from ddpm_ds.data.prompts import EncodedPrompts
-from ddpm_ds.data.residuals import REGRESSION
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import parts_of

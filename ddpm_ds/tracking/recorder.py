@@ -8,8 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.drawn import Drawn
-from ddpm_ds.data.pictures import grid_title, write_animation, write_png
+from ddpm_ds.data.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file

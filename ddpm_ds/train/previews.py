@@ -12,10 +12,10 @@ from torch import Tensor
 from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.drawn import MOST_MEMBERS, MOST_ROWS, Drawn
+from ddpm_ds.data.captions import EncodedPrompts
 from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
 from ddpm_ds.data.loader import Indices
-from ddpm_ds.data.prompts import EncodedPrompts
+from ddpm_ds.data.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Scale
 from ddpm_ds.diffusion.samplers import Drawing, Sampler

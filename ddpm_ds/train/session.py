@@ -17,10 +17,10 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
+from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.data.order import BucketOrder
-from ddpm_ds.data.prompts import PROMPTS
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted
 from ddpm_ds.files import DS_CONFIG, SPEC

@@ -15,10 +15,10 @@ from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, limit_memory, share_threads
 from ddpm_ds.errors import SpecError, one_line

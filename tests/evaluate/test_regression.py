@@ -12,9 +12,9 @@ import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.residuals import fields_of
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.regression import TrainedRegression
