@@ -54,7 +54,9 @@ from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Manifest,
+    Span,
     State,
+    check_coverage,
     check_headers,
     damages,
     files_here,
@@ -64,7 +66,6 @@ from ddpm_ds.checkpoint.manifest import (
     read_manifest,
     unusable,
 )
-from ddpm_ds.checkpoint.spans import Span, check_coverage
 from ddpm_ds.errors import CheckpointError, NoCheckpointError
 from ddpm_ds.unet.shards import Shard
 

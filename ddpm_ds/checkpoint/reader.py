@@ -22,17 +22,18 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     FileEntry,
     Manifest,
+    Span,
     blocks_of,
     check_all_here,
     check_bytes,
     check_headers,
+    divides,
     parse_state,
     read_bytes,
     read_manifest,
     unusable,
     verify,
 )
-from ddpm_ds.checkpoint.spans import Span, divides
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import open_tensors, sync, temporary_beside

@@ -40,11 +40,11 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     Description,
     Part,
+    Span,
     StoredDtype,
     manifest_of,
 )
 from ddpm_ds.checkpoint.reader import STORED, Header, write_tensors
-from ddpm_ds.checkpoint.spans import Span
 from ddpm_ds.files import replace_file, write_file
 from ddpm_ds.unet.shards import Shard
 

@@ -304,7 +304,7 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
 
 def draw_timeline(simulation: Simulation, title: str, file: BinaryIO) -> None:
     """Write the step as a PNG, in the colours of measured ones. The simulation must have kept its events."""
-    from ddpm_ds.observe.pictures import draw_step
+    from ddpm_ds.observe.timeline import draw_step
 
     seconds = simulation.step_seconds
     names = [str(rank) for rank in range(len(simulation.events))]

@@ -44,8 +44,7 @@ from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import parts_of
 from ddpm_ds.device import DTYPES, usable_device
-from ddpm_ds.diffusion.condition import Conditions, Scale
-from ddpm_ds.diffusion.text import Prompts, no_text
+from ddpm_ds.diffusion.condition import Conditions, Prompts, Scale, no_text
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded

@@ -1,4 +1,5 @@
-"""Simulator of a training step of a pipeline, from the engines' own programs with a time for each instruction.
+"""Simulator of a training step of a pipeline, from the engines' own programs with a time for each instruction, and
+scheduler that computes an order of passes by it.
 
 A rank executes its program in order, one instruction at a time. It waits as the engines do:
 
@@ -12,16 +13,55 @@ A rank executes its program in order, one instruction at a time. It waits as the
 A message leaves when the previous one in its direction has left, takes its bytes divided by the bandwidth, and arrives
 after the latency. All messages of a direction between two ranks are posted by one rank, in its order. Therefore ranks
 can be simulated one at a time, each as far as its messages allow, and the times are exact.
+
+:func:`planned` lets the ranks work greedily in simulated time, with separate passes for weight gradients. A free rank
+takes the first of its passes, in an order of preference, whose input is ready; weight gradients come last, since no
+rank waits for them. Several preferences and limits are tried besides the named schedules, and the shortest simulated
+step wins. This extends zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) to unequal stages.
 """
 
 import functools
+import heapq
+import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ddpm_ds.config.ds_config import Schedule
-from ddpm_ds.pipeline.schedule import BACKWARDS, Event, Name, Program, neighbours, program
+from ddpm_ds.config.ds_config import Layout, Schedule
+from ddpm_ds.pipeline import schedule as schedules
+from ddpm_ds.pipeline.cuts import folds
+from ddpm_ds.pipeline.schedule import (
+    BACKWARDS,
+    PASSES,
+    Event,
+    Instruction,
+    Name,
+    Program,
+    completed,
+    neighbours,
+    phases_of,
+    program,
+)
+
+Pass = tuple[Literal["forward", "backward"], int]
+"""Kind and phase of a pass."""
+PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
+    1: ((("backward", 0), ("forward", 0)), (("forward", 0), ("backward", 0))),
+    2: (
+        (("forward", 1), ("backward", 1), ("backward", 0), ("forward", 0)),
+        (("backward", 1), ("forward", 1), ("backward", 0), ("forward", 0)),
+        (("backward", 1), ("backward", 0), ("forward", 1), ("forward", 0)),
+        (("backward", 0), ("backward", 1), ("forward", 1), ("forward", 0)),
+    ),
+}
+"""Orders of preference that are tried, by the number of phases."""
+FEW = (4, 3, 2)
+"""Numbers of micro-batches per weight-gradient pass that are tried besides all held micro-batches and half of them."""
+MOST_TRIED_PASSES = 25_000
+"""Maximum passes over all ranks and tries; beyond it only the first order of preference is tried."""
 
 
 @dataclass(frozen=True)
@@ -204,3 +244,191 @@ class _Rank:
         self.busy += seconds
         if self.keep_events and seconds:
             self.events.append(Event(instruction, phase, micro_batch, start, self.now))
+
+
+def planned(
+    schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_held: int
+) -> tuple[Program, ...]:
+    """Return the programs with the shortest simulated step that is found; a function of the arguments alone.
+
+    Args:
+        schedule: decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried.
+        most_held: maximum micro-batches of a rank between their first forward and their last gradients.
+    """
+    ranks = len(costs)
+    known: list[tuple[Program, ...]] = []
+    named: Schedule = "folded" if folds(schedule) else "1f1b"
+    with suppress(ValueError):  # too few micro-batches for a fold
+        known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
+    if folds(schedule):
+        known.append(tuple(schedules.zero_bubble_v(micro_batches, ranks, rank) for rank in range(ranks)))
+    tried: list[tuple[Program, ...]] = []
+    preferences = PREFERENCES[phases_of(schedule)]
+    limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
+    phases = [phase for own in costs for phase in own.phases]
+    many, few = [most_held, most_held // 2], [count for count in FEW if count <= most_held]
+    together = [*many, *few] if any(phase.weight_pass_seconds for phase in phases) else [*few, *many]
+    counts = dict.fromkeys(
+        [*together, 1] if any(one.weight_pass_seconds + one.split_seconds for one in phases) else [1]
+    )
+    ways = list(itertools.product(limits, preferences, filter(None, counts)))
+    passes = 3 * ranks * micro_batches * phases_of(schedule)
+    for limit, preference, count in ways[: max(1, MOST_TRIED_PASSES // passes)]:
+        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count).run()
+        tried.append(_whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None))
+    tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
+
+    def seconds(programs: Sequence[Program]) -> float:
+        return simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
+
+    best = min(tried, key=seconds)
+    return min(_whole(best, schedule, lambda rank, phase: True), best, key=seconds)
+
+
+def _whole(
+    programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
+) -> tuple[Program, ...]:
+    """Merge the input gradients of a micro-batch with its weight gradients into a whole backward, if they follow
+    directly and alone; ``where`` selects ranks and phases.
+    """
+    joined = []
+    for rank, own in enumerate(programs):
+        passes: list[Instruction] = []
+        for one in own:
+            if one.name not in PASSES:
+                continue
+            split = Instruction("InputGradients", one.phase, one.micro_batches)
+            if one.name == "WeightGradients" and passes and passes[-1] == split and where(rank, one.phase):
+                passes[-1] = split._replace(name="BackwardPass")
+            else:
+                passes.append(one)
+        joined.append(completed(passes, schedule, len(programs), rank))
+    return tuple(joined)
+
+
+def order_of(layout: Layout, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
+    """Return the programs of a planned schedule, or of a single stage that holds several micro-batches; None if the
+    schedule's name defines them.
+    """
+    if layout.stages == 1 and layout.most_held > 1:
+        return (schedules.accumulated(layout.micro_batches, layout.most_held),)
+    if layout.schedule != "planned":
+        return None
+    return planned(layout.schedule, layout.micro_batches, costs, link, most_held=layout.most_held)
+
+
+@functools.lru_cache(maxsize=1024)
+def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_held: int) -> tuple[Program, ...]:
+    """Return the programs of all ranks, for a planned schedule as if all passes took equally long."""
+    if ranks == 1 and most_held > 1:
+        return (schedules.accumulated(micro_batches, most_held),)
+    if schedule != "planned":
+        return tuple(program(schedule, micro_batches, ranks, rank) for rank in range(ranks))
+    costs = [RankCosts((PhaseCosts(1.0, 2.0, weight_seconds=1.0),) * phases_of(schedule))] * ranks
+    return planned(schedule, micro_batches, costs, most_held=most_held)
+
+
+class _Greedy:
+    """Greedy simulation in which each rank takes the first pass that can start.
+
+    ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches per weight-gradient pass, unless
+    no more are left or memory is full.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        costs: Sequence[RankCosts],
+        link: Links,
+        preference: Sequence[Pass],
+        most_held: int,
+        together: int,
+    ) -> None:
+        self._micro_batches, self._costs, self._link = micro_batches, costs, functools.cache(link)
+        self._preference, self._most_held, self._together = preference, most_held, together
+        self._last = phases_of(schedule) - 1
+        ranks = len(costs)
+        self._routes = [
+            [neighbours(schedule, ranks, rank, phase) for phase in range(self._last + 1)] for rank in range(ranks)
+        ]
+        self._done: list[dict[Pass, int]] = [defaultdict(int) for _ in costs]
+        """Number of passes of a kind that are done or have begun, by rank."""
+        self._ready: list[dict[Pass, deque[float]]] = [defaultdict(deque) for _ in costs]
+        """Times when the inputs of the next passes of a kind arrive, by rank."""
+        self._waiting: list[dict[int, list[int]]] = [defaultdict(list) for _ in costs]
+        """Micro-batches whose weight gradients are still to be computed, by rank and phase."""
+        self._free_at: dict[tuple[int, int], float] = defaultdict(float)
+        self._wakes = [(0.0, rank) for rank in range(ranks)]
+        for rank, routes in enumerate(self._routes):
+            if routes[0][0] is None:
+                self._ready[rank]["forward", 0].extend([0.0] * micro_batches)
+
+    def run(self) -> list[list[Instruction]]:
+        """Return the passes of each rank, in order."""
+        orders: list[list[Instruction]] = [[] for _ in self._costs]
+        busy_until = [0.0] * len(orders)
+        while self._wakes:
+            now, rank = heapq.heappop(self._wakes)
+            if now < busy_until[rank]:
+                continue
+            own = self._next(rank, now)
+            if own is None:
+                continue
+            orders[rank].append(own)
+            seconds = self._costs[rank].phases[own.phase].seconds(own.name, len(own.micro_batches))
+            busy_until[rank] = now + seconds
+            heapq.heappush(self._wakes, (busy_until[rank], rank))
+            self._give(rank, own, busy_until[rank])
+        return orders
+
+    def _next(self, rank: int, now: float) -> Instruction | None:
+        """Return the pass that a free rank begins, if it can begin any."""
+        done, ready = self._done[rank], self._ready[rank]
+        phases = range(self._last + 1)
+        over = [done["backward", phase] - len(self._waiting[rank][phase]) for phase in phases]
+        held = done["forward", 0] - min(over)
+        for kind, phase in self._preference:
+            arrivals = ready[kind, phase]
+            if not arrivals or arrivals[0] > now or (kind == "forward" and phase == 0 and held >= self._most_held):
+                continue
+            arrivals.popleft()
+            number = done[kind, phase]
+            done[kind, phase] += 1
+            if kind == "forward":
+                return Instruction("ForwardPass", phase, (number,))
+            self._waiting[rank][phase].append(number)
+            return Instruction("InputGradients", phase, (number,))
+        all_done, full = done["backward", 0] == self._micro_batches, held >= self._most_held
+        for phase in range(self._last, -1, -1):
+            waiting = self._waiting[rank][phase]
+            no_more = done["backward", phase] == self._micro_batches
+            if waiting and ((full and over[phase] == min(over)) or no_more or len(waiting) >= self._together):
+                numbers = tuple(waiting if all_done else waiting[: self._together])
+                del waiting[: len(numbers)]
+                return Instruction("WeightGradients", phase, numbers)
+        return None
+
+    def _give(self, rank: int, own: Instruction, done_at: float) -> None:
+        """Mark the passes that depend on this one as ready, on this rank or the one that it sends to."""
+        if own.name == "WeightGradients":
+            return
+        forward = own.name == "ForwardPass"
+        target = self._routes[rank][own.phase][1 if forward else 0]
+        if target is not None:
+            phase_costs, wire = self._costs[rank].phases[own.phase], self._link(rank, target)
+            size = phase_costs.activation_bytes if forward else phase_costs.gradient_bytes
+            leaves = max(done_at, self._free_at[rank, target]) + size / wire.bytes_per_second
+            self._free_at[rank, target] = leaves
+            arrives = leaves + wire.latency_seconds
+            self._ready[target]["forward" if forward else "backward", own.phase].append(arrives)
+            heapq.heappush(self._wakes, (arrives, target))
+        for following in self._following(rank, own.phase, forward):
+            self._ready[rank][following].append(done_at)
+
+    def _following(self, rank: int, phase: int, forward: bool) -> Iterator[Pass]:
+        """Yield the passes of this rank that take this pass's output."""
+        if forward and self._routes[rank][phase][1] is None:
+            yield ("forward", phase + 1) if phase < self._last else ("backward", phase)
+        if not forward and self._routes[rank][phase][0] is None and phase:
+            yield "backward", phase - 1

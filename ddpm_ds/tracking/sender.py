@@ -33,7 +33,7 @@ from ddpm_ds.errors import UserError, print_to_stderr
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
 from ddpm_ds.tracking.address import check_tracking_uri, reason
-from ddpm_ds.tracking.events import (
+from ddpm_ds.tracking.run_folder import (
     EVENTS,
     SYSTEM_METRICS,
     Cursor,
@@ -42,12 +42,12 @@ from ddpm_ds.tracking.events import (
     begun,
     discard,
     is_ended,
+    lock,
     place_of,
     read,
     trackers_of,
     unsent,
 )
-from ddpm_ds.tracking.run_folder import lock
 from ddpm_ds.tracking.system_metrics import collect
 from ddpm_ds.tracking.trackers import KINDS, MlflowRun, opened_store
 

@@ -25,8 +25,7 @@ import psutil
 
 from ddpm_ds.command_line import limited_seconds, positive
 from ddpm_ds.processes.ranks import NODE_ID, host_name
-from ddpm_ds.tracking.events import SYSTEM_METRICS, EventFile
-from ddpm_ds.tracking.run_folder import lock
+from ddpm_ds.tracking.run_folder import SYSTEM_METRICS, EventFile, lock
 from ddpm_ds.tracking.tracker import Tracker, start_child
 
 if TYPE_CHECKING:  # the child needs no PyTorch

@@ -1,20 +1,31 @@
-"""Training loop: step, average, log, validate and save; roll back or stop if the numbers are bad."""
+"""Training loop: step, average, log, validate and save; roll back or stop if the numbers are bad. A rehearsal is a few
+steps and one picture, to learn their time and memory.
+"""
 
 import contextlib
+import json
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import BadNumbersError, LauncherLostError, Preempted
+from ddpm_ds.files import REHEARSAL, write_file
 from ddpm_ds.observe.observer import Observer
-from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import all_gather_objects
+from ddpm_ds.pipeline.messages import runs_behind
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
-from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics
+from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.validation import Validation
 
@@ -25,6 +36,45 @@ FLOOR_STEPS = 100
 SPIKE_POINTS = 10
 """Number of log points whose mean loss is the reference for ``bad_numbers.spike_factor``."""
 REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_images or gradient_clipping 1.0"
+
+
+class Rehearsal(Observer):
+    """Observer that ends a run after ``steps`` timed steps, and writes their seconds and all ranks' peak memory.
+
+    Before the first timed step the optimizer has updated the weights, for which it allocates its moments, and the
+    pipeline has sent its first messages, which it does in another way.
+    """
+
+    def __init__(self, engine: UnetPipelineEngine, run_dir: Path, steps: int, checkpoint_interval: int) -> None:
+        self._engine, self._file, self._steps = engine, run_dir / REHEARSAL, steps
+        self._checkpoint_interval = checkpoint_interval
+        self._warm_up = CAUTIOUS_STEPS if runs_behind(engine.device) else 1
+        self._began, self._seconds = 0.0, list[float]()
+
+    def begin_step(self, step: int) -> None:
+        wait_for_device(self._engine.device)
+        self._began = time.perf_counter()
+
+    def ended(self) -> bool:
+        """Count the step that has ended, and return whether it was the last; the same on all ranks."""
+        wait_for_device(self._engine.device)
+        if not self._warm_up:
+            self._seconds.append(time.perf_counter() - self._began)
+        elif self._engine.was_step_applied():
+            self._warm_up -= 1
+        return len(self._seconds) >= self._steps
+
+    def finish(self) -> None:
+        device = self._engine.device
+        peak = peak_reserved_bytes(device) or peak_memory_bytes(device)
+        seconds, peaks = zip(*all_gather_objects([self._seconds, peak], Any), strict=True)
+        if dist.get_rank() == 0:
+            found = {
+                "step_seconds": [max(step) for step in zip(*seconds, strict=True)],  # of the slowest rank
+                "rank_peak_bytes": peaks,
+                "checkpoint_interval": self._checkpoint_interval,
+            }
+            write_file(self._file, f"{json.dumps(found)}\n".encode())
 
 
 @dataclass

@@ -22,9 +22,8 @@ from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders
 from ddpm_ds.diffusion.augmentation import augmented, coloured
-from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, negated
+from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.text import Text, described
 from ddpm_ds.keyed import Draws, Stream
 from ddpm_ds.unet.layers import augmentation_numbers
 

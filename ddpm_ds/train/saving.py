@@ -95,7 +95,7 @@ class Saver:
 
     ``keeping`` says which checkpoints stay, ``about`` what each says of the run; ``log`` shows a line on rank 0.
     ``groups`` are the ranks by the folder of checkpoints that they see, ``store`` is that of
-    :func:`ddpm_ds.processes.heartbeat.make_store`.
+    :func:`ddpm_ds.processes.watchdog.make_store`.
     """
 
     def __init__(

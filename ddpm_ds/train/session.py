@@ -45,13 +45,11 @@ from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.held_out_loss import HeldOutLoss
-from ddpm_ds.train.loop import Training, train
+from ddpm_ds.train.loop import Rehearsal, Training, train
 from ddpm_ds.train.objective import Denoising, encoders_of, rate_of, replica_batches
-from ddpm_ds.train.previews import Previews, prompts_of
-from ddpm_ds.train.rehearsal import Rehearsal
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
-from ddpm_ds.train.validation import Validation
+from ddpm_ds.train.validation import Previews, Validation, prompts_of
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import Kernels
 from ddpm_ds.unet.shards import split_layers

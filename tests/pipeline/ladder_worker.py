@@ -40,9 +40,9 @@ from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
+from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.unet import model
 from ddpm_ds.unet.blocks import set_context, transformer_blocks

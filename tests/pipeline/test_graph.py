@@ -31,11 +31,11 @@ from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.flat_gradients import FlatGradients
+from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.own_step import OwnStep
-from ddpm_ds.train.agreement import SHARED_GPU
 from ddpm_ds.train.ema import averages_of
+from ddpm_ds.train.start import SHARED_GPU
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, Precision, report_cases, spec_of

@@ -30,7 +30,7 @@ from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import all_gather_objects
 from ddpm_ds.planning import RunPlan, plan_run
-from ddpm_ds.processes.heartbeat import make_store
+from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, described, state_fragments

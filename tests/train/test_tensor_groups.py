@@ -24,7 +24,7 @@ from ddpm_ds.checkpoint.power_ema import EMA, profile_kind
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline.exchange import all_gather_objects
-from ddpm_ds.processes.heartbeat import make_store
+from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
