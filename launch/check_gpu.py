@@ -46,8 +46,8 @@ from ddpm_ds.command_line import (  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
-from ddpm_ds.processes.launcher import Processes, rank_environments  # noqa: E402
 from ddpm_ds.processes.ranks import free_port  # noqa: E402
+from ddpm_ds.processes.supervisor import Processes, rank_environments  # noqa: E402
 from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
 CONFIGS, TRAIN, BENCH = (REPOSITORY / name for name in ("ds_configs", "launch/train.py", "launch/bench.py"))

@@ -16,9 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
+from ddpm_ds.processes.supervisor import SAID_BY_RANK_0, rank_environments
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0

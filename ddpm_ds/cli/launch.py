@@ -15,8 +15,7 @@ from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, Verbs, file_path, grace_seconds, natural, port, processes, without
 from ddpm_ds.errors import SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
-from ddpm_ds.processes.launcher import Node, Place, gpus
-from ddpm_ds.processes.supervisor import supervise
+from ddpm_ds.processes.supervisor import Node, Place, gpus, supervise
 from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of, make_run_dir, remove_if_empty
 

@@ -19,8 +19,16 @@ from ddpm_ds.command_line import Verbs, add_spec_options, counted, file_path, gr
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED
-from ddpm_ds.experiments.sweep import Sweep, run_command
-from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
+from ddpm_ds.experiments.sweep import (
+    BASELINE,
+    SHORTHANDS,
+    Sweep,
+    Trial,
+    make_trials,
+    parse_variables,
+    plan_trials,
+    run_command,
+)
 from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.tracking.address import check_experiment

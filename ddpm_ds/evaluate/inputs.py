@@ -25,7 +25,7 @@ from ddpm_ds.data.held_out import Part, parts, prepare_held_out, sizes_trained, 
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
 from ddpm_ds.diffusion.condition import Condition, Moves
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.evaluate.trained import Trained
 

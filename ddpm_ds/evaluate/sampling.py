@@ -26,7 +26,7 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.text import TextEncoders, misfit
 from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.levels import check_guidance
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, SpecError, is_out_of_memory, print_to_stderr
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned

@@ -41,12 +41,11 @@ from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_said
-from ddpm_ds.tracking.system_metrics import system_metrics
+from ddpm_ds.tracking.sender import system_metrics
 from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema, averages_of
-from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.loop import Rehearsal, Training, train
-from ddpm_ds.train.objective import Denoising, encoders_of, rate_of, replica_batches
+from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of, replica_batches
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of

@@ -22,7 +22,7 @@ from ddpm_ds.data.loader import Indices
 from ddpm_ds.data.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
 from ddpm_ds.data.text import Encoded
 from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import broadcast_object
@@ -30,8 +30,8 @@ from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
+from ddpm_ds.train.objective import HeldOutLoss
 from ddpm_ds.unet.blocks import Carry
 from ddpm_ds.unet.layers import augmentation_numbers
 
