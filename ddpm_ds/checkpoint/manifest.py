@@ -39,7 +39,7 @@ _BLANK = "0" * 64
 
 StoredDtype = Literal["F32", "F16"]
 CODES = "U8"
-"""Data type of codes of 8 bits (:mod:`ddpm_ds.checkpoint.eight_bits`), which stand beside their blocks' scales."""
+"""Data type of codes of 8 bits (:mod:`ddpm_ds.checkpoint.reader`), which stand beside their blocks' scales."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Kinds of Adam's moments, which may be codes, and whether they have signs."""
 BLOCK = 256

@@ -9,8 +9,6 @@ The CLIP score is 100 times the cosine of the embeddings of image and prompt, an
 torchmetrics defines it. Source: Hessel et al. 2021, "CLIPScore", who multiply by 2.5 instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections.abc import Collection, Iterator, Sequence

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.eight_bits import code_of
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS, blocks_of
+from ddpm_ds.checkpoint.reader import code_of
 from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
@@ -46,7 +46,7 @@ class _Chunk:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with the first and second moments of weights in 8 bits (:mod:`ddpm_ds.checkpoint.eight_bits`), and those of
+    """AdamW with the first and second moments of weights in 8 bits (:mod:`ddpm_ds.checkpoint.reader`), and those of
     norms and biases in fp32.
 
     A block is 256 consecutive elements of a parameter, the last one of what is left. Where the partition of a replica

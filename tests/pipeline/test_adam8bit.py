@@ -22,8 +22,8 @@ from deepspeed.runtime import bf16_optimizer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpm_ds.checkpoint.eight_bits import SMALLEST, Code
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
+from ddpm_ds.checkpoint.reader import SMALLEST, Code
 from ddpm_ds.pipeline import adam8bit
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.adam8bit import Adam8bit

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.eight_bits import code_of
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
-from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.reader import Reader, code_of
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors
