@@ -425,9 +425,9 @@ def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.data.loader import MicroBatch
     from ddpm_ds.train.objective import Denoising
-    from ddpm_ds.unet import kernel_choice
-    from ddpm_ds.unet.kernel_choice import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
+    from ddpm_ds.unet import model as kernel_choice
     from ddpm_ds.unet.layers import unet_layers
+    from ddpm_ds.unet.model import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
 
     spec, device = load_spec(SPECS / "cifar10.yaml"), torch.device("cuda")
     layers = unet_layers(spec.unet, spec.data.interface)

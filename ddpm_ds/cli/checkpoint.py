@@ -8,8 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpm_ds.checkpoint.folder import names
-from ddpm_ds.checkpoint.groups import checkpoint_at
+from ddpm_ds.checkpoint.folder import checkpoint_at, names
 from ddpm_ds.checkpoint.manifest import MANIFEST, files_here, read_manifest, verify
 from ddpm_ds.command_line import (
     LONGEST_EMA,

@@ -173,7 +173,7 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.encode or residual:
         set_environment()
         from ddpm_ds.device import choose_device
-        from ddpm_ds.evaluate.regression import TrainedRegression
+        from ddpm_ds.evaluate.inputs import TrainedRegression
 
         device = choose_device("auto")
         encode_on = device if options.encode else None

@@ -19,7 +19,7 @@ import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import checkpoint_at
+from ddpm_ds.checkpoint.folder import checkpoint_at
 from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader

@@ -25,10 +25,9 @@ from ddpm_ds.device import Dtype
 from ddpm_ds.errors import fault_said
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.device_speed import shared_peak
-from ddpm_ds.observe.observer import Observer, Report, keep
-from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace, Recording, aligned
+from ddpm_ds.observe.observer import WAIT_FOR_RANKS, Observer, RankTrace, Recording, Report, aligned, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import gather_objects
+from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import PASSES, PROGRAMS, Event, Program, written
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import PASSES_PER_STEP

@@ -50,7 +50,7 @@ from ddpm_ds.errors import (
     is_out_of_memory,
     print_to_stderr,
 )
-from ddpm_ds.pipeline.exchange import broadcast_object
+from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 from ddpm_ds.processes.rendezvous import SealedStore, connect
 

@@ -37,8 +37,7 @@ from ddpm_ds.observe.observer import Observer, Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import all_gather_objects
-from ddpm_ds.pipeline.messages import runs_behind
+from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning import RunPlan, replanning
 from ddpm_ds.predict.finished_run import RESIDENCE

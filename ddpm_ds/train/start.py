@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
@@ -49,8 +49,7 @@ from ddpm_ds.train.resume import (
     images_learned,
     remove_abandoned_points,
 )
-from ddpm_ds.unet.kernel_choice import check_kernels
-from ddpm_ds.unet.model import check_compiler, parameter_shapes
+from ddpm_ds.unet.model import check_compiler, check_kernels, parameter_shapes
 from ddpm_ds.unet.operations import widening
 
 MOST_CAPTIONS = 64

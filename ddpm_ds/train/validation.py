@@ -25,7 +25,7 @@ from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, S
 from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import broadcast_object
+from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder

@@ -17,7 +17,7 @@ from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.device import DTYPES, wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.observe.device_speed import matmul_peak
-from ddpm_ds.pipeline.exchange import all_gather_objects
+from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.process_group import process_group

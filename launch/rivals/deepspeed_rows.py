@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.observe.recording import Recording
+from ddpm_ds.observe.observer import Recording
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.planning import RunPlan, cut_and_ordered

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups
 from ddpm_ds.checkpoint.manifest import FORMAT, MANIFEST, SPLIT_FORMAT, Span, check_coverage, read_manifest
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageSequence
 
-from ddpm_ds.checkpoint.folder import checkpoint_name
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups, checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.data.pictures import Drawn

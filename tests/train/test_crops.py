@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import micro_batches, split
