@@ -52,15 +52,8 @@ from ddpm_ds.files import REHEARSAL
 from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.processes.supervisor import Node, Place, gpus, supervise
+from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment, check_trackers
-from ddpm_ds.tracking.run_folder import (
-    check_output,
-    checkpoints_of,
-    claim_folder,
-    disk_errors_said,
-    make_run_dir,
-    remove_if_empty,
-)
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 from ddpm_ds.tracking.tracker import Status
 
@@ -201,8 +194,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.run_dir is None and place.node.of > 1:
         raise SpecError(f"--nodes {place.node.of} needs --run-dir DIR, a folder that all hosts share")
     if options.run_dir is None and not options.dry_run:
-        run_dir = make_run_dir(run_dir)
-    check_output(run_dir, options.resume)
+        run_dir = run_folder.make_run_dir(run_dir)
+    run_folder.check_output(run_dir, options.resume)
     print(describe_plan(plan, run_dir), flush=True)
     if options.dry_run:
         return 0
@@ -227,7 +220,7 @@ def _train(options: argparse.Namespace) -> int:
     )
     given = options.arguments
     if options.run_dir is None:
-        remove_if_empty(run_dir)
+        run_folder.remove_if_empty(run_dir)
         given = [*given, "--run-dir", str(run_dir)]
     rehearsed = options.steps is not None and code == 0
     _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(code, run_dir, given))
@@ -236,7 +229,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
     """Return a line that says what a run has saved, and which command continues it."""
-    latest = checkpoints_of(run_dir) / LATEST
+    latest = run_folder.checkpoints_of(run_dir) / LATEST
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if code == 0:
         return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
@@ -416,7 +409,7 @@ def _train_trials(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Name
         "full": options.full,
         "command": shlex.join(["ddpm-ds", *sys.argv[1:]]),
     }
-    with disk_errors_said(sweep.folder), claim_folder(sweep.folder), heard_signals() as heard:
+    with run_folder.disk_errors_said(sweep.folder), run_folder.claim_folder(sweep.folder), heard_signals() as heard:
         tracker, identity = sweep.begin(plans[0].spec.logging.experiment, params, options.note, log)
         until = time.monotonic() + PARENT_SECONDS
         while tracker.run_id is None and not heard and time.monotonic() < until:
