@@ -34,22 +34,9 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
+from ddpm_ds import files
 from ddpm_ds.checkpoint.folder import checkpoint_name, images_of
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import (
-    EVALUATIONS,
-    METRICS,
-    OBSERVATIONS,
-    SPEC,
-    append_line,
-    open_regular,
-    read_bytes,
-    read_json,
-    read_points,
-    read_text,
-    replace_file,
-    write_file,
-)
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import resolve_uri
 
@@ -148,7 +135,7 @@ def check_output(run_dir: Path, resume: str) -> None:
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     begun = (LOCK, ".spec.yaml.tmp")  # what a start that was killed at once leaves in a new folder
     if run_dir.exists() and any(path.name not in begun for path in run_dir.iterdir()):
-        if not (run_dir / SPEC).exists():
+        if not (run_dir / files.SPEC).exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
             raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
@@ -196,7 +183,7 @@ def claim_folder(run_dir: Path) -> BinaryIO:
 
 def lock(path: Path) -> BinaryIO | None:
     """Lock a file, made if it is missing, for as long as the returned file is open; None if another process has it."""
-    file = open_regular(path, "ab")
+    file = files.open_regular(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,7 +204,7 @@ def identity_of(run_dir: Path) -> str | None:
     try:
         if not file.is_file():
             return None
-        found = read_text(file).strip()
+        found = files.read_text(file).strip()
     except OSError as error:
         raise OutputError(f"{file} can't be read ({error.strerror}); allow it, or restore it from a copy") from None
     if re.fullmatch(r"[\w.-]{1,64}", found, re.ASCII) is None:
@@ -227,7 +214,7 @@ def identity_of(run_dir: Path) -> str | None:
 
 def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
     """Give a run that is about to start in ``run_dir`` tags of its own."""
-    replace_file(run_dir / LABELS, json.dumps(tags, indent=2).encode() + b"\n")
+    files.replace_file(run_dir / LABELS, json.dumps(tags, indent=2).encode() + b"\n")
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
@@ -240,14 +227,15 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     """
     given, first = run_dir / LABELS, run_dir / NOTE
     try:
-        tags = TypeAdapter(dict[str, str]).validate_python(read_json(given) if given.exists() else {}, strict=True)
+        found = files.read_json(given) if given.exists() else {}
+        tags = TypeAdapter(dict[str, str]).validate_python(found, strict=True)
     except (OSError, ValueError):
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        replace_file(first, note.encode())
+        files.replace_file(first, note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and read_bytes(first) == note.encode()):
+    elif note is not None and not (first.exists() and files.read_bytes(first) == note.encode()):
         log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
     return tags
 
@@ -263,7 +251,7 @@ class RunFolder:
         found = identity_of(self.path)
         if found is None:
             found = uuid.uuid4().hex
-            write_file(self.path / IDENTITY, f"{found}\n".encode())
+            files.write_file(self.path / IDENTITY, f"{found}\n".encode())
         return found
 
     def logged_step(self, name: str) -> int:
@@ -271,12 +259,12 @@ class RunFolder:
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
-        points = read_points(self.path / name)
+        points = files.read_points(self.path / name)
         return int(points[-1]["step"]) if points else 0
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
-        append_line(self.path / name, json.dumps({"step": step, **values}).encode())
+        files.append_line(self.path / name, json.dumps({"step": step, **values}).encode())
 
     def samples(self, images_seen: int) -> Path:
         """Return the path of the picture drawn after ``images_seen`` images."""
@@ -299,11 +287,11 @@ class RunFolder:
 
     def forget_after(self, step: int, images_seen: int) -> None:
         """Remove the points after ``step`` and the pictures drawn after ``images_seen``; a later start makes others."""
-        for name in (METRICS, EVALUATIONS, OBSERVATIONS):
-            points = read_points(self.path / name)
+        for name in (files.METRICS, files.EVALUATIONS, files.OBSERVATIONS):
+            points = files.read_points(self.path / name)
             kept = [point for point in points if point["step"] <= step]
             if len(kept) < len(points):
-                replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
+                files.replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
         self.forget_samples(images_seen)
 
     def forget_identity(self) -> None:
@@ -314,8 +302,8 @@ class RunFolder:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
         file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
-        append_line(file, json.dumps(record).encode())
-        return len(read_text(file).splitlines())
+        files.append_line(file, json.dumps(record).encode())
+        return len(files.read_text(file).splitlines())
 
 
 class EventFile:
@@ -327,7 +315,7 @@ class EventFile:
     def append(self, record: Record) -> bool:
         """Append a record with the current time; return whether the disk has taken it."""
         try:
-            append_line(self.path, json.dumps(record | {"time": now_ms()}).encode())
+            files.append_line(self.path, json.dumps(record | {"time": now_ms()}).encode())
             return True
         except OSError as error:
             if not self._refused:
@@ -346,7 +334,7 @@ def now_ms() -> int:
 
 def lines(path: Path, begin: int = 0) -> Iterator[tuple[bytes, int]]:
     """Yield the whole lines from byte ``begin`` on, each with the byte where it ends; none if there is no file."""
-    with suppress(FileNotFoundError), open_regular(path) as file:
+    with suppress(FileNotFoundError), files.open_regular(path) as file:
         file.seek(begin)
         for line in file:
             if not line.endswith(b"\n"):  # it is being written
@@ -390,7 +378,7 @@ class Cursor:
         self.path, self._lock = events.with_suffix(".sent.json"), threading.Lock()
         self._sent: dict[str, dict[str, int]] = {}
         with suppress(OSError, ValueError):
-            self._sent = _POSITIONS.validate_python(read_json(self.path), strict=True)
+            self._sent = _POSITIONS.validate_python(files.read_json(self.path), strict=True)
 
     def sent(self, tracker: str, file: Path) -> int:
         """Return the bytes of a file that a tracker has; 0 if the file is now shorter."""
@@ -408,7 +396,7 @@ class Cursor:
     def save(self) -> None:
         """Write the file; a disk that refuses only has more sent again."""
         with self._lock, suppress(OSError):
-            replace_file(self.path, json.dumps(self._sent).encode() + b"\n")
+            files.replace_file(self.path, json.dumps(self._sent).encode() + b"\n")
 
 
 def trackers_of(start: Record) -> list[str]:
@@ -423,7 +411,7 @@ def place_of(tracker: str, start: Record) -> str:
 
 def is_ended(events: Path) -> bool:
     """Return whether the end of a run is the last line of a file."""
-    with suppress(OSError), open_regular(events) as file:
+    with suppress(OSError), files.open_regular(events) as file:
         file.seek(max(0, events.stat().st_size - LAST_BYTES))
         return file.read().rpartition(b"\n{")[2].startswith(b'"finish"')
     return False

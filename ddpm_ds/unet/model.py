@@ -19,20 +19,10 @@ from torch import Tensor, nn
 from ddpm_ds.cuda_graphs import Graphs
 from ddpm_ds.device import runs_triton, wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
+from ddpm_ds.unet import operations
 from ddpm_ds.unet.blocks import CarryLayer, keep_part, module_of, set_context, transformer_blocks, walk
 from ddpm_ds.unet.fused_norm import whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
-from ddpm_ds.unet.operations import (
-    EmbeddingProjection,
-    GroupNorm,
-    Kernels,
-    KeyedDropout,
-    draw_masks,
-    draw_weights,
-    norm_silu,
-    set_image_index,
-    use_kernels,
-)
 from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
@@ -51,7 +41,7 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
         module = module_of(layer, index, seed)
     # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
-    draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
+    operations.draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
     return module
 
 
@@ -99,7 +89,7 @@ class UNet(nn.Module):
         U-Net with cross-attention.
         """
         if images is not None:
-            set_image_index(self.layers, images)
+            operations.set_image_index(self.layers, images)
         set_context(transformer_blocks(self.layers), context)
         prediction: Tensor = walk(self.layers, (x_t, t, *told))
         return prediction
@@ -139,7 +129,7 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     for layer in modules:
         for name in layer.pieces if isinstance(layer, CarryLayer) else CarryLayer.pieces:
             within = layer.parts_of(name) if isinstance(layer, CarryLayer) else weighted_parts(layer)
-            parts = [part for part in within if not isinstance(part, EmbeddingProjection)]
+            parts = [part for part in within if not isinstance(part, operations.EmbeddingProjection)]
             written = getattr(layer, name)
             setattr(layer, name, Tapped(written, torch.compile(written, dynamic=False), parts))
 
@@ -208,7 +198,7 @@ def choose_kernels(
     gather: Callable[[KernelTimes], Sequence[KernelTimes]] = lambda trial: [trial],
     *,
     captured: bool = False,
-) -> tuple[Kernels, str]:
+) -> tuple[operations.Kernels, str]:
     """Return the kernels for these layers and a line with the reason; ``auto`` measures on ``images`` images.
 
     The measurement is the sum over the normalisations: of the device's time if steps will be ``captured`` as CUDA
@@ -291,7 +281,7 @@ def norm_seconds(
     device: torch.device,
     dtype: torch.dtype,
     images: int,
-    kernels: Kernels,
+    kernels: operations.Kernels,
     *,
     captured: bool = False,
 ) -> float:
@@ -305,12 +295,12 @@ def one_norm_seconds(
     device: torch.device,
     dtype: torch.dtype,
     images: int,
-    kernels: Kernels,
+    kernels: operations.Kernels,
     *,
     captured: bool = False,
 ) -> float:
     """Return the seconds of forward and backward of one normalisation on channels-last images, the fastest run's."""
-    norm = GroupNorm(shape.groups, shape.channels, shape.epsilon).to(device, dtype)
+    norm = operations.GroupNorm(shape.groups, shape.channels, shape.epsilon).to(device, dtype)
     norm.kernels = kernels
     x, dy = (_pictures(shape, device, dtype, images) for _ in range(2))
     names = {"none": (), "add": ("add",), "scale_shift": ("scale", "shift")}[shape.embedding]
@@ -318,15 +308,17 @@ def one_norm_seconds(
     leaves = [x, norm.weight, norm.bias, *vectors.values()]
     for leaf in leaves:
         leaf.requires_grad_()
-    return seconds(lambda: torch.autograd.grad(norm_silu(norm, x, **vectors), leaves, dy), device, captured=captured)
+    return seconds(
+        lambda: torch.autograd.grad(operations.norm_silu(norm, x, **vectors), leaves, dy), device, captured=captured
+    )
 
 
-def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
+def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: operations.Kernels) -> float:
     """Return the seconds of all the dropout masks of a U-Net, drawn together."""
-    dropouts = [KeyedDropout(0.5, 0, layer, (size, 1, 1)) for layer, size in enumerate(sizes.elements())]
-    use_kernels(dropouts, kernels)
-    set_image_index(dropouts, torch.arange(images, device=device))
-    return seconds(partial(draw_masks, dropouts), device) if dropouts else 0.0
+    dropouts = [operations.KeyedDropout(0.5, 0, layer, (size, 1, 1)) for layer, size in enumerate(sizes.elements())]
+    operations.use_kernels(dropouts, kernels)
+    operations.set_image_index(dropouts, torch.arange(images, device=device))
+    return seconds(partial(operations.draw_masks, dropouts), device) if dropouts else 0.0
 
 
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:
