@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.fit import predicted
 from ddpm_ds.planning import decided, plan_run

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
-from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.cli.runs import metric_names
 from ddpm_ds.cli.train import add_train_options, checked, parse
 from ddpm_ds.command_line import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
-from ddpm_ds.cli.description import decided_since, describe_plan, stage_table
+from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
 from ddpm_ds.command_line import (
     OneLineParser,
     add_spec_options,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import (
     ResolvedDsConfig,
     TensorSplit,

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.cli.description import hosts_line
+from ddpm_ds.cli.plan import hosts_line
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.placement import launched_hosts
