@@ -37,7 +37,17 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, machine_like, tensor_splits
+from ddpm_ds.predict.layouts import (
+    KINDS,
+    Machine,
+    Workload,
+    encoding_ranks,
+    kind_of,
+    layouts,
+    machine,
+    machine_like,
+    tensor_splits,
+)
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
@@ -79,6 +89,16 @@ class RunPlan:
     def whole_layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net, none of them split."""
         return whole_layers(self.layers)
+
+    def layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
+        """Return the layers for images of another size (height, width), split as :attr:`layers` are."""
+        interface = replace(self.spec.data.interface, size=size)
+        return split_layers(unet_layers(self.spec.unet, interface), self.ds.layout.tensor)
+
+    @property
+    def encoding_ranks(self) -> list[int]:
+        """Ranks of a pipeline that encode captions, if they are encoded while training."""
+        return encoding_ranks(self.layers, self.bounds, self.ds.layout.schedule)
 
     @property
     def parameters(self) -> int:

@@ -20,9 +20,8 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import CONSTANTS, DatasetCache
+from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
 from ddpm_ds.data.loader import Residence
@@ -41,7 +40,6 @@ from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning import RunPlan, replanning
 from ddpm_ds.predict.finished_run import RESIDENCE
-from ddpm_ds.predict.layouts import encoding_ranks
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
@@ -57,9 +55,7 @@ from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of
-from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import Kernels
-from ddpm_ds.unet.shards import split_layers
 
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
@@ -275,6 +271,8 @@ def run_training(
     plan, device, (store, among) = prepared.plan, prepared.device, prepared.images
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     encoders = encoders_of(plan.spec, device)
+    buckets = store.caches if plan.spec.data.buckets is not None else ()
+    other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
     if sender is not None:
         tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), for_good():
@@ -286,7 +284,7 @@ def run_training(
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
-            others=_other_layers(plan.spec, store, plan.ds.layout.tensor),
+            others=[plan.layers_of(size) for size in other_sizes],
             verbose=asked.verbose,
             doing=doing,
         )
@@ -312,19 +310,9 @@ def run_training(
 def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
     """Return a line about the ranks of a pipeline that encode captions."""
     assert encoders.device is not None
-    ranks = encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)
     each = gib(encoders.parameters * (2 if encoders.device.type == "cuda" else 4))
-    where = ", ".join(map(str, ranks))
+    where = ", ".join(map(str, plan.encoding_ranks))
     return f"captions are encoded while training, by encoders of {each} on each of these stages: {where}"
-
-
-def _other_layers(spec: RunSpec, store: DatasetCache, tensor: TensorSplit) -> list[tuple[Layer, ...]]:
-    """Return the U-Net's layers for images of each bucket of aspect that are not of ``data.image_size``."""
-    if spec.data.buckets is None:
-        return []
-    sizes = [each.size for each in store.caches if each.size != spec.data.size]
-    layers = (unet_layers(spec.unet, replace(spec.data.interface, size=size)) for size in sizes)
-    return [split_layers(of_size, tensor) for of_size in layers]
 
 
 def _recorded(
