@@ -148,6 +148,12 @@ class RunPlan:
         """Return a predictor of the run on hosts like this one, with times of a device that is ``timed``."""
         return _predictor_here(self.spec, self.ds.as_json(), self.ds.layout.world_size, self.hosts, timed)
 
+    def replanned(self, summary: Mapping[str, Any]) -> tuple[Program, ...]:
+        """Return the programs of a planned schedule by the seconds of a trace's summary."""
+        from ddpm_ds.predict.decisions import planned_again
+
+        return planned_again(self.predictor(), self.ds.layout, self.bounds, summary)
+
     def on_hosts(self, names: Sequence[str]) -> RunPlan:
         """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
         return replace(self, hosts=tuple(names)) if len(set(names)) >= len(set(self.hosts)) else self
@@ -234,15 +240,6 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
         return plan
     order = decided_by_rank_0(lambda: planned_order(predictor(), plan.ds.layout, plan.bounds), tuple[Program, ...])
     return replace(plan, programs=order)
-
-
-def replanning(plan: RunPlan) -> Callable[[Mapping[str, Any]], tuple[Program, ...]] | None:
-    """Return a function from a trace's summary to the programs of a planned schedule; None if the JSON wants none."""
-    if not (plan.ds.replan and plan.ds.layout.schedule == "planned"):
-        return None
-    from ddpm_ds.predict.decisions import planned_again
-
-    return functools.partial(planned_again, plan.predictor(), plan.ds.layout, plan.bounds)
 
 
 def _predictor_here(

@@ -38,7 +38,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
-from ddpm_ds.planning import RunPlan, replanning
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
@@ -401,10 +401,11 @@ def _train(
                 saver.start_from(prepared.initial)
         flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
         trace = run_dir / "trace"
+        replan = plan.replanned if plan.ds.replan and layout.schedule == "planned" else None
         observer: Observer = rehearsal or Observers(
             [
                 FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-                Timeline(engine, asked.trace_steps, trace, recorder, precision, macs, replanning(plan)),
+                Timeline(engine, asked.trace_steps, trace, recorder, precision, macs, replan),
                 KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
                 PauseClock(run_dir if dist.get_rank() == 0 else None),
             ]
