@@ -35,8 +35,6 @@ PassKind = Literal["whole", "inputs", "weights"]
 """What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
 Wanted = Callable[[int, PassKind], Sequence[nn.Parameter]]
 """Function that returns the parameters that a pass of a phase gives gradients to, in about the order of arrival."""
-
-
 SUMMED = 2**16
 """Number of squares that a CPU adds up at a time: PyTorch adds them one after the other in fp32, and loses 0.2 % of the
 norm of 35 million. A GPU adds up pairs of sums."""

@@ -74,16 +74,14 @@ INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_ME
 SETTINGS = "system_metrics/settings"  # in the store
 OFF = ("false", "0")
 STORE_POLL_SECONDS = 0.05
-
 Log = Callable[[str, str], None]
+"""Shows a line, which is second, once for each topic, which is first."""
 Number = TypeVar("Number", int, float)
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 RECORDS_AT_ONCE = 1000
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
-
-"""Shows a line, which is second, once for each topic, which is first."""
 Answer = TypeVar("Answer")
 
 
