@@ -436,7 +436,7 @@ def _train_trials(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Name
                         log(f"    {line}")
                     tracker.artifact(sweep.log(trial), f"failed/{trial.name}")
             bar.n = sum(map(sweep.finished, sweep.trials))
-        code, status = _outcome_of_trial(sweep, stopped=bool(heard))
+        code, status = _outcome_of_sweep(sweep, stopped=bool(heard))
         if not heard and (table := sweep.compare(options.metrics, tracker, log)):
             print(f"\n{table}", flush=True)
         tracker.finish(status)
@@ -451,7 +451,7 @@ def _show_progress(bar: Any, done: int, sweep: Sweep, trial: Trial, total: int) 
     bar.set_postfix_str(f"{trial.label}, {images:,}/{total:,} images")
 
 
-def _outcome_of_trial(sweep: Sweep, *, stopped: bool) -> tuple[int, Status]:
+def _outcome_of_sweep(sweep: Sweep, *, stopped: bool) -> tuple[int, Status]:
     """Return the exit code, and the final status of the sweep's run in MLflow."""
     for ending in sweep.endings.values():
         if ending.stopped:

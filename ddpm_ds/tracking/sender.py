@@ -65,7 +65,7 @@ from ddpm_ds.tracking.run_folder import (
 from ddpm_ds.tracking.tracker import Tracker, start_child
 from ddpm_ds.tracking.trackers import KINDS, MlflowRun, opened_store
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the child needs no PyTorch
     import torch.distributed as dist
     from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 
