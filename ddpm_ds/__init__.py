@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
-    from ddpm_ds.planning.run_plan import plan
+    from ddpm_ds.planning import plan
     from ddpm_ds.tracking.runs import open_run
 else:  # hidden from type checkers: seeing __getattr__, they would accept every name
 
@@ -33,7 +33,7 @@ else:  # hidden from type checkers: seeing __getattr__, they would accept every 
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         if not isinstance(found, type):
-            found = import_module(f"{__name__}.config.arguments").checked(found)
+            found = import_module(f"{__name__}.config.section").checked(found)
         return globals().setdefault(name, found)
 
 
@@ -42,7 +42,7 @@ _MODULES = {
     "load_spec": "config.spec_file",
     "load_trained": "evaluate.trained",
     "open_run": "tracking.runs",
-    "plan": "planning.run_plan",
+    "plan": "planning",
     "sample": "evaluate.sampling",
 }
 

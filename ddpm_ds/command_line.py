@@ -3,8 +3,6 @@
 Does not import torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -22,11 +22,11 @@ from ddpm_ds.config.ds_config import divisors, read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
 from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
-from ddpm_ds.planning.run_plan import RunPlan, plan_run, workload
+from ddpm_ds.planning import RunPlan, plan_run, workload
 from ddpm_ds.predict.layouts import usable
-from ddpm_ds.processes.launcher import Processes, rank_environments
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.processes.supervisor import Processes, rank_environments
 
 KNEE = 0.05
 """Maximum share of the best speed that training with a smaller micro-batch may give up."""

@@ -46,8 +46,8 @@ from ddpm_ds.command_line import (  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
 from ddpm_ds.files import METRICS  # noqa: E402
-from ddpm_ds.processes.launcher import Processes, rank_environments  # noqa: E402
 from ddpm_ds.processes.ranks import free_port  # noqa: E402
+from ddpm_ds.processes.supervisor import Processes, rank_environments  # noqa: E402
 from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
 CONFIGS, TRAIN, BENCH = (REPOSITORY / name for name in ("ds_configs", "launch/train.py", "launch/bench.py"))
@@ -378,7 +378,7 @@ def device_share(work: Path) -> dict[str, float]:
     from rivals.unets import our_loop, switches_of
     from torch.profiler import ProfilerActivity, profile
 
-    from ddpm_ds.planning.run_plan import plan_run
+    from ddpm_ds.planning import plan_run
     from ddpm_ds.processes.process_group import process_group
 
     sized = [str(word) for word in CIFAR10_SIZED if word != "--set"]
@@ -426,9 +426,9 @@ def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.data.loader import MicroBatch
     from ddpm_ds.train.objective import Denoising
-    from ddpm_ds.unet import kernel_choice
-    from ddpm_ds.unet.kernel_choice import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
+    from ddpm_ds.unet import model as kernel_choice
     from ddpm_ds.unet.layers import unet_layers
+    from ddpm_ds.unet.model import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
 
     spec, device = load_spec(SPECS / "cifar10.yaml"), torch.device("cuda")
     layers = unet_layers(spec.unet, spec.data.interface)

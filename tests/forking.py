@@ -386,7 +386,7 @@ if __name__ == "__main__":
     import pytest  # noqa: F401  (many scripts are files of tests)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
-    import ddpm_ds.observe.pictures
+    import ddpm_ds.observe.timeline
     import ddpm_ds.tracking.tracker
     import ddpm_ds.train.session
 

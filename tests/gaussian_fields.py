@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddpm_ds.evaluate.fields import field_scores
+from ddpm_ds.evaluate.ensembles import field_scores
 
 GRID = 16
 """Height and width of a field, in pixels."""

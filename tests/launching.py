@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.processes.launcher import rank_environments
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.supervisor import SAID_BY_RANK_0
-from ddpm_ds.train.agreement import SHARED_GPU
+from ddpm_ds.processes.supervisor import SAID_BY_RANK_0, rank_environments
+from ddpm_ds.train.start import SHARED_GPU
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0

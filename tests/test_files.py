@@ -15,8 +15,18 @@ import pytest
 from ddpm_ds.errors import OutputError
 from ddpm_ds.experiments.sweep import LOG, run_command
 from ddpm_ds.files import METRICS, open_regular, read_points, replace_file, temporary_beside, until_changed
-from ddpm_ds.tracking.events import EVENTS, EventFile, unsent
-from ddpm_ds.tracking.run_folder import LABELS, LOCK, RESUMES, RunFolder, claim_folder, disk_errors_said, write_labels
+from ddpm_ds.tracking.run_folder import (
+    EVENTS,
+    LABELS,
+    LOCK,
+    RESUMES,
+    EventFile,
+    RunFolder,
+    claim_folder,
+    disk_errors_said,
+    unsent,
+    write_labels,
+)
 from tests.launching import hanging
 
 

@@ -56,7 +56,6 @@ NOT_IN = {
     "cuda_graphs": {"numpy", "deepspeed", "mlflow"},
     "processes": {"mlflow", "numpy"},
     "processes.hosts": HEAVY,
-    "processes.launcher": HEAVY,
     "processes.ranks": HEAVY,
     "processes.signals": HEAVY,
     "processes.supervisor": HEAVY,

@@ -30,12 +30,12 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     Description,
     Part,
+    Span,
     manifest_of,
     read_bytes,
     unusable,
 )
 from ddpm_ds.checkpoint.reader import Reader, write_tensors
-from ddpm_ds.checkpoint.spans import Span
 from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import sync, temporary_beside, write_file

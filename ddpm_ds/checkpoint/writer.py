@@ -6,7 +6,7 @@
     thread                                 └ own file ─ its record ─▶ rank 0: records of all? every value once?
                                                         leader: manifest, state, fsync, rename, latest ◀─┘
 
-Ranks use a key-value store (:class:`~ddpm_ds.checkpoint.groups.Completion`); no thread runs a collective.
+Ranks use a key-value store (:class:`~ddpm_ds.checkpoint.folder.Completion`); no thread runs a collective.
 """
 
 import contextlib
@@ -25,6 +25,10 @@ from torch.distributed import HashStore, Store
 
 from ddpm_ds.checkpoint.folder import (
     WRITING,
+    CalledOff,
+    Completion,
+    Groups,
+    NotSaved,
     checkpoint_name,
     clean,
     names,
@@ -33,18 +37,17 @@ from ddpm_ds.checkpoint.folder import (
     take_back,
     tidy,
 )
-from ddpm_ds.checkpoint.groups import CalledOff, Completion, Groups, NotSaved
 from ddpm_ds.checkpoint.manifest import (
     CODES,
     MANIFEST,
     STATE,
     Description,
     Part,
+    Span,
     StoredDtype,
     manifest_of,
 )
 from ddpm_ds.checkpoint.reader import STORED, Header, write_tensors
-from ddpm_ds.checkpoint.spans import Span
 from ddpm_ds.files import replace_file, write_file
 from ddpm_ds.unet.shards import Shard
 
@@ -99,7 +102,7 @@ class Writer:
 
     ``groups`` tells which ranks see the same folder; several ranks need ``store``, their key-value store. Construct it
     on every rank before training communicates: leaders clean up after killed processes (for several folders,
-    :func:`ddpm_ds.checkpoint.groups.settle` has done so). Every rank calls :meth:`begin` for every checkpoint, with no
+    :func:`ddpm_ds.checkpoint.folder.settle` has done so). Every rank calls :meth:`begin` for every checkpoint, with no
     fragments if it owns none. File errors are not raised into training: rank 0 reports the loss in one line through
     ``log`` (from a thread), and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are as in
     :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host memory, pinned if they

@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, Rows, check, network_row, on_cuda
-from ddpm_ds.cluster.network import Network, network_test
 from ddpm_ds.cluster.probe import travelling
-from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
+from ddpm_ds.cluster.survey import Network, PlannedRun, Survey, network_test, survey
 from ddpm_ds.command_line import Verbs, add_spec_options, aligned, file_path, port, positive
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, OF_DEEPSPEED, find_environment, read_hostfile, this_host
-from ddpm_ds.processes.launcher import DEFAULT_PORT
+from ddpm_ds.processes.supervisor import DEFAULT_PORT
 from ddpm_ds.secret import is_secret
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.unet.layers import unet_layers

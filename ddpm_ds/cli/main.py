@@ -44,15 +44,13 @@ WITHDRAWN = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
-    from ddpm_ds.cli.checkpoint import add_checkpoint, add_ema
     from ddpm_ds.cli.doctor import add_doctor
     from ddpm_ds.cli.fit import add_fit
     from ddpm_ds.cli.init import add_init
-    from ddpm_ds.cli.launch import add_run, add_train
+    from ddpm_ds.cli.launch import add_run, add_sweep, add_train
     from ddpm_ds.cli.plan import add_plan
-    from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note, add_send
+    from ddpm_ds.cli.runs import add_checkpoint, add_compare, add_diagnose, add_ema, add_note, add_send
     from ddpm_ds.cli.sample import add_sample
-    from ddpm_ds.cli.sweep import add_sweep
     from ddpm_ds.cli.trained import add_evaluate, add_export, add_import
     from ddpm_ds.command_line import OneLineParser
 
@@ -173,7 +171,7 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.encode or residual:
         set_environment()
         from ddpm_ds.device import choose_device
-        from ddpm_ds.evaluate.regression import TrainedRegression
+        from ddpm_ds.evaluate.inputs import TrainedRegression
 
         device = choose_device("auto")
         encode_on = device if options.encode else None

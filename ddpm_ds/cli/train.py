@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
-from ddpm_ds.cli.description import decided_since, describe_plan, stage_table
+from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
 from ddpm_ds.command_line import (
     OneLineParser,
     add_spec_options,
@@ -44,7 +44,7 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,

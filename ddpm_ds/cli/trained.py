@@ -232,10 +232,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     from ddpm_ds.checkpoint.power_ema import Reconstruction
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
-    from ddpm_ds.evaluate.losses import evaluate_losses, loss_table
     from ddpm_ds.evaluate.outputs import check_recordable
     from ddpm_ds.evaluate.sampling import together
-    from ddpm_ds.evaluate.scores import table
+    from ddpm_ds.evaluate.scores import evaluate_losses, loss_table, table
 
     measures = "loss" in (options.metrics or ())
     if measures:
@@ -287,7 +286,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
 
 def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
     """Return what evaluates weights without conditions by a sampler and a guide."""
-    from ddpm_ds.evaluate.clip import Clip
+    from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
 
     _refuse(options, ("members", "conditions"), f": {trained.origin} was trained without conditions")

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from ddpm_ds.cluster.network import Network
 from ddpm_ds.cluster.probe import HostFacts
-from ddpm_ds.cluster.survey import Survey
+from ddpm_ds.cluster.survey import Network, Survey
 from ddpm_ds.command_line import GIB, counted, gib
 from ddpm_ds.processes.hosts import PACKAGES
 

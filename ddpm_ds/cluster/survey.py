@@ -1,7 +1,14 @@
-"""Ask every host everything that needs no process group, all hosts at the same time.
+"""Ask every host everything that needs no process group, all hosts at the same time, and test their network.
 
 here        facts? ─▶ of the first: port listens? ─▶ of the others: route? port reached? token seen? ─▶ release
 each host   one process (probe.py), started as DeepSpeed's pdsh launcher starts training there
+
+The network test is one small all-reduce on all hosts at the same time. :func:`network_test` starts on each host
+
+    python -m ddpm_ds.cluster.survey ARGUMENTS_OF_TAKE_PART_IN_JSON
+
+and collects the results. As in training, gloo listens where the first host is reached, and NCCL where its own variables
+say.
 """
 
 import contextlib
@@ -11,16 +18,22 @@ import queue
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
+import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
-from ddpm_ds.cluster.probe import MARK, HostFacts
-from ddpm_ds.processes.hosts import ssh
-from ddpm_ds.processes.launcher import DEFAULT_PORT
+from ddpm_ds.cluster.probe import MARK, HostFacts, tell
+from ddpm_ds.processes.hosts import ssh, use_interface_towards
+from ddpm_ds.processes.supervisor import DEFAULT_PORT
 
 PROBE = "ddpm_ds.cluster.probe"
 REACHED = {"step": "reached"}
@@ -32,6 +45,9 @@ LOGIN_SECONDS = 2.0
 """Time for ssh to look a name up, which its own limit does not count."""
 CONNECT_SECONDS = 4.0
 """Time for a TCP connection within a cluster."""
+OTHERS_SECONDS = 3.0
+"""Time limit for the other hosts to report their errors once one has failed."""
+ERROR_CHARACTERS = 240
 
 
 class Ended(Exception):
@@ -273,3 +289,119 @@ def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun) -> None:
         report.facts = TypeAdapter(HostFacts).validate_python(talk.ask("facts", run.seconds, **about))
     except ValidationError:
         report.failure = Failure("ddpm_ds", "another version of ddpm_ds answers")
+
+
+@dataclass
+class Network:
+    """Results of the test."""
+
+    hosts: Sequence[str]
+    backend: str
+    all_reduce_seconds: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    """Errors by host; a host without one may have waited for a host that failed."""
+
+
+def network_test(
+    hosts: Sequence[str], run: PlannedRun, address: str, backend: str, log: Callable[[str], None]
+) -> Network:
+    """Run the test between hosts, until it is done or no host has said anything for ``run.seconds``.
+
+    ``address`` is that of the first host, ``backend`` is gloo or nccl.
+    """
+    network, heard = Network(hosts, backend), queue.SimpleQueue[tuple[int, Any]]()
+    port, seconds = run.master_port, run.seconds
+    log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
+    told = {"world": len(hosts), "address": address, "port": port, "seconds": seconds, "backend": backend}
+    steps = dict.fromkeys(range(len(hosts)), "starting")  # of the ranks that are at work
+
+    def hear(rank: int, said: Any) -> None:
+        heard.put((rank, said))
+
+    with ExitStack() as stack:
+        for rank, host in enumerate(hosts):
+            command = run.command(host, __name__, json.dumps({"rank": rank, **told}))
+            talk = Conversation(command, hear=partial(hear, rank))
+            stack.callback(talk.close)
+        while steps:
+            try:
+                rank, said = heard.get(timeout=OTHERS_SECONDS if network.errors else seconds)
+            except queue.Empty:
+                if not network.errors:
+                    network.errors = {
+                        hosts[rank]: f"nothing heard for {seconds} s, last: {step}" for rank, step in steps.items()
+                    }
+                break
+            if rank not in steps:
+                continue
+            if isinstance(said, Ended):
+                lost = "ssh was lost: " if said.code == NO_SSH else ""
+                said = {"error": lost + (said.last_line or f"exit code {said.code}, last: {steps[rank]}")}
+            steps[rank] = said.get("step", steps[rank])
+            if "error" in said:
+                network.errors[hosts[rank]] = textwrap.shorten(said["error"], ERROR_CHARACTERS, placeholder="...")
+            if "all_reduce_seconds" in said:
+                network.all_reduce_seconds[hosts[rank]] = said["all_reduce_seconds"]
+            if "error" in said or steps[rank] == "done":
+                del steps[rank]
+    return network
+
+
+def all_reduce(rank: int, world: int, backend: str) -> float:
+    """Return the seconds of an all-reduce in an existing process group; under NCCL the second one, on the GPU.
+
+    Raises:
+        ArithmeticError: the sum is wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    seconds = 0.0
+    for device in [torch.device("cpu")] + ([torch.device("cuda", 0)] if backend == "nccl" else []):
+        began = time.perf_counter()
+        total = torch.tensor([rank + 1.0], device=device)
+        dist.all_reduce(total)
+        found = total.item()
+        seconds = time.perf_counter() - began
+        if found != world * (world + 1) / 2:
+            raise ArithmeticError(f"an all-reduce on {device} gave {found:g} instead of {world * (world + 1) // 2}")
+    return seconds
+
+
+def take_part(rank: int, world: int, address: str, port: int, seconds: int, backend: str) -> None:
+    """Take part in the test as one rank; results and errors are sent to the asking side."""
+    signal.alarm(2 * seconds)  # ends it even if everything else hangs
+    threading.Thread(target=_leave_with_the_asking_side, daemon=True).start()
+    use_interface_towards(address)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    tell({"step": "rendezvous"})
+    reached_at = f"[{address}]" if ":" in address else address
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+            init_method=f"tcp://{reached_at}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
+        )
+        tell({"step": "connected"})
+        tell({"all_reduce_seconds": all_reduce(rank, world, backend)})
+        dist.destroy_process_group()
+    except (RuntimeError, ArithmeticError) as error:
+        tell({"error": " ".join(str(error).split())})
+        os._exit(1)  # a group that is broken can hang when it is destroyed
+    tell({"step": "done"})
+
+
+def _leave_with_the_asking_side() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    take_part(**json.loads(sys.argv[1]))

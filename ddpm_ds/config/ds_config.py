@@ -480,7 +480,7 @@ class Layout:
 class ResolvedDsConfig:
     """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
 
-    A field that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.decide.decided`),
+    A field that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.decided`),
     kernels when the engine is built.
     """
 

@@ -1,5 +1,5 @@
 """Captions of images on their way into the cache: distinct ones are encoded once, and stored in 16 or 8 bits, or are
-stored as the numbers of their tokens.
+stored as the numbers of their tokens; and prompts, which are encoded once for the pictures of a run, and for samples.
 
 ::
 
@@ -13,15 +13,19 @@ one.
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import (
     CAPTIONS,
     CAPTIONS_FILE,
@@ -29,19 +33,22 @@ from ddpm_ds.data.cache import (
     MEASURED,
     POOLED,
     SIZES,
+    TEXT,
     TEXT_SCALE,
     TEXTS,
     DatasetCache,
+    Indices,
     StoredField,
     damaged,
 )
 from ddpm_ds.data.sources.base import Captions, Source, captions_of
-from ddpm_ds.data.text import TextEncoders
+from ddpm_ds.data.text import Encoded, TextEncoders, widened
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 CHUNK_TEXTS = 64
@@ -51,6 +58,10 @@ STEPS = 127
 MOST_FLOAT16 = 65504.0
 ENCODERS = "encoders"
 """Key of the encoders in the checksums of encoded text."""
+PROMPTS = "prompts.npz"
+"""File of the prompts in the folder of a run."""
+SHOWN = 60
+"""Most characters of a prompt in a message."""
 
 
 def known_captions(source: Source, spec: DataSpec) -> Captions | None:
@@ -189,3 +200,93 @@ def findings(text: DatasetCache) -> list[str]:
     if text.meta.field(IMAGES).values == "int8":
         said.append(f"int8: relative error of a token {mean.mean():.2%} on average, {largest.max():.2%} at most")
     return said
+
+
+def _read_field(store: DatasetCache, positions: Indices, name: str) -> Any:
+    """Return a field of the images at ``positions`` of a cache and its other buckets of aspect."""
+    of_buckets = zip(store.caches, store.by_bucket(positions), strict=True)
+    return np.concatenate([cache.fields[name].read(at) for cache, at in of_buckets])
+
+
+def first_captions(store: DatasetCache, positions: Indices) -> tuple[str, ...]:
+    """Return the first captions of the images at ``positions`` of a cache; raises DataError."""
+    texts = texts_of(store)
+    return tuple(texts[row] for row in _read_field(store, positions, CAPTIONS)[:, 0])
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts, and the empty text, as encoders encode them: float16 on the CPU, as the captions of training."""
+
+    texts: tuple[str, ...]
+    encoded: Encoded
+    empty: Encoded
+    """N = 1."""
+
+    @classmethod
+    def of(cls, spec: TextSpec, texts: Sequence[str], device: torch.device, log: Callable[[str], None]) -> Self:
+        """Encode texts; ``log`` is told which are longer than the encoders read.
+
+        Raises:
+            DataError: the encoders can't be used.
+        """
+        import torch
+
+        encoders = TextEncoders.open(spec, device)
+        for text, excess in zip(texts, encoders.excess([*texts]), strict=True):
+            if excess:
+                begin = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+                log(f'the prompt "{begin}" is longer than {encoders.tokens} tokens: its last {excess} are not read')
+        return cls.split(texts, encoders.encode([*texts, ""]).rounded().on(torch.device("cpu")))
+
+    @classmethod
+    def of_captions(cls, store: DatasetCache, positions: Indices) -> Self:
+        """Return the first captions of the images at ``positions`` of a cache, as they are encoded there.
+
+        Raises:
+            DataError: they can't be read.
+        """
+        import torch
+
+        names = [name for name in (TEXT, TEXT_SCALE, POOLED) if name in store.fields]
+        found = {name: torch.from_numpy(_read_field(store, positions, name)) for name in names}
+        scale, empty = found.get(TEXT_SCALE), store.empty_text
+        assert empty is not None, "the cache has text"
+        captions = Encoded(widened(found[TEXT], scale).half(), found.get(POOLED))
+        return cls(first_captions(store, positions), captions, empty._replace(tokens=empty.tokens.half()))
+
+    @classmethod
+    def split(cls, texts: Sequence[str], whole: Encoded) -> Self:
+        """Return prompts from what was encoded of them and, last, of the empty text."""
+        tokens, pooled = whole
+        last = Encoded(tokens[-1:], None if pooled is None else pooled[-1:])
+        return cls(tuple(texts), Encoded(tokens[:-1], None if pooled is None else pooled[:-1]), last)
+
+    @property
+    def whole(self) -> tuple[Tensor, ...]:
+        """Tokens and, if there is one, pooled text of the prompts and, last, of the empty text."""
+        import torch
+
+        pairs = zip(self.encoded, self.empty, strict=True)
+        return tuple(torch.cat((one, last)) for one, last in pairs if one is not None and last is not None)
+
+    def content(self) -> bytes:
+        """Return the content of a file that :meth:`read` reads."""
+        file = io.BytesIO()
+        arrays: dict[str, Any] = {name: part.numpy() for name, part in zip(Encoded._fields, self.whole, strict=False)}
+        np.savez(file, texts=np.array(self.texts), **arrays)
+        return file.getvalue()
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the prompts in a file; None if there is none, or it is damaged."""
+        import torch
+
+        try:
+            with np.load(path) as found:
+                pooled = torch.from_numpy(found["pooled"]) if "pooled" in found else None
+                texts = tuple(map(str, found["texts"]))
+                read = cls.split(texts, Encoded(torch.from_numpy(found["tokens"]), pooled))
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            return None
+        return read if len(read.encoded.tokens) == len(texts) else None

@@ -4,6 +4,15 @@
 
     t2m (N, H, W), u (N, C, H, W) ──joined along the channels──▶ images     float16 or float32, or bytes as they are
     condition, vector, mask       ──────────────────────────────▶ fields of their own, of the same image
+
+Their residuals, what a regression leaves of them, are learned instead, and added to its predictions again::
+
+    fields     (N, C, H, W) ──minus predictions, once──▶ residuals (N, C, H, W) ──▶ training
+    condition, vector ──────┘                                 │ drawn by a sampler
+    fields     (N, C, H, W) ◀──plus predictions───────────────┘
+
+Other modules treat residuals as fields, with statistics of their own; condition, mask and vector are copied. Source:
+Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmospheric downscaling" (CorrDiff).
 """
 
 from __future__ import annotations
@@ -13,12 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
-from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, StoredField
+from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
+from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
 from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, labelled, one_line
 from ddpm_ds.data.sources.variables import (
@@ -47,6 +58,10 @@ TOGETHER_BYTES = 2**22
 """Bytes of the images in a chunk, at least one image."""
 SAMPLED_BYTES, MOST_SAMPLED = 2**25, 16
 """Maximum bytes, and images, by which a source is recognised, at least one image."""
+REGRESSION = "regression"
+"""Key of the regression's weights in the checksums of a cache of residuals; those of its fields are as of pixels."""
+PREDICTED_BYTES = 2**20
+"""Bytes of fields that are predicted together, at least one field."""
 
 
 @dataclass(frozen=True)
@@ -287,3 +302,61 @@ def check_fields(spec: DataSpec, meta: CacheMeta) -> None:
                     f"{key} = {way}, but channel {channel}{called} of the {name} is {low:g} everywhere; leave it out, "
                     f"or --set {key}=null"
                 )
+
+
+class Regression(Protocol):
+    """Trained regression."""
+
+    @property
+    def digest(self) -> str:
+        """Checksum of its weights."""
+
+    def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""
+
+
+def fields_of(data: DataSpec) -> DataSpec:
+    """Return the spec of the fields of whose residuals ``data`` is the spec; ``data`` itself if it is of fields."""
+    return data if data.residual_of is None else data.model_copy(update={"residual_of": None})
+
+
+def made_of(fields: DatasetCache, regression: Regression) -> dict[str, str]:
+    """Return the checksums of regression and fields that a cache of residuals keeps."""
+    return {REGRESSION: regression.digest, **{f"{PIXELS}{name}": value for name, value in fields.meta.sha256.items()}}
+
+
+def residuals(fields: DatasetCache, regression: Regression, numbers: range) -> Iterator[Chunk]:
+    """Yield a range of the residuals of all ``fields``, in chunks.
+
+    Raises:
+        DataError: a prediction is not finite, or a residual is beyond the type that is stored.
+    """
+    unfilled = fields.meta.model_copy(update={"masked": False})  # masked values stay NaN, for the statistics
+    stored = {name: StoredImages(fields.path, unfilled, None, name=name) for name in fields.fields}
+    together = max(1, PREDICTED_BYTES // fields.meta.field(IMAGES).nbytes)
+    for first in range(numbers.start, numbers.stop, together):
+        positions = np.arange(first, min(first + together, numbers.stop))
+        read = {name: images.read(positions) for name, images in stored.items()}
+        predicted = regression.predict(fields, positions)
+        with np.errstate(over="ignore"):
+            found = (read[IMAGES] - predicted).astype(read[IMAGES].dtype)
+        bad = ~np.isfinite(predicted) | np.isinf(found)
+        if bad.any():
+            number, channel = (int(place[0]) for place in bad.nonzero()[:2])
+            raise DataError(
+                f"data.residual_of predicts {predicted[bad][0]:g} in image {first + number}, channel {channel} of "
+                f"{fields.path}, whose residual is beyond {found.dtype}; train that regression anew, or --set "
+                "data.values=float32"
+            )
+        read[IMAGES] = found
+        others = {name: [each.data for each in values] for name, values in read.items() if name != IMAGES}
+        labels = fields.labels[positions].tolist()
+        yield Chunk([each.data for each in found], labels, [], others, _moments(read, fields))
+
+
+def _moments(read: Mapping[str, npt.NDArray[np.generic]], fields: DatasetCache) -> dict[str, Moments]:
+    """Return the moments of the fields that have statistics."""
+    return {
+        name: merged(np.stack([moments_of(values, fields.meta.masked) for values in read[name]]))
+        for name in fields.meta.statistics
+    }

@@ -1,7 +1,5 @@
 """Models on the Hugging Face hub: downloaded to its own cache, only the files that are needed, and uploaded."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import re

@@ -73,9 +73,17 @@ from ddpm_ds.data.captions import (
     written,
 )
 from ddpm_ds.data.decoding import ALONE, Size, decoded
-from ddpm_ds.data.fields import FieldSource, check_fields, open_fields
+from ddpm_ds.data.fields import (
+    REGRESSION,
+    FieldSource,
+    Regression,
+    check_fields,
+    fields_of,
+    made_of,
+    open_fields,
+    residuals,
+)
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
-from ddpm_ds.data.residuals import REGRESSION, Regression, fields_of, made_of, residuals
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, printable
 from ddpm_ds.data.text import TextEncoders

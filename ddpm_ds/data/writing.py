@@ -30,23 +30,7 @@ from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.cache import (
-    CAPTIONS_FILE,
-    CONSTANTS,
-    FORMAT,
-    IMAGES,
-    LABELS,
-    META,
-    OFFSETS,
-    SKIPPED,
-    CacheMeta,
-    Coordinate,
-    Images,
-    Kind,
-    Origin,
-    StoredField,
-    shard_name,
-)
+from ddpm_ds.data import cache
 from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of, sync
@@ -62,8 +46,8 @@ CLAIM_SECONDS, CLAIM_POLL_SECONDS = 3600.0, 0.5
 class CachePlan:
     """Plan of a cache, which its files must match."""
 
-    kind: Kind
-    fields: Mapping[str, StoredField]
+    kind: cache.Kind
+    fields: Mapping[str, cache.StoredField]
     """Fields of an image, images among them."""
     images: int
     """Images of the source, including unreadable ones."""
@@ -77,7 +61,7 @@ class CachePlan:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape (C, H, W) of the images."""
-        channels, height, width = self.fields[IMAGES].shape
+        channels, height, width = self.fields[cache.IMAGES].shape
         return channels, height, width
 
     @property
@@ -126,10 +110,10 @@ class Facts:
     classes: tuple[str, ...]
     made_of: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the images' origins, also kept in ``meta.json``, by names that no file has."""
-    origin: Origin | None = None
-    constants: Images | None = None
+    origin: cache.Origin | None = None
+    constants: cache.Images | None = None
     """Fields that are the same for all images, float32 (C, H, W)."""
-    coordinates: tuple[Coordinate, ...] = ()
+    coordinates: tuple[cache.Coordinate, ...] = ()
     masked: bool = False
     """Whether values can be NaN, for masked ones."""
     captions: bytes | None = None
@@ -348,7 +332,7 @@ class _Shards:
         def is_damaged(number: int) -> bool:
             with suppress(OSError):
                 return any(
-                    sha256_of(self.folder / shard_name(self.plan.kind, number, name)) != checksum
+                    sha256_of(self.folder / cache.shard_name(self.plan.kind, number, name)) != checksum
                     for name, checksum in records[number].sha256.items()
                 )
             return True
@@ -371,11 +355,11 @@ class _Shards:
         skipped: list[tuple[str, str]] = []
         moments: dict[str, Moments] = {}
         with ExitStack() as stack:
-            names = {name: self.folder / shard_name(plan.kind, number, name) for name in plan.fields}
+            names = {name: self.folder / cache.shard_name(plan.kind, number, name) for name in plan.fields}
             files = {name: stack.enter_context(_complete(path)) for name, path in names.items()}
             self._write_headers(files, len(numbers))
             for chunk in self.chunks(numbers):
-                files[IMAGES].writelines(chunk.images)
+                files[cache.IMAGES].writelines(chunk.images)
                 for name, images in chunk.others.items():
                     files[name].writelines(images)
                 for name, found in chunk.moments.items():
@@ -405,7 +389,7 @@ class _Shards:
     def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
         """Write the headers of ``.npy`` files of ``count`` images, padded so that the count can be changed later."""
         for name, file in files.items():
-            if self.plan.kind != "encoded" or name != IMAGES:
+            if self.plan.kind != "encoded" or name != cache.IMAGES:
                 stored = self.plan.fields[name]
                 header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
                 file.seek(0)
@@ -435,31 +419,31 @@ def _describe(
     """Write the files of a cache other than its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
-    files: dict[str, Images] = {LABELS: np.array(labels, np.int64)}
+    files: dict[str, cache.Images] = {cache.LABELS: np.array(labels, np.int64)}
     if plan.kind == "encoded":
-        files[OFFSETS] = np.cumsum([0, *(size for record in records for size in record.sizes)])
+        files[cache.OFFSETS] = np.cumsum([0, *(size for record in records for size in record.sizes)])
     if facts.constants is not None:
-        files[CONSTANTS] = facts.constants
+        files[cache.CONSTANTS] = facts.constants
     for name, array in files.items():
         with _complete(folder / name) as file:
             np.save(file, array)
     if facts.captions is not None:
-        with _complete(folder / CAPTIONS_FILE) as file:
+        with _complete(folder / cache.CAPTIONS_FILE) as file:
             file.write(facts.captions)
     if skipped:
         report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
-        with _complete(folder / SKIPPED) as file:
+        with _complete(folder / cache.SKIPPED) as file:
             file.write(report.encode(errors="backslashreplace"))
     checksums = {
-        shard_name(plan.kind, number, name): checksum
+        cache.shard_name(plan.kind, number, name): checksum
         for number, record in enumerate(records)
         for name, checksum in record.sha256.items()
     }
-    kept = [*files, *([] if facts.captions is None else [CAPTIONS_FILE])]
+    kept = [*files, *([] if facts.captions is None else [cache.CAPTIONS_FILE])]
     measured = {name for record in records for name in record.moments}
     constants = facts.constants
-    meta = CacheMeta(
-        format=FORMAT,
+    meta = cache.CacheMeta(
+        format=cache.FORMAT,
         source=spec.source,
         folder=spec.name if spec.path is None else str(spec.path),
         count=len(labels),
@@ -470,15 +454,15 @@ def _describe(
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
         origin=facts.origin,
-        constants=None if constants is None else StoredField(shape=constants.shape, values="float32"),
+        constants=None if constants is None else cache.StoredField(shape=constants.shape, values="float32"),
         statistics={name: _statistics(records, name) for name in sorted(measured)},
         coordinates=facts.coordinates,
         masked=facts.masked,
     )
-    if plan.fields != {IMAGES: meta.field(IMAGES)}:
+    if plan.fields != {cache.IMAGES: meta.field(cache.IMAGES)}:
         meta = meta.model_copy(update={"fields": dict(plan.fields)})
     # Defaults are left out so that older versions can read a cache of one file of pixels.
-    with _complete(folder / META) as file:
+    with _complete(folder / cache.META) as file:
         file.write((meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode())
     sync(folder)
 

@@ -1,12 +1,14 @@
-"""What a U-Net is given beside x_t, t and labels: a condition's channels, its noise level, and a vector.
+"""What a U-Net is given beside x_t, t and labels: a condition's channels, its noise level, a vector, and encoded text:
+captions of a micro-batch, from 8 bits and some of them dropped, and prompts.
 
-All of it is made on the device from stored values, by the stage that makes x_t, and nothing waits for the device.
+All of it is made on the device from stored values, and nothing waits for the device: a condition by the stage that
+makes x_t, text by each rank with transformer blocks, by the image's index alone, so that text is never sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddpm_ds import keyed
 from ddpm_ds.config.spec import ConditionSpec, DataSpec, Normalise
+from ddpm_ds.config.text import CrossAttentionSpec, TextSpec
 from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.data.text import Encoded, widened
 from ddpm_ds.keyed import Draws, Stream
 
 LUMA = (0.299, 0.587, 0.114)
@@ -348,3 +353,90 @@ def _normalised(constants: npt.NDArray[np.float32], normalise: Normalise) -> Ten
     else:
         shift, size = (high + low) / 2.0, (high - low) / 2.0
     return ((values - shift) / torch.where(high > low, size, 1.0)).float()
+
+
+class Text:
+    """Text of training images.
+
+    Args:
+        empty: the encoded empty text, N = 1, on the device; dropped captions become it, or zeros, as the spec says.
+        seed: that of the run.
+    """
+
+    def __init__(self, spec: TextSpec, empty: Encoded, seed: int) -> None:
+        self._spec, self._seed = spec, seed
+        self.dropped = no_text(spec, empty)
+        """What is read instead of a caption that was dropped, N = 1."""
+
+    def context(self, tokens: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
+        """Return the context (N, tokens, channels) of stored ``tokens``, float16 or int8 with a ``scale`` (N, tokens),
+        of the images ``index`` (N,).
+        """
+        return self._kept(widened(tokens, scale), self.dropped.tokens, index)
+
+    def pooled(self, stored: Tensor, index: Tensor) -> Tensor:
+        """Return the pooled text (N, channels) of the same images, dropped where their context is."""
+        assert self.dropped.pooled is not None
+        return self._kept(stored, self.dropped.pooled, index)
+
+    def _kept(self, stored: Tensor, dropped: Tensor, index: Tensor) -> Tensor:
+        if not self._spec.drop:
+            return stored
+        drops = keyed.uniform(self._seed, Stream.TEXT_DROP, index, 1) < self._spec.drop  # (N, 1)
+        return torch.where(drops.view(-1, *[1] * (stored.ndim - 1)), dropped.to(stored.dtype), stored)
+
+
+def no_text(spec: TextSpec, empty: Encoded) -> Encoded:
+    """Return what is read instead of a dropped caption, and instead of a negative prompt that is not given."""
+    if spec.drop_to == "empty":
+        return empty
+    return Encoded(torch.zeros_like(empty.tokens), None if empty.pooled is None else torch.zeros_like(empty.pooled))
+
+
+def described(pooled: Tensor | None, sizes: Tensor | None) -> Tensor | None:
+    """Return pooled text (N, channels) and sizes (N, 6) as one vector, float32; None without them."""
+    return None if pooled is None or sizes is None else torch.cat((pooled.float(), sizes.float()), dim=1)
+
+
+class Prompts:
+    """Encoded prompts of images that are drawn, which take them in turn, and what guidance leads away from.
+
+    Args:
+        unet: how the U-Net reads them.
+        encoded: the prompts.
+        against: the encoded negative prompt, or what :func:`no_text` returns, N = 1.
+        size: height and width of the images in pixels; they are drawn as images of this size that were not cropped.
+        texts: the prompts in words.
+    """
+
+    def __init__(
+        self,
+        unet: CrossAttentionSpec,
+        encoded: Encoded,
+        against: Encoded,
+        *,
+        size: tuple[int, int],
+        device: torch.device,
+        texts: Sequence[str] = (),
+    ) -> None:
+        self._encoded, self._against, self.texts = encoded.on(device), against.on(device), tuple(texts)
+        self._sizes = None
+        if unet.pooled_channels is not None:
+            self._sizes = torch.tensor([*size, 0.0, 0.0, *size], device=device)
+
+    def __len__(self) -> int:
+        return len(self._encoded.tokens)
+
+    def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
+        """Return what the U-Net takes for the images ``index`` (N,), and what it takes where guidance leads away from:
+        the prompt or what is read against it, beside the other ``condition``.
+        """
+        mine = index % len(self)
+        return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
+
+    def _beside(self, condition: Condition | None, text: Encoded, rows: Tensor) -> Condition:
+        condition = condition or Condition(torch.empty(0, 0), ())
+        pooled = None if text.pooled is None else text.pooled[rows]
+        vector = described(pooled, None if self._sizes is None else self._sizes.expand(len(rows), -1))
+        told = condition.told if vector is None else (*condition.told, vector)
+        return Condition(condition.channels, told, text.tokens[rows])

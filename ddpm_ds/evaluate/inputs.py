@@ -1,6 +1,7 @@
 """What images are conditioned on, by number: the held-out images of a run, or a file or folder of conditions.
 
-Image number I of a request with K members is member I % K of input I // K.
+Image number I of a request with K members is member I % K of input I // K. By the same inputs a trained regression
+predicts the fields of which a cache of residuals is made.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.config.spec import ConditionSpec, DataSpec
+from ddpm_ds.config.choices import OBJECTIVES
+from ddpm_ds.config.spec import ConditionSpec, DataSpec, written
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import first_captions
 from ddpm_ds.data.fields import CONDITION
 from ddpm_ds.data.held_out import Part, parts, prepare_held_out, sizes_trained, told_apart
 from ddpm_ds.data.inputs import HOLE, Reading, open_inputs
 from ddpm_ds.data.loader import Indices
-from ddpm_ds.data.prompts import first_captions
 from ddpm_ds.diffusion.condition import Condition, Moves
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import DataError, SpecError
-from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.evaluate.trained import Trained, load_trained
 
 HELD_OUT = "held-out"
 """Value of ``--conditions`` for the images that a run has held out, and of ``--prompts`` for their captions."""
+CONDITION_KEYS = ("kind", "variables", "channels", "constants", "constant_channels", "vector", "vector_size")
+"""Keys of the condition that a regression and the run on its residuals must have in common."""
 
 
 class Stored(Protocol):
@@ -245,3 +249,56 @@ def held_out_images(
 def held_out_captions(trained: Trained) -> list[str]:
     """Return the first caption of each held-out image of a run with text; raises as :func:`held_out_images`."""
     return [*first_captions(*held_out_images(trained, f"--prompts {HELD_OUT}"))]
+
+
+class TrainedRegression:
+    """Implements :class:`ddpm_ds.data.fields.Regression` for the averaged weights of a run.
+
+    Raises:
+        CheckpointError: ``data.residual_of`` has no weights.
+        SpecError: it is no regression, or one of other fields than ``data``.
+    """
+
+    def __init__(self, data: DataSpec, device: torch.device) -> None:
+        assert data.residual_of is not None, "the caller has set it"
+        path = data.residual_of
+        self._trained = load_trained(path, device=device)
+        self.digest = self._trained.digest
+        """Checksum of the weights."""
+        objective = self._trained.diffusion.objective
+        if self._trained.spec is None or OBJECTIVES[objective].diffuses:
+            raise SpecError(
+                f"data.residual_of = {path} is no regression: its diffusion.objective is {objective}; name a run with "
+                "diffusion.objective = regression"
+            )
+        its, asked = _compared(self._trained.data), _compared(data)
+        for key, value in asked.items():
+            if its[key] != value:
+                raise SpecError(
+                    f"data.residual_of = {path} has {key} = {its[key]}, and this spec {value}; name a regression of "
+                    "the same fields"
+                )
+
+    def predict(self, fields: DatasetCache, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return the fields (n, C, H, W) that it predicts at ``positions`` (n,) of a cache, in their units."""
+        if (facts := self._trained.facts) is not None:
+            fields = fields.with_statistics(facts.statistics)  # masked values are read as in its training
+        inputs = Inputs(self._trained, fields.fields, positions, key="")
+        found: npt.NDArray[np.float32] = inputs.predicted(range(len(positions))).numpy()
+        return found
+
+
+def _compared(data: DataSpec) -> dict[str, object]:
+    """Return what a regression and the run on its residuals must have in common."""
+    condition = data.condition or ConditionSpec()
+    return {
+        "data.channels": data.channels,
+        "data.image_size": written(data.size),
+        "data.variables": _listed(data.variables),
+        **{f"data.condition.{key}": _listed(getattr(condition, key)) for key in CONDITION_KEYS},
+    }
+
+
+def _listed(value: object) -> object:
+    """Return a value as a spec may say it."""
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else value

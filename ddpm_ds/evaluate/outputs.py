@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from ddpm_ds.config.spec import SamplerSpec
-from ddpm_ds.data.drawn import MOST_ROWS, Drawn
-from ddpm_ds.data.pictures import grid_title, picture
+from ddpm_ds.data.pictures import MOST_ROWS, Drawn, grid_title, picture
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import OutputError, print_to_stderr
 from ddpm_ds.evaluate.inputs import Inputs

@@ -22,11 +22,11 @@ from ddpm_ds.command_line import MOST_COUNT, MOST_IMAGE, MOST_MEMBERS, MOST_SEED
 from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import Batch, GivenPath, SamplerSpec, check_sampler
 from ddpm_ds.config.text import TextSpec
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.text import TextEncoders, misfit
+from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.levels import check_guidance
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.diffusion.text import Prompts
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, SpecError, is_out_of_memory, print_to_stderr
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned

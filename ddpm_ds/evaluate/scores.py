@@ -1,6 +1,9 @@
-"""Scores that compare drawn images with the training images: a table, JSON and metrics for MLflow."""
+"""Scores that compare drawn images with the training images, and the held-out loss of trained weights, measured as
+training measures it: tables, JSON and metrics for MLflow.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -12,20 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.config.spec import ALL_SIGMAS, SamplerSpec
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.held_out import told_apart
+from ddpm_ds.data.held_out import Part, told_apart
 from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import buckets_of, prepare_images
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
-from ddpm_ds.evaluate.clip import Clip
 from ddpm_ds.evaluate.inception import (
+    Clip,
     Inception,
     Pixels,
     Unavailable,
@@ -36,10 +40,11 @@ from ddpm_ds.evaluate.inception import (
     pixel_gaussian,
 )
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import ALONE, draw_missing, prompts_for, said_of
+from ddpm_ds.evaluate.sampling import ALONE, draw_missing, fitting, prompts_for, said_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
 from ddpm_ds.pipeline.staged import Pipelines
+from ddpm_ds.train.objective import HeldOutLoss, encoders_of
 from ddpm_ds.version import __version__
 
 GRID_IMAGES = 64
@@ -365,3 +370,67 @@ def score_rows(trained: Trained) -> list[tuple[str, ...]]:
             how = f"{sampler['kind']} in {sampler['steps']} steps", f"{sampler['guidance']:g}", content["precision"]
             rows += [(each["title"], rounded(each["value"]), f"{each['samples']:,}", *how) for each in found]
     return [CARD_HEADER, *rows] if rows else []
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Held-out loss of some weights."""
+
+    weights: str
+    """Kind of weights, as in :class:`Trained`."""
+    values: Mapping[str, float]
+    """Values by their names in MLflow, those of training."""
+
+
+def evaluate_losses(
+    trained: Trained, held_out: Part, out: Path | None, batch_images: int, pipelines: Pipelines = ALONE
+) -> Losses | None:
+    """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own.
+
+    It is in ``out``, by default among the run's evaluations. Of several ``pipelines`` all measure and only the first
+    does the rest; the others return None.
+
+    Raises:
+        LayoutError: the device has no memory for so many images.
+        OutputError: the file system refuses.
+        PeerLostError: another process has died.
+    """
+    spec, (store, positions) = trained.spec, held_out
+    assert spec is not None, "an export has held out nothing"
+    device, origin = next(trained.unet.parameters()).device, Path(trained.origin).resolve().name
+    decisive = f"{trained.digest} {trained.precision} {store.key} {positions.tolist()}"
+    folder = out or (trained.run_dir or Path()) / "evaluations"
+    folder /= f"{origin}-{trained.weights}-loss-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}"
+    if pipelines.is_first:
+        print(
+            f"weights    {trained.weights} of {trained.origin}, {trained.precision} on {device.type}\n"
+            f"held out   {len(positions):,} images of {store.path}\n"
+            f"outputs    {folder}",
+            flush=True,
+        )
+    loss = HeldOutLoss(spec, device, store, positions, encoders_of(spec, device), images=batch_images)
+    sums, mine = loss.zeros(), range(pipelines.number, loss.calls, pipelines.count)
+    with torch.inference_mode(), fitting(batch_images):
+        for call in tqdm(mine, "measuring", unit=" batches", disable=None if pipelines.is_first else True):
+            loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
+    found = Losses(trained.weights, loss.values(pipelines.total(sums)))
+    if not pipelines.is_first:
+        return None
+    facts = {
+        **{name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")},
+        "reference": {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256},
+        "version": {"ddpm_ds": __version__, "torch": torch.__version__},
+    }
+    path = folder / "scores.json"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, (json.dumps({**facts, "scores": found.values}, indent=2) + "\n").encode())
+    record_child(trained, "evaluate", facts, metrics=found.values, artifacts={path: ""})
+    return found
+
+
+def loss_table(results: Sequence[Losses]) -> str:
+    """Return a table with a line for each value, and a column for each kind of weights."""
+    rows = [("held-out loss", *(found.weights for found in results))]
+    rows += [(name, *(rounded(found.values[name]) for found in results)) for name in results[0].values]
+    return "\n".join(aligned(rows, {0}))

@@ -19,7 +19,7 @@ import torch
 from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import checkpoint_at
+from ddpm_ds.checkpoint.folder import checkpoint_at
 from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest
 from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
@@ -36,16 +36,15 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
+from ddpm_ds.data.captions import EncodedPrompts
+from ddpm_ds.data.fields import REGRESSION
 from ddpm_ds.data.hub import from_hub, is_hub_name
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
-from ddpm_ds.data.prompts import EncodedPrompts
-from ddpm_ds.data.residuals import REGRESSION
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import parts_of
 from ddpm_ds.device import DTYPES, usable_device
-from ddpm_ds.diffusion.condition import Conditions, Scale
-from ddpm_ds.diffusion.text import Prompts, no_text
+from ddpm_ds.diffusion.condition import Conditions, Prompts, Scale, no_text
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded

@@ -23,7 +23,7 @@ from torch import Tensor
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
 from ddpm_ds.files import read_json, replace_file
-from ddpm_ds.pipeline.exchange import all_gather_objects
+from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.blocks import keep_part, set_context, transformer_blocks
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, TransformerBlockLayer, UpsampleLayer

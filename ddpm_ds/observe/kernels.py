@@ -43,7 +43,7 @@ from ddpm_ds.errors import fault_said
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import gather_objects
+from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS = 100

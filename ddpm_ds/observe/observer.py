@@ -1,8 +1,20 @@
-"""Interface of observers of a training run, what they share, and the clock of pauses.
+"""Interface of observers of a training run, what they share, the clock of pauses, and the recording of some steps:
+every instruction of every rank, in seconds on one clock.
 
 An observer is told when each optimizer step begins and what is done between two steps. In the steps that it watches it
 may wrap the engine's instructions; it costs nothing in all others.
+
+While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped. A wait inside an
+instruction becomes an event of its own, and the event of the instruction begins when the wait ends:
+
+    LoadMicroBatch   DataWait, until the loader has the micro-batch; then LoadMicroBatch: to the device, noise
+    ForwardPass      RecvActivation, until its message is there; then ForwardPass
+    BackwardPass     RecvGrad, likewise; then BackwardPass, with recomputation and with what ZeRO-2 reduces in it
+
+:func:`aligned` puts the ranks' events on one clock and finds how long ranks waited for each other.
 """
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -10,12 +22,26 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.files import read_json, replace_file
-from ddpm_ds.pipeline.schedule import Instruction
+from ddpm_ds.pipeline.cuts import stages_of
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.messages import Channel
+from ddpm_ds.pipeline.schedule import Event, Instruction
+
+Value = TypeVar("Value")
+BARRIERS = 8  # barriers that the ranks pass to compare their clocks
+RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad", "InputGradients": "RecvGrad"}
+"""Name of the wait for a message inside an instruction, by the instruction."""
+WAIT_FOR_RANKS = "WaitForRanks"
+"""Name of the event of waiting for ranks that must agree on a step, or whose gradients are to be added."""
 
 
 class Report(Protocol):
@@ -183,3 +209,244 @@ def read_pauses(run_dir: Path) -> Pauses:
     """
     file = run_dir / FILE
     return Pauses(**read_json(file)) if file.is_file() else Pauses()
+
+
+class Barrier(NamedTuple):
+    """Times at which a rank reached a barrier and was released from it, on its host's clock."""
+
+    came: float
+    left: float
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """Optimizer step on one rank, in seconds on that rank's host clock until steps are aligned."""
+
+    number: int
+    start: float
+    end: float
+    """Time at which the next step began; includes logging, samples and checkpoints."""
+    events: tuple[Event, ...]
+    """Events in the order in which they ended; none overlaps another."""
+
+    def moved(self, back: float) -> TracedStep:
+        """Return the step with all times moved back by ``back`` seconds."""
+        events = tuple(event._replace(start=event.start - back, end=event.end - back) for event in self.events)
+        return TracedStep(self.number, self.start - back, self.end - back, events)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """Recording of one rank."""
+
+    rank: int
+    pipeline_rank: int
+    replica: int
+    stages: tuple[int, ...]
+    """Stages of the U-Net that the rank holds, by phase."""
+    message_bytes: tuple[tuple[int, int], ...]
+    """Bytes of a message to the next stage and of one to the stage before, by phase; 0 if there is none."""
+    barriers: tuple[Barrier, ...]
+    steps: tuple[TracedStep, ...]
+    part: int = 0
+    """Place in the tensor group."""
+
+
+class HostClock:
+    """Clock of the host, for work that is done when a call returns, as on a CPU."""
+
+    def mark(self) -> Any:
+        """Mark this moment in the order of the device's work, without waiting for the device; return the mark."""
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Return the time of each mark on the host's clock. Waits for the device."""
+        return list(marks)
+
+
+class DeviceClock(HostClock):
+    """Clock of CUDA events on the current stream; making one, once per trace, waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        wait_for_device(device)
+        self._zero = self.mark()
+        wait_for_device(device)
+        self._zero_seconds = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        wait_for_device(self._device)
+        return [self._zero_seconds + self._zero.elapsed_time(mark) / 1e3 for mark in marks]
+
+
+class Recording:
+    """Recorder that runs from construction until :meth:`close`; every rank makes one at the start of the same step."""
+
+    def __init__(self, engine: UnetPipelineEngine, step: int) -> None:
+        """Wrap the engine's instructions. Collective; waits for the device and for all ranks."""
+        self._engine = engine
+        self._clock = DeviceClock(engine.device) if engine.device.type == "cuda" else HostClock()
+        self._barriers = tuple(_barrier() for _ in range(BARRIERS))
+        self._inside: tuple[str, int, int] | None = None
+        self._resumed: Any = None
+        self._steps: list[tuple[int, Any, list[Event]]] = []  # number, mark of the start, events between two marks
+        self._wrapping = contextlib.ExitStack()
+        self._wrapping.enter_context(instructions_wrapped(engine, self._timed))
+        self._receive, engine.receive = engine.receive, self._timed_receive
+        self._wrapping.callback(setattr, engine, "receive", self._receive)
+        self.begin_step(step)
+
+    @property
+    def step(self) -> int:
+        """Number of the step that is being recorded."""
+        return self._steps[-1][0]
+
+    def begin_step(self, step: int) -> None:
+        """End the step before and begin this one."""
+        self._events: list[Event] = []
+        self._steps.append((step, self._clock.mark(), self._events))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record an event between two steps' instructions."""
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._events.append(Event(name, 0, -1, begin, self._clock.mark()))
+
+    def close(self) -> RankTrace:
+        """End the last step and restore the engine. Waits for the device."""
+        end = self._clock.mark()
+        self.abandon()
+        engine = self._engine
+        ends = [*(start for _, start, _ in self._steps[1:]), end]
+        return RankTrace(
+            rank=dist.get_rank(),
+            pipeline_rank=engine.stage_id,
+            replica=engine.grid.get_data_parallel_id(),
+            part=engine.module.tensor.rank,
+            stages=tuple(stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)),
+            message_bytes=tuple(_message_bytes(engine, phase) for phase in range(engine.phases)),
+            barriers=self._barriers,
+            steps=tuple(self._resolved(*step, stop) for step, stop in zip(self._steps, ends, strict=True)),
+        )
+
+    def abandon(self) -> None:
+        """Restore the engine."""
+        self._wrapping.close()
+
+    def _resolved(self, number: int, start: Any, events: list[Event], end: Any) -> TracedStep:
+        first, last, *times = self._clock.seconds([start, end, *(mark for event in events for mark in event[3:])])
+        timed = (Event(*event[:3], *times[2 * place :][:2]) for place, event in enumerate(events))
+        return TracedStep(number, first, last, tuple(timed))
+
+    def _timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
+        name, phase, numbers = instruction
+        number = numbers[0] if numbers else -1
+        self._inside, self._resumed = (name, phase, number), None
+        begin = self._clock.mark()
+        with self._timed_loader() if name == "LoadMicroBatch" else contextlib.nullcontext():
+            execute()
+        end = self._clock.mark()
+        self._events.append(Event(name, phase, number, begin if self._resumed is None else self._resumed, end))
+        self._inside = None
+
+    @contextlib.contextmanager
+    def _timed_loader(self) -> Iterator[None]:
+        engine = self._engine
+        loader = engine.data_iterator
+        engine.data_iterator = iter(lambda: self._waiting("DataWait", lambda: next(loader)), None)
+        try:
+            yield
+        finally:
+            engine.data_iterator = loader
+
+    def _timed_receive(self, channel: Channel) -> Any:
+        if self._inside is None:
+            return self._receive(channel)
+        return self._waiting(RECEIVES[self._inside[0]], lambda: self._receive(channel))
+
+    def _waiting(self, name: str, wait: Callable[[], Value]) -> Value:
+        """Wait inside an instruction, recorded as an event before it."""
+        assert self._inside is not None
+        begin = self._clock.mark()
+        value = wait()
+        self._resumed = self._clock.mark()
+        self._events.append(Event(name, *self._inside[1:], begin, self._resumed))
+        return value
+
+
+def _barrier() -> Barrier:
+    came = time.perf_counter()
+    dist.barrier()
+    return Barrier(came, time.perf_counter())
+
+
+def _message_bytes(engine: UnetPipelineEngine, phase: int) -> tuple[int, int]:
+    channels = engine.stage_channels(phase, engine.micro_batch_size)
+    activations, gradients = channels.activations_out, channels.gradients_out
+    return activations.message_bytes if activations else 0, gradients.message_bytes if gradients else 0
+
+
+def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[float, float]:
+    """Return by how many seconds a rank's clock is ahead of another's, and the largest possible error of this.
+
+    No rank is released from a barrier before all have reached it, so each barrier bounds the difference from both
+    sides. If 0 is within the bounds, the clocks are taken to be the same, as they are for processes of one host.
+    """
+    pairs = list(zip(own, others, strict=True))
+    lowest = max(mine.came - other.left for mine, other in pairs)
+    highest = min(mine.left - other.came for mine, other in pairs)
+    offset = 0.0 if lowest <= 0.0 <= highest else (lowest + highest) / 2
+    return offset, max(highest - offset, offset - lowest)
+
+
+def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
+    """Put the traces of all ranks on one clock, which begins with the first step.
+
+    Ranks leave ReduceGrads, where replicas add gradients, and OptimizerStep, where all agree on overflow and norm, only
+    after the last has begun it: the time until then becomes an event of its own, :data:`WAIT_FOR_RANKS`. Returns the
+    traces in the order of ranks, and by how many seconds two clocks may still differ.
+    """
+    traces = sorted(traces, key=lambda trace: trace.rank)
+    offsets, errors = zip(*(clock_offset(trace.barriers, traces[0].barriers) for trace in traces), strict=True)
+    start = min(trace.steps[0].start - offset for trace, offset in zip(traces, offsets, strict=True))
+    moved = [
+        [step.moved(offset + start) for step in trace.steps] for trace, offset in zip(traces, offsets, strict=True)
+    ]
+    shared_by = [
+        ("ReduceGrads", [rank for rank, trace in enumerate(traces) if trace.pipeline_rank == number])
+        for number in sorted({trace.pipeline_rank for trace in traces})
+    ]
+    shared_by.append(("OptimizerStep", list(range(len(traces)))))
+    for number in range(len(traces[0].steps)):
+        for name, ranks in shared_by:
+            shared = _with_waits([moved[rank][number] for rank in ranks], name)
+            for rank, step in zip(ranks, shared, strict=True):
+                moved[rank][number] = step
+    ranks_moved = tuple(replace(trace, steps=tuple(steps)) for trace, steps in zip(traces, moved, strict=True))
+    return ranks_moved, max(errors[1:], default=0.0)
+
+
+def _with_waits(steps: Sequence[TracedStep], name: str) -> list[TracedStep]:
+    """Let instruction ``name`` of the same step on several ranks begin when the last rank begins it.
+
+    If a rank finished it before the last one began, no rank has waited.
+    """
+    found = [event for step in steps for event in step.events if event.instruction == name]
+    latest = max((event.start for event in found), default=0.0)
+    if any(event.end < latest for event in found):
+        return list(steps)
+
+    def split(event: Event) -> tuple[Event, ...]:
+        if event.instruction != name or event.start >= latest:
+            return (event,)
+        return event._replace(instruction=WAIT_FOR_RANKS, end=latest), event._replace(start=latest)
+
+    return [replace(step, events=tuple(part for event in step.events for part in split(event))) for step in steps]

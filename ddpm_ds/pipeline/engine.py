@@ -26,11 +26,22 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
-from ddpm_ds.pipeline.flat_gradients import PassKind
-from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
-from ddpm_ds.pipeline.gradients import Gradients
+from ddpm_ds.pipeline.gradients import Gradients, PassKind
 from ddpm_ds.pipeline.graph import Pace, StepGraph
-from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, Start, at_once, open_p2p_groups, runs_behind
+from ddpm_ds.pipeline.messages import (
+    Channel,
+    Edge,
+    Flight,
+    Kind,
+    Passage,
+    StageChannels,
+    Start,
+    as_leaves,
+    at_once,
+    edge,
+    open_p2p_groups,
+    runs_behind,
+)
 from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.pipeline.schedule import (

@@ -1,22 +1,352 @@
-"""What an engine does with its gradients: in one flat tensor, parameter by parameter, or as DeepSpeed does."""
+"""What an engine does with its gradients: in one flat tensor, parameter by parameter, or as DeepSpeed does.
+
+DeepSpeed's optimizers with flat weights handle gradients parameter by parameter: a hook, two copies, a norm and new
+views for each. :class:`FlatGradients` takes their place, so that the work of a step on the host does not grow with the
+number of parameters::
+
+    gradients of a pass ─▶ bucket ─▶ bucket ─▶ ...          one hook for each, on the parameter that arrives last
+        one foreach ──────────┘ averaged over the replicas under ZeRO-2
+                              ▼
+    flat sum ─▶ norm ─▶ fp32 gradient of the own partition, unscaled and clipped ─▶ AdamW ─▶ weights
+
+Weights, fp32 masters and the optimizer's state stay where DeepSpeed puts them.
+"""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
 from deepspeed import comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.flat_gradients import FlatGradients, PassKind, Wanted, norm_of, over_stages
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.unet.tensor_group import is_alike, is_partial
 from ddpm_ds.unet.weight_gradients import through_autograd
+
+PassKind = Literal["whole", "inputs", "weights"]
+"""What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
+Wanted = Callable[[int, PassKind], Sequence[nn.Parameter]]
+"""Function that returns the parameters that a pass of a phase gives gradients to, in about the order of arrival."""
+SUMMED = 2**16
+"""Number of squares that a CPU adds up at a time: PyTorch adds them one after the other in fp32, and loses 0.2 % of the
+norm of 35 million. A GPU adds up pairs of sums."""
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are added to the sum together."""
+
+    parameters: list[nn.Parameter]
+    """In the order of the flat weights, so that the part of each partition is contiguous."""
+    slots: list[Tensor]
+    """Place of each gradient: in the flat sum, or in the scratch memory from which it is reduced or widened."""
+    length: int
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """First and last index, plus 1, in the scratch memory of what a replica's partition takes."""
+    runs: list[Tensor] = field(default_factory=list)
+    """Contiguous pieces of the flat sum that this rank's part is added to."""
+    last: nn.Parameter | None = None
+    """Parameter whose gradient arrives last; None before the first pass."""
+
+
+@dataclass
+class _Pass:
+    """Kind of pass of a phase."""
+
+    buckets: list[_Bucket]
+    """In the order in which they are reduced, the same on all replicas whatever the order of arrival."""
+    done: int = 0
+    """Number of buckets that are added in the pass that is running."""
+
+
+class FlatGradients(OwnStep):
+    """Flat gradients of a rank's stages, for ZeRO-1, ZeRO-2 and DeepSpeed's optimizer for bf16.
+
+    Under ZeRO-2 with replicas a rank keeps the sum of its own partition and reduces a bucket as soon as it is complete;
+    else it keeps the sum of all its parameters.
+    """
+
+    def __init__(self, engine: PipelineEngine, wanted: Wanted) -> None:
+        super().__init__(engine)
+        self._wanted = wanted
+        flat = self._flat = insides.take_over_gradients(engine)
+        self._reduces = flat.partitions and flat.replicas > 1
+        self._owned = flat.elements // flat.replicas
+        device, kept = flat.master.device, self._owned if self._reduces else flat.elements
+        if flat.accumulator is None:
+            self._sum = torch.zeros(kept, dtype=flat.dtype, device=device)
+        else:
+            self._sum = flat.accumulator
+        self._keeps = flat.accumulator is not None
+        self._own = self._sum if self._reduces else self._sum.narrow(0, flat.replica * self._owned, self._owned)
+        self._tensor = engine.module.tensor
+        counted = self._runs(self._tensor.counts) if self._tensor.size > 1 else [self._own]
+        counted = counted or [self._own[:0]]
+        self._summed = [part for run in counted for part in run.split(SUMMED if device.type == "cpu" else self._owned)]
+        self._partial, self._alike = self._runs(is_partial), self._runs(is_alike)
+        stored = next(iter(flat.places)).dtype
+        largest = max(parameter.numel() for parameter in flat.places)
+        self._bucket = max(min(flat.bucket, flat.elements), largest)
+        packs = self._reduces or stored != flat.dtype
+        self._scratch = torch.zeros(self._bucket, dtype=stored, device=device) if packs else None
+        self._shown = insides.fragments(engine, self._own)
+        self._passes: dict[tuple[int, PassKind], _Pass] = {}
+        self._running: _Pass | None = None
+        self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
+
+    def _runs(self, wanted: Callable[[nn.Parameter], bool]) -> list[Tensor]:
+        """Return the contiguous pieces of the own partition's sum that belong to some parameters."""
+        first = self._flat.replica * self._owned
+        found: list[tuple[int, int]] = []
+        for parameter, place in sorted(self._flat.places.items(), key=lambda item: item[1]):
+            start, stop = max(place - first, 0), min(place + parameter.numel() - first, self._owned)
+            if start >= stop or not wanted(parameter):
+                continue
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+        return [self._own[start:stop] for start, stop in found]
+
+    # ---------------------------------------------------------------- passes
+
+    @property
+    def own_sum(self) -> Tensor:
+        """Sum of the own partition's gradients, scaled; valid from a step's ReduceGrads on while its memory is kept."""
+        return self._own
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Type in which gradients are computed."""
+        return next(iter(self._flat.places)).dtype
+
+    def keep_memory(self, keep: bool) -> None:
+        """Keep the memory of the sum between steps, as addresses in a graph need, or give it back."""
+        self._keeps = keep or self._flat.accumulator is not None
+        self._release()
+
+    def clear(self) -> None:
+        """Take the memory of the sum, with zeros."""
+        storage = self._sum.untyped_storage()
+        if not storage.size():
+            storage.resize_(self._sum.numel() * self._sum.element_size())
+        self._sum.zero_()
+
+    @contextlib.contextmanager
+    def gathering(self, phase: int, kind: PassKind) -> Iterator[None]:
+        """Add the gradients of a pass to the sum, bucket after bucket as they arrive.
+
+        Raises:
+            RuntimeError: a parameter got no gradient.
+        """
+        running = self._passes.get((phase, kind)) or self._planned(phase, kind)
+        self._running, running.done = running, 0
+        yield
+        self._add_ready()
+        self._running = None
+        if running.done < len(running.buckets):
+            missing = [one for one in running.buckets[running.done].parameters if one.grad is None]
+            raise RuntimeError(f"{len(missing)} parameters got no gradient, one of shape {tuple(missing[0].shape)}")
+        if (phase, kind) not in self._passes:
+            self._passes[phase, kind] = running
+            self._keep_last_hooks()
+
+    def give(self, weight: Tensor, gradient: Tensor) -> None:
+        assert self._running is not None and weight.grad is None
+        weight.grad = gradient.contiguous()
+        bucket = self._running.buckets[self._running.done]
+        if bucket.last is None or bucket.last is weight:
+            self._add_ready(weight)
+
+    def _planned(self, phase: int, kind: PassKind) -> _Pass:
+        """Return a pass that has not run yet, with a hook on each of its parameters to learn the order of arrival."""
+        groups: list[list[nn.Parameter]] = []
+        room = 0
+        for parameter in self._wanted(phase, kind):
+            if parameter.numel() > room:
+                groups.append([])
+                room = self._bucket
+            groups[-1].append(parameter)
+            room -= parameter.numel()
+            if kind != "weights" and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._add_ready)
+        return _Pass([self._planned_bucket(sorted(group, key=self._flat.places.__getitem__)) for group in groups])
+
+    def _planned_bucket(self, parameters: list[nn.Parameter]) -> _Bucket:
+        """Return the bucket of some parameters, which are in the order of the flat weights."""
+        places, lengths = [self._flat.places[one] for one in parameters], [one.numel() for one in parameters]
+        if self._scratch is None:
+            return _Bucket(parameters, _views(self._sum, places, parameters), sum(lengths))
+        starts = [*accumulate(lengths, initial=0)]
+        bucket = _Bucket(parameters, _views(self._scratch, starts, parameters), starts[-1])
+        kept, own = (self._owned, self._flat.replica) if self._reduces else (self._flat.elements, 0)
+        runs: list[tuple[int, int]] = []  # of the own part: first and last index, plus 1, in the flat weights
+        for place, length, start in zip(places, lengths, starts, strict=False):
+            for owner in range(place // kept, (place + length - 1) // kept + 1):
+                first, stop = max(place, owner * kept), min(place + length, (owner + 1) * kept)
+                begin, _ = bucket.parts.get(owner, (start + first - place, 0))
+                bucket.parts[owner] = begin, start + stop - place
+                if owner == own and runs and runs[-1][1] == first:
+                    runs[-1] = runs[-1][0], stop
+                elif owner == own:
+                    runs.append((first, stop))
+        bucket.runs = [self._sum.narrow(0, first - own * kept, stop - first) for first, stop in runs]
+        return bucket
+
+    def _keep_last_hooks(self) -> None:
+        """Remove the hooks of all parameters but those that arrive last in a bucket."""
+        last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
+        for parameter in [parameter for parameter in self._hooks if parameter not in last]:
+            self._hooks.pop(parameter).remove()
+
+    @torch.no_grad()
+    def _add_ready(self, arrived: Tensor | None = None) -> None:
+        """Add the next buckets whose gradients have all arrived, and no other before them."""
+        running = self._running
+        while running is not None and running.done < len(running.buckets):
+            bucket = running.buckets[running.done]
+            gradients: list[Tensor] = []
+            for parameter in bucket.parameters:
+                if parameter.grad is None:
+                    return
+                gradients.append(parameter.grad)
+            if bucket.last is None:
+                bucket.last = arrived  # type: ignore[assignment]
+                _match(bucket.slots, gradients)
+            if self._scratch is None:
+                torch._foreach_add_(bucket.slots, gradients)
+            else:
+                torch._foreach_copy_(bucket.slots, gradients)
+            gradients.clear()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            if self._scratch is not None:
+                self._add(bucket, self._scratch.narrow(0, 0, bucket.length))
+            running.done += 1
+
+    def _add(self, bucket: _Bucket, packed: Tensor) -> None:
+        """Add this rank's part of a bucket that is in scratch memory."""
+        if self._reduces:
+            packed = self._averaged(packed, bucket.parts)
+        if bucket.runs:
+            arrived = packed.to(self._flat.dtype).split([run.numel() for run in bucket.runs])
+            torch._foreach_add_(bucket.runs, arrived)
+
+    def _averaged(self, packed: Tensor, parts: dict[int, tuple[int, int]]) -> Tensor:
+        """Return this rank's part of a bucket, averaged over the replicas."""
+        flat = self._flat
+        wire = packed.div_(flat.replicas).to(flat.wire)
+        if flat.to_owners:
+            for owner, (begin, end) in parts.items():
+                comm.reduce(wire[begin:end], comm.get_global_rank(flat.group, owner), group=flat.group)
+        else:
+            comm.all_reduce(wire, group=flat.group)
+        begin, end = parts.get(flat.replica, (0, 0))
+        return wire[begin:end]
+
+    # ---------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        flat = self._flat
+        if flat.replicas > 1 and flat.accumulator is not None:
+            insides.reduce_gradients(self._engine)
+        elif flat.replicas > 1 and not self._reduces:
+            self._scatter()
+        self._tensor.agree(self._partial, self._alike)
+        insides.show_fragments(self._engine, self._shown)
+
+    @torch.no_grad()
+    def _scatter(self) -> None:
+        """Average the own partition over the replicas, a bucket at a time."""
+        flat = self._flat
+        partitions = self._sum.view(flat.replicas, self._owned)
+        width = -(-self._bucket // flat.replicas)
+        for part, own in zip(partitions.split(width, 1), self._own.split(width), strict=True):
+            wire = part.contiguous().div_(flat.replicas).to(flat.wire)
+            if flat.scatters:
+                average = torch.empty_like(own, dtype=flat.wire)
+                comm.reduce_scatter_tensor(average, wire.view(-1), group=flat.group)
+            else:
+                comm.all_reduce(wire, group=flat.group)
+                average = wire[flat.replica]
+            own.copy_(average)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip and step, or skip a step whose gradients are not finite."""
+        norm = norm_of(self._summed)
+        if self._flat.replicas > 1:
+            norm.square_()
+            comm.all_reduce(norm, group=self._flat.group)
+            norm.sqrt_()
+        norm = over_stages(self._engine, norm)
+        with self._unless_invalid(norm) as steps:
+            if steps:
+                factor = self._factor(norm)
+                if self._widens:
+                    self._take([self._own], factor)
+                else:
+                    self._flat.master.grad = gradient = self._fp32_gradient()
+                    if factor is not None:
+                        gradient.mul_(factor)
+                    self._take()
+                    self._flat.master.grad = None
+                insides.refresh_weights(self._engine)
+        insides.show_fragments(self._engine, None)
+        self._release()
+
+    def _fp32_gradient(self) -> Tensor:
+        """Return the own partition's gradient in fp32, and release the sum if that is a copy."""
+        if self._own.dtype is torch.float32 and (self._keeps or self._own.numel() == self._sum.numel()):
+            return self._own
+        gradient = self._own.to(torch.float32, copy=True)
+        self._release()
+        return gradient
+
+    def _release(self) -> None:
+        """Give the memory of the sum back, unless it is DeepSpeed's or a graph's; views of it stay valid."""
+        if not self._keeps:
+            self._sum.untyped_storage().resize_(0)
+
+
+def _views(flat: Tensor, firsts: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return views of a flat tensor from these elements on, in the shapes of the parameters."""
+    return [
+        flat.narrow(0, first, parameter.numel()).view(parameter.shape)
+        for first, parameter in zip(firsts, parameters, strict=False)
+    ]
+
+
+def _match(slots: list[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Give each slot the strides of its gradient, which may differ in dimensions of size 1: only tensors of the same
+    strides are handled in one launch.
+    """
+    for number, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
+        if gradient.is_contiguous():
+            slots[number] = slot.as_strided(gradient.shape, gradient.stride(), slot.storage_offset())
+
+
+def norm_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return the norm of tensors together, in fp32; on a CPU exact if each has at most :data:`SUMMED` elements."""
+    norms = torch._foreach_norm(list(parts), 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
+    """Return the norm over all stages and tensor groups from that of what each rank counts."""
+    if engine.grid.get_model_parallel_world_size() == 1:
+        return norm
+    squared = norm.square()
+    comm.all_reduce(squared, group=engine.grid.get_model_parallel_group())
+    return squared.sqrt_()
 
 
 class Gradients(Protocol):

@@ -32,9 +32,8 @@ from torch import Tensor
 from ddpm_ds.cuda_graphs import Graphs
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.pipeline.exchange import all_gather_objects
-from ddpm_ds.pipeline.flat_gradients import FlatGradients
-from ddpm_ds.pipeline.messages import Start, Work, at_once
+from ddpm_ds.pipeline.gradients import FlatGradients
+from ddpm_ds.pipeline.messages import Start, Work, all_gather_objects, at_once
 
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""

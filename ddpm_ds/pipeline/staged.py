@@ -1,7 +1,18 @@
-"""A U-Net that only predicts, in stages: on the first rank of a pipeline it is called like the whole.
+"""Predictions of the whole U-Net through the stages: no rank ever holds more than its own layers.
 
-Consecutive ranks are the stages of a pipeline, and all pipelines have the same weights. The first rank of a pipeline
-leads: it draws, scores and writes as a single process does. The others serve its calls::
+The first rank gives inputs and takes predictions, so that images and losses are there alone:
+
+    stage 0        give 0, 1, 2 ... ─▶ forward ─▶                          take 0 ◀── prediction
+    stage 1                              receive, forward ─▶                         │
+    stage S - 1                                      receive, forward ─▶ prediction ─┘
+
+In a fold the last stage is on the first rank, and skips stay on their ranks here too. ``depth`` calls are under way at
+a time. A sampler whose micro-batches take turns gives the next input of one while the others are still in the
+pipeline, so that no stage waits for a whole round.
+
+Beside training, consecutive ranks are the stages of a pipeline, and all pipelines have the same weights. The first rank
+of a pipeline leads: it calls a :class:`StagedUnet` like the whole, and draws, scores and writes as a single process
+does. The others serve its calls::
 
     stage 0        prediction = unet(x_t, t, ...)    order ─▶ all    parts of x_t ─▶ forward ─▶     ◀── predictions
     stage 1        serve: wait for an order                            receive, forward ─▶               │
@@ -11,10 +22,12 @@ Orders are messages between hosts, so that no device waits for them.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,11 +36,148 @@ from torch import Tensor
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import LayoutError, PeerLostError, UserError, is_out_of_memory
 from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.messages import Channel, Edge, P2PGroup, StageChannels, open_p2p_groups, runs_behind
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, transformer_blocks, unpack, walk
+from ddpm_ds.unet.blocks import (
+    Carry,
+    TransformerBlock,
+    newest_skip_is_h,
+    pack,
+    set_context,
+    transformer_blocks,
+    unpack,
+    walk,
+)
 from ddpm_ds.unet.layers import Layer, TransformerBlockLayer, boundary_shapes, unet_layers
 from ddpm_ds.unet.model import UNet
+
+Give = Callable[[int], Carry]
+Take = Callable[[int, Tensor], None]
+Context = Callable[[int], Tensor | None]
+
+
+class Stages(Protocol):
+    """Stages of a rank: those of an engine that trains, or of a U-Net that only predicts."""
+
+    phases: int
+    num_stages: int
+    stage_id: int
+
+    @property
+    def readers(self) -> Sequence[TransformerBlock]: ...  # its layers that read the encoded text
+    @property
+    def loss_stage(self) -> int: ...
+    @property
+    def module(self) -> Any: ...  # its layers, as ddpm_ds.pipeline.module has them
+    def is_first_stage(self) -> bool: ...
+    def stage_channels(self, phase: int, images: int) -> StageChannels: ...
+    def channel(
+        self,
+        edge: Edge,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        others: Sequence[Sequence[tuple[int, ...]]] = (),
+    ) -> Channel: ...
+    def forward_only(self, images: int, sizes: Collection[int]) -> AbstractContextManager[bool]: ...
+
+
+class ForwardPipeline:
+    """Pipelined forward passes of a rank's stages on ``images`` images at a time, without gradients and dropout."""
+
+    def __init__(self, engine: Stages, images: int) -> None:
+        self._engine, self._images = engine, images
+        self._gives = engine.is_first_stage()
+        """Whether this rank gives inputs and takes predictions."""
+        self._channels = [engine.stage_channels(phase, images) for phase in range(engine.phases)]
+        self._back = StageChannels()
+        """Way back of predictions, if the last stage is on another rank than the first."""
+        if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
+            shapes, *others = ([(images, *layers[-1].output_shape)] for layers in engine.module.sized_layers)
+            back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), shapes, torch.float32, others)
+            self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
+        self._context: Context = lambda number: None
+        self._under_way: deque[Carry] = deque()
+        """Tensors that this rank keeps of each unfinished call: in a fold emb and skips, at its turn preceded by h."""
+
+    @torch.no_grad()
+    def run(
+        self,
+        calls: int,
+        give: Give,
+        take: Take,
+        *,
+        context: Context = lambda number: None,
+        sizes: Sequence[int] = (),
+        depth: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Carry ``calls`` micro-batches through the pipeline; collective over its ranks, all with the same ``depth``.
+
+        On the first rank ``give(i)`` returns the arguments of the first layer, ``images`` images of them, and may
+        rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
+        (images, C, H, W). Other ranks call neither. Each rank whose layers read the encoded text calls ``context(i)``,
+        (images, tokens, channels), in each of its phases. ``sizes`` has the number of each call's size of images, by
+        which the module's ``sized_layers`` are numbered; without it all are 0. ``progress`` is called on every rank
+        after each of its calls.
+        """
+        self._context = context
+        try:
+            with self._engine.forward_only(self._images, set(sizes) or {0}) as by_host:
+                for channels in (*self._channels, self._back):
+                    channels.begin(calls, by_host=by_host, gradients=False, sizes=sizes)
+                self._run(calls, give, take, max(1, min(depth, calls)), progress)
+        finally:
+            set_context(self._engine.readers, None)
+
+    def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+        engine = self._engine
+        lead = min(depth, self._most_ahead()) - 1
+        for number in range(calls + lead):
+            if number < calls:
+                self._under_way.append(self._pass(number, 0, give(number) if self._gives else ()))
+            if number >= lead:
+                outputs = self._under_way.popleft()
+                if engine.phases == 2:
+                    outputs = self._pass(number - lead, 1, outputs)
+                if self._back.activations_in is not None:
+                    outputs = self._back.activations_in.receive()
+                if self._gives:
+                    take(number - lead, outputs[0].float())
+                progress()
+        for channels in (*self._channels, self._back):
+            channels.drain()
+
+    def _most_ahead(self) -> int:
+        """Return the maximum number of calls that this rank begins before it finishes the first.
+
+        In a fold a call returns to a rank after the ranks below have computed two stages each.
+        """
+        engine = self._engine
+        if engine.phases == 2:
+            return 2 * (engine.num_stages - 1 - engine.stage_id) + 1
+        return 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1
+
+    def _pass(self, number: int, phase: int, carry: Carry) -> Carry:
+        """Run a stage of call ``number`` on the inputs, or on received tensors and those kept by phase 0 (``carry``),
+        and send its output.
+
+        Returns the tensors that stay on this rank for the next phase, or the prediction.
+        """
+        engine, channels = self._engine, self._channels[phase]
+        if phase or not self._gives:
+            received = channels.activations_in.receive() if channels.activations_in else ()
+            carry = engine.module.unpacked(phase, received, carry)
+        if engine.readers:
+            set_context(engine.readers, self._context(number))
+        outputs = engine.module.walk(phase, carry)
+        if phase == engine.phases - 1 and engine.stage_id == engine.loss_stage:
+            if self._back.activations_out is not None:
+                self._back.activations_out.send([outputs.float()])
+            return (outputs,)
+        sent, kept = engine.module.packed(phase, outputs)
+        if channels.activations_out is None:
+            return (*sent, *kept)
+        channels.activations_out.send(sent)
+        return kept
 
 
 class Order(NamedTuple):

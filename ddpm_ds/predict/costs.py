@@ -1,6 +1,6 @@
 """Model of time: seconds of each rank's instructions, and the bytes that they send.
 
-The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.predict.advice`).
+The rates of the machine are those of a data sheet, or of a traced step (:mod:`ddpm_ds.predict.verdict`).
 """
 
 import functools

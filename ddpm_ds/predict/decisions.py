@@ -36,8 +36,7 @@ from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Workload, ds_config, layouts, open_splits, usable
 from ddpm_ds.predict.memory import checkpoint_interval, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
-from ddpm_ds.predict.scheduler import order_of
-from ddpm_ds.predict.simulate import PhaseCosts
+from ddpm_ds.predict.simulate import PhaseCosts, order_of
 
 MOST_GROUPED = 48
 """Largest number of layouts with tensor groups whose memory is computed in the order of their lower bounds, and if none

@@ -13,7 +13,7 @@ from ddpm_ds.pipeline.cuts import Stage, folds
 from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
 from ddpm_ds.predict.layouts import Workload, encoding_ranks, rank_stages
-from ddpm_ds.predict.scheduler import typical_programs
+from ddpm_ds.predict.simulate import typical_programs
 from ddpm_ds.unet.layers import (
     BlockLayer,
     DownsampleLayer,

@@ -23,8 +23,7 @@ from ddpm_ds.predict.costs import (
 )
 from ddpm_ds.predict.layouts import Machine, Workload
 from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
-from ddpm_ds.predict.scheduler import order_of
-from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
+from ddpm_ds.predict.simulate import RankCosts, Simulation, order_of, simulate
 from ddpm_ds.unet.shards import Sums
 
 HIDDEN = (0.0, 0.3, 1.0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpm_ds import errors
 from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, DeviceLostError, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.exchange import broadcast_object
+from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import connect, port_taken

@@ -8,8 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.drawn import Drawn
-from ddpm_ds.data.pictures import grid_title, write_animation, write_png
+from ddpm_ds.data.pictures import Drawn, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
@@ -104,7 +103,7 @@ class Recorder:
         self.tracker.metrics({"usage/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
-        """Record the held-out loss, by the names of :meth:`ddpm_ds.train.held_out_loss.HeldOutLoss.values`."""
+        """Record the held-out loss, by the names of :meth:`ddpm_ds.train.objective.HeldOutLoss.values`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
         self._write(EVALUATIONS, values, step)

@@ -1,4 +1,17 @@
-"""Small files of a run's folder: state kept between two processes, and the identity of its MLflow run."""
+"""Small files of a run's folder: state kept between two processes, the identity of its MLflow run, the events that it
+writes for its trackers, and how much of them each tracker has.
+
+An event is a JSON object on a line, appended by rank 0, with the ``time`` in milliseconds:
+
+    {"start": {...}}                                which run: see ``Tracker.start``; again whenever it is resumed
+    {"metrics": {name: value}, "step": int}         without a step: seconds since the run began
+    {"artifact": path, "folder": name}
+    {"image": path, "key": name, "step": int}
+    {"text": content, "name": file name}
+    {"numbers": {name: value}, "step": int}         measured once: tags in MLflow, so no charts
+    {"tags": {name: value}}
+    {"finish": "FINISHED" | "FAILED" | "KILLED"}
+"""
 
 import contextlib
 import errno
@@ -6,32 +19,26 @@ import fcntl
 import itertools
 import json
 import re
+import shlex
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
+from ddpm_ds import files
 from ddpm_ds.checkpoint.folder import checkpoint_name, images_of
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import (
-    EVALUATIONS,
-    METRICS,
-    OBSERVATIONS,
-    SPEC,
-    append_line,
-    open_regular,
-    read_bytes,
-    read_json,
-    read_points,
-    read_text,
-    replace_file,
-    write_file,
-)
+from ddpm_ds.secret import public_address
+from ddpm_ds.tracking.address import resolve_uri
 
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
@@ -61,6 +68,14 @@ PARENT_TAG = "mlflow.parentRunId"
 FOLDER_TAG = "run_dir"
 NOTE_TAG = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""
+Record = dict[str, Any]
+
+EVENTS = "events.jsonl"
+"""File of a training run's events; that of another kind of run is ``events-KIND-IDENTITY.jsonl``."""
+SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
+MLFLOW = "mlflow"
+LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
+_POSITIONS = TypeAdapter(dict[str, dict[str, int]])
 
 
 def new_run_dir(name: str) -> Path:
@@ -120,7 +135,7 @@ def check_output(run_dir: Path, resume: str) -> None:
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
     begun = (LOCK, ".spec.yaml.tmp")  # what a start that was killed at once leaves in a new folder
     if run_dir.exists() and any(path.name not in begun for path in run_dir.iterdir()):
-        if not (run_dir / SPEC).exists():
+        if not (run_dir / files.SPEC).exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
             raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
@@ -168,7 +183,7 @@ def claim_folder(run_dir: Path) -> BinaryIO:
 
 def lock(path: Path) -> BinaryIO | None:
     """Lock a file, made if it is missing, for as long as the returned file is open; None if another process has it."""
-    file = open_regular(path, "ab")
+    file = files.open_regular(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -189,7 +204,7 @@ def identity_of(run_dir: Path) -> str | None:
     try:
         if not file.is_file():
             return None
-        found = read_text(file).strip()
+        found = files.read_text(file).strip()
     except OSError as error:
         raise OutputError(f"{file} can't be read ({error.strerror}); allow it, or restore it from a copy") from None
     if re.fullmatch(r"[\w.-]{1,64}", found, re.ASCII) is None:
@@ -199,7 +214,7 @@ def identity_of(run_dir: Path) -> str | None:
 
 def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
     """Give a run that is about to start in ``run_dir`` tags of its own."""
-    replace_file(run_dir / LABELS, json.dumps(tags, indent=2).encode() + b"\n")
+    files.replace_file(run_dir / LABELS, json.dumps(tags, indent=2).encode() + b"\n")
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
@@ -212,14 +227,15 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     """
     given, first = run_dir / LABELS, run_dir / NOTE
     try:
-        tags = TypeAdapter(dict[str, str]).validate_python(read_json(given) if given.exists() else {}, strict=True)
+        found = files.read_json(given) if given.exists() else {}
+        tags = TypeAdapter(dict[str, str]).validate_python(found, strict=True)
     except (OSError, ValueError):
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        replace_file(first, note.encode())
+        files.replace_file(first, note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and read_bytes(first) == note.encode()):
+    elif note is not None and not (first.exists() and files.read_bytes(first) == note.encode()):
         log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
     return tags
 
@@ -235,7 +251,7 @@ class RunFolder:
         found = identity_of(self.path)
         if found is None:
             found = uuid.uuid4().hex
-            write_file(self.path / IDENTITY, f"{found}\n".encode())
+            files.write_file(self.path / IDENTITY, f"{found}\n".encode())
         return found
 
     def logged_step(self, name: str) -> int:
@@ -243,12 +259,12 @@ class RunFolder:
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
-        points = read_points(self.path / name)
+        points = files.read_points(self.path / name)
         return int(points[-1]["step"]) if points else 0
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
-        append_line(self.path / name, json.dumps({"step": step, **values}).encode())
+        files.append_line(self.path / name, json.dumps({"step": step, **values}).encode())
 
     def samples(self, images_seen: int) -> Path:
         """Return the path of the picture drawn after ``images_seen`` images."""
@@ -271,11 +287,11 @@ class RunFolder:
 
     def forget_after(self, step: int, images_seen: int) -> None:
         """Remove the points after ``step`` and the pictures drawn after ``images_seen``; a later start makes others."""
-        for name in (METRICS, EVALUATIONS, OBSERVATIONS):
-            points = read_points(self.path / name)
+        for name in (files.METRICS, files.EVALUATIONS, files.OBSERVATIONS):
+            points = files.read_points(self.path / name)
             kept = [point for point in points if point["step"] <= step]
             if len(kept) < len(points):
-                replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
+                files.replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
         self.forget_samples(images_seen)
 
     def forget_identity(self) -> None:
@@ -286,5 +302,141 @@ class RunFolder:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
         file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
-        append_line(file, json.dumps(record).encode())
-        return len(read_text(file).splitlines())
+        files.append_line(file, json.dumps(record).encode())
+        return len(files.read_text(file).splitlines())
+
+
+class EventFile:
+    """Writer of an event file. A disk that refuses is said once, by ``log``; it never raises OSError."""
+
+    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
+        self.path, self._log, self._refused = path, log, False
+
+    def append(self, record: Record) -> bool:
+        """Append a record with the current time; return whether the disk has taken it."""
+        try:
+            files.append_line(self.path, json.dumps(record | {"time": now_ms()}).encode())
+            return True
+        except OSError as error:
+            if not self._refused:
+                self._log(
+                    f"{self.path} can't be written ({error.strerror}); training continues, and trackers miss what "
+                    "happens until it can"
+                )
+            self._refused = True
+            return False
+
+
+def now_ms() -> int:
+    """Return milliseconds since 1970, the unit of MLflow's times."""
+    return time.time_ns() // 1_000_000
+
+
+def lines(path: Path, begin: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Yield the whole lines from byte ``begin`` on, each with the byte where it ends; none if there is no file."""
+    with suppress(FileNotFoundError), files.open_regular(path) as file:
+        file.seek(begin)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            begin += len(line)
+            yield line, begin
+
+
+def read(path: Path, begin: int, most: int) -> list[tuple[Record, int]]:
+    """Return at most ``most`` records from byte ``begin`` on, each with the byte where it ends.
+
+    A damaged line, such as one that a crash has cut off, is an empty record.
+    """
+    return [(_parsed(line), end) for line, end in islice(lines(path, begin), most)]
+
+
+def _parsed(line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
+    """Return the last start up to byte ``until``, with the byte where it ends; None if there is none."""
+    last = None
+    for line, end in lines(path):
+        if end <= until and line.startswith(b'{"start"'):
+            last = (_parsed(line), end)
+    return last
+
+
+class Cursor:
+    """Bytes that each tracker has of an event file, and of the hosts' files of system metrics beside it.
+
+    Kept in a small file, which the sender alone writes. Without it everything is sent again, which changes nothing.
+    """
+
+    def __init__(self, events: Path) -> None:
+        self.path, self._lock = events.with_suffix(".sent.json"), threading.Lock()
+        self._sent: dict[str, dict[str, int]] = {}
+        with suppress(OSError, ValueError):
+            self._sent = _POSITIONS.validate_python(files.read_json(self.path), strict=True)
+
+    def sent(self, tracker: str, file: Path) -> int:
+        """Return the bytes of a file that a tracker has; 0 if the file is now shorter."""
+        sent = self._sent.get(tracker, {}).get(self._name(file), 0)
+        return sent if sent and sent <= file.stat().st_size else 0
+
+    def move(self, tracker: str, file: Path, sent: int) -> None:
+        """Note, until the next :meth:`save`, how much of a file a tracker has."""
+        with self._lock:
+            self._sent.setdefault(tracker, {})[self._name(file)] = sent
+
+    def _name(self, file: Path) -> str:
+        return str(file.relative_to(self.path.parent))
+
+    def save(self) -> None:
+        """Write the file; a disk that refuses only has more sent again."""
+        with self._lock, suppress(OSError):
+            files.replace_file(self.path, json.dumps(self._sent).encode() + b"\n")
+
+
+def trackers_of(start: Record) -> list[str]:
+    """Return the names of the trackers that a start names, MLflow first."""
+    return [MLFLOW, *start["start"]["trackers"]]
+
+
+def place_of(tracker: str, start: Record) -> str:
+    """Return a tracker as the user is shown it: of MLflow, where it is."""
+    return f"MLflow at {public_address(resolve_uri(start['start']['output_root']))}" if tracker == MLFLOW else tracker
+
+
+def is_ended(events: Path) -> bool:
+    """Return whether the end of a run is the last line of a file."""
+    with suppress(OSError), files.open_regular(events) as file:
+        file.seek(max(0, events.stat().st_size - LAST_BYTES))
+        return file.read().rpartition(b"\n{")[2].startswith(b'"finish"')
+    return False
+
+
+def unsent(events: Path) -> str | None:
+    """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
+    cursor, left = Cursor(events), []
+    with suppress(OSError):  # which was said when it was written
+        if (last := begun(events)) is None:
+            return None
+        for name in trackers_of(last[0]):
+            if count := sum(1 for _ in lines(events, cursor.sent(name, events))):
+                left.append(f"{count:,} {'record' if count == 1 else 'records'} to {place_of(name, last[0])}")
+    return f"not sent: {', '.join(left)}; to send them: {send_command(events)}" if left else None
+
+
+def send_command(events: Path) -> str:
+    """Return the command that sends what is left of a file."""
+    return f"ddpm-ds send {shlex.quote(str(events.parent))}"
+
+
+def discard(events: Path) -> None:
+    """Remove a file that all trackers have, with its cursor, unless it is that of a training run."""
+    if events.name.startswith("events-"):
+        with suppress(OSError):
+            events.unlink()
+            Cursor(events).path.unlink(missing_ok=True)

@@ -5,9 +5,10 @@
          log lines ◀── listening thread ◀── replies ──┘
 
 MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`): its import, the making of its database, its network
-and its crashes stay outside of the training process. An event is a line in a file (:mod:`ddpm_ds.tracking.events`), so
-nothing that happens to MLflow is waited for, and what it has not taken can be sent later. (MLflow's own asynchronous
-logging drops what a server does not take at once, and runs in threads of the training process.)
+and its crashes stay outside of the training process. An event is a line in a file
+(:class:`~ddpm_ds.tracking.run_folder.EventFile`), so nothing that happens to MLflow is waited for, and what it has not
+taken can be sent later. (MLflow's own asynchronous logging drops what a server does not take at once, and runs in
+threads of the training process.)
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ import psutil
 from ddpm_ds.errors import print_to_stderr
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
-from ddpm_ds.tracking.events import EVENTS, EventFile, Record, discard, now_ms, send_command, unsent
-from ddpm_ds.tracking.run_folder import KIND_TAG
+from ddpm_ds.tracking.run_folder import EVENTS, KIND_TAG, EventFile, Record, discard, now_ms, send_command, unsent
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run has ended, in MLflow's words."""

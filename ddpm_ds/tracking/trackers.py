@@ -20,8 +20,7 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.files import open_regular
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import DATABASES, SQLITE, deleted_experiment, resolve_uri, sqlite_file
-from ddpm_ds.tracking.events import Record
-from ddpm_ds.tracking.run_folder import IDENTITY, NOTE_TAG, PARENT_TAG, START_TAG
+from ddpm_ds.tracking.run_folder import IDENTITY, NOTE_TAG, PARENT_TAG, START_TAG, Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,8 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import names
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Gather, Groups, find_groups, newest, settle, whole
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, Groups, find_groups, names, newest, settle, whole
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.held_out import told_apart

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Groups, newest
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Groups, newest
 from ddpm_ds.checkpoint.manifest import MOMENTS, Description
 from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.reader import Reader
@@ -24,10 +24,10 @@ from ddpm_ds.config.spec import CheckpointSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import all_gather_objects, broadcast_object
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object
+from ddpm_ds.pipeline.own_step import Adam8bit
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights
@@ -95,7 +95,7 @@ class Saver:
 
     ``keeping`` says which checkpoints stay, ``about`` what each says of the run; ``log`` shows a line on rank 0.
     ``groups`` are the ranks by the folder of checkpoints that they see, ``store`` is that of
-    :func:`ddpm_ds.processes.heartbeat.make_store`.
+    :func:`ddpm_ds.processes.watchdog.make_store`.
     """
 
     def __init__(

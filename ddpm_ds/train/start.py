@@ -1,37 +1,44 @@
-"""Start of a run on one process: it meets the other ranks, checks what they share, and decides what is still open."""
+"""Start of a run on one process: it meets the other ranks, checks that they have the same software, files and images
+and a GPU each, and decides what is still open.
+"""
 
 import contextlib
+import hashlib
 import itertools
+import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint
+from ddpm_ds.command_line import gib
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
 from ddpm_ds.data.buckets import check_steps
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import Residence
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.text import check_text
-from ddpm_ds.device import DTYPES, limit_memory, share_threads
-from ddpm_ds.errors import SpecError, one_line
+from ddpm_ds.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
+from ddpm_ds.errors import HostError, SpecError, one_line
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.planning.decide import cut_and_ordered, decided
-from ddpm_ds.planning.run_plan import RunPlan
-from ddpm_ds.processes.heartbeat import DeviceWork, make_store
+from ddpm_ds.planning import RunPlan, cut_and_ordered, decided
+from ddpm_ds.processes.hosts import sources, versions
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import disk_errors_said
-from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
+from ddpm_ds.tracking.tracker import flatten
 from ddpm_ds.train.resume import (
     Claim,
     InitialWeights,
@@ -42,12 +49,15 @@ from ddpm_ds.train.resume import (
     images_learned,
     remove_abandoned_points,
 )
-from ddpm_ds.unet.kernel_choice import check_kernels
-from ddpm_ds.unet.model import check_compiler, parameter_shapes
+from ddpm_ds.unet.model import check_compiler, check_kernels, parameter_shapes
 from ddpm_ds.unet.operations import widening
 
 MOST_CAPTIONS = 64
 """Captions that the pictures of a run take in turn."""
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Environment variable that lets ranks share a GPU, experimentally, in NCCL 2.30 and later."""
+MOST_NAMED = 3
+"""Maximum number of differences that a message names."""
 
 
 @dataclass(frozen=True)
@@ -244,3 +254,89 @@ def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None =
             f"data.held_out_path = {spec.data.held_out_path}: class {number} is {one_line(theirs)}, and that of "
             f"data.path = {spec.data.path} is {one_line(ours)}; give both the same classes, or --set unet.classes=null"
         )
+
+
+def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
+    """Check that all ranks would run the same; collective. ``device`` is the type of this rank's device.
+
+    Raises:
+        HostError: a rank differs from rank 0; the message says how, and the fix.
+        PeerLostError: a rank did not join.
+    """
+    software = {"python": ".".join(map(str, sys.version_info[:2])), **versions()}
+    checksum = hashlib.sha256(json.dumps(sources()).encode()).hexdigest()
+    about = {
+        "version of ": (software, "install the same versions on all hosts"),
+        "": ({"ddpm_ds/*.py": checksum}, "bring all hosts to one commit, with the same changes"),
+        f"{plan.spec_path}: ": (plan.spec.model_dump(mode="json"), "give all hosts the same file and --set"),
+        f"{plan.ds_path}: ": (plan.ds.as_json(), "give all hosts the same file and -p"),
+        "chosen ": (
+            {"cuts": list(plan.bounds[1:-1]), "device": device},
+            "give -p and --device, so that no host has to choose",
+        ),
+    }
+    said = rendezvous.agree("start", {title: values for title, (values, _) in about.items()})
+    for title, (_, remedy) in about.items():
+        _check(rendezvous, title, [one.get(title, {}) for one in said], remedy)
+
+
+def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
+    """Check that each rank has its own GPU; collective. Does nothing on a CPU.
+
+    Returns:
+        A line for the user if the ranks' GPUs are of different models, else None.
+
+    Raises:
+        HostError: ranks share a GPU, or their settings of NCCL differ; the message says which, and the fix.
+        PeerLostError: a rank is lost.
+    """
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    settings = {name: os.environ.get(name) for name in MESSAGE_ENVIRONMENT if name.startswith("NCCL_")}
+    said = rendezvous.agree(
+        "gpus", {"id": str(gpu.uuid), "model": f"{gpu.name} {gib(gpu.total_memory)}", "settings": settings}
+    )
+    _check(rendezvous, "", [one["settings"] for one in said], "set it alike everywhere, in .deepspeed_env for example")
+    owners: dict[str, int] = {}
+    for rank, one in enumerate(said):
+        if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
+            raise HostError(
+                f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} share one GPU "
+                f"({one['model']}, {one['id']}), and NCCL needs one for each rank; start a host once, with as many "
+                "processes as GPUs"
+            )
+    models = Counter(one["model"] for one in said)
+    if len(models) == 1:
+        return None
+    named = ", ".join(f"{count} x {model}" for model, count in models.items())
+    return f"GPUs of several models ({named}): each step waits for the slowest, and the smallest has to hold its stage"
+
+
+def check_same_images(rendezvous: Rendezvous, sha256: Mapping[str, str]) -> None:
+    """Check that all hosts have prepared the same images.
+
+    Raises:
+        HostError: a host's data-set cache has other checksums than rank 0's.
+        PeerLostError: a rank is lost.
+    """
+    remedy = "give all hosts the same images, or a data.store_root that all of them see"
+    _check(rendezvous, "prepared images: ", rendezvous.agree("images", dict(sha256)), remedy)
+
+
+def _check(rendezvous: Rendezvous, title: str, said: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    first = flatten(said[0])
+    for rank, other in enumerate(map(flatten, said)):
+        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if differing:
+            named = "; ".join(
+                f"{title}{key} is {_short(other.get(key))}, not {_short(first.get(key))}"
+                for key in differing[:MOST_NAMED]
+            )
+            more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+            raise HostError(f"{rendezvous.host_of(rank)} differs from {rendezvous.host_of(0)}: {named}{more}; {remedy}")
+
+
+def _short(value: str | None) -> str:
+    """Return a value for a message; a checksum is cut to its first digits."""
+    return "unset" if value is None else value[:12] if len(value) == 64 else value

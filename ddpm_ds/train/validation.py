@@ -3,21 +3,195 @@
 Both use the averaged weights and run through the pipeline: replicas share the images, stages share the U-Net.
 """
 
+import functools
+import itertools
+import math
 import time
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.config.choices import OBJECTIVES
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import EncodedPrompts
+from ddpm_ds.data.latents import autoencoder_of, pixels_of, to_pixels
+from ddpm_ds.data.loader import Indices
+from ddpm_ds.data.pictures import MOST_MEMBERS, MOST_ROWS, Drawn
+from ddpm_ds.data.text import Encoded
+from ddpm_ds.diffusion.condition import Condition, Conditions, Moves, Prompts, Scale, no_text
+from ddpm_ds.diffusion.process import Drawing, Sampler
+from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.forward import ForwardPipeline
+from ddpm_ds.pipeline.messages import broadcast_object
+from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out_loss import HeldOutLoss
 from ddpm_ds.train.meters import is_due
-from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.objective import HeldOutLoss
 from ddpm_ds.unet.blocks import Carry
+from ddpm_ds.unet.layers import augmentation_numbers
+
+
+class Previews:
+    """The first ``samples.count`` images of the sampler of an engine's run: those of ``ddpm-ds sample`` with its own
+    seed.
+
+    A run with a condition of each image draws members for the images at the first of the ``positions`` of its data-set
+    cache ``store``, which first stages read. Members of residuals are residuals. A run with text draws for ``prompts``,
+    which every rank has whose layers read them.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        engine: UnetPipelineEngine,
+        watchdog: Watchdog,
+        store: DatasetCache | None = None,
+        positions: Indices | None = None,
+        prompts: Prompts | None = None,
+    ) -> None:
+        self._spec, self._engine, self._watchdog, self._store = spec, engine, watchdog, store
+        self._prompts = prompts
+        data, device = spec.data, engine.device
+        statistics = store.meta.statistics if store is not None and data.are_fields else {}
+        self._scale = Scale.of(data.normalise, statistics.get("images"), device, pictures=not data.are_fields)
+        self._to_pixels = to_pixels(autoencoder_of(data), device)
+        self._conditions: Conditions | None = None
+        self._positions, self.count, self.members = positions, spec.samples.count, 1
+        if store is not None and data.condition is not None:
+            numbers = augmentation_numbers(spec.unet, data.channels)
+            given = store.meta.statistics.get("condition")
+            self._conditions = Conditions(data, numbers, device, statistics=given, constants=store.constants)
+            if self._conditions.reads and positions is not None:
+                most = MOST_MEMBERS if OBJECTIVES[spec.diffusion.objective].diffuses else 1
+                self.members = max(k for k in range(1, most + 1) if self.count % k == 0)
+                self.count = min(self.count, self.members * len(positions))
+
+    def draw(self) -> Drawn | None:
+        """Draw the images; None on ranks other than 0. Collective over all ranks."""
+        spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
+        sampler = Sampler(spec.sampler, spec.diffusion)
+        # as many micro-batches as keep all stages at work, each no larger than those of training
+        images = max(1, min(engine.micro_batch_size, math.ceil(self.count / (replicas * engine.num_stages))))
+        rounds = math.ceil(self.count / (replicas * images))
+        replica = engine.grid.get_data_parallel_id()
+        drawings = []
+        for number in range(rounds) if engine.is_first_stage() or self._prompts is not None else ():
+            index = torch.arange(images) + (number * replicas + replica) * images
+            drawings.append(self._drawing(sampler, index))
+        # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
+        for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
+            visits = [*group]
+            ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
+                rounds * len(visits),
+                lambda number: drawings[number % rounds].inputs(),
+                lambda number, prediction: drawings[number % rounds].take(prediction),
+                context=functools.partial(_context, drawings, visits[0]),
+                depth=rounds,
+                progress=self._watchdog.progress,
+            )
+        if not engine.is_first_stage() or engine.module.tensor.rank > 0:  # a tensor group has drawn the same
+            return None
+        with self._watchdog.pause():  # an autoencoder may take long
+            mine = self._finished(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
+        mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in 5 dims
+        everyone = [torch.empty_like(mine) for _ in range(replicas)]
+        dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
+        drawn = torch.stack(everyone, dim=1).flatten(0, 2)[: self.count].cpu()  # in the order of their index
+        return self._beside(drawn) if dist.get_rank() == 0 else None
+
+    def _drawing(self, sampler: Sampler, index: Tensor) -> Drawing:
+        """Begin the images with the numbers ``index`` (N,); those beyond the last are for its input."""
+        data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
+        condition = dropped = None
+        labels = None if classes is None else index % classes
+        if self._conditions is not None:
+            inputs = index.clamp(max=self.count - 1) // self.members
+            condition = self._condition(inputs)
+            dropped = self._conditions.dropped(condition)
+            if labels is not None and self._conditions.reads:
+                labels = torch.from_numpy(self._stored.labels[self._at(inputs)])
+        index = index.to(device)
+        if self._prompts is not None:
+            condition, dropped = self._prompts.beside(condition, index)
+        return Drawing(
+            sampler,
+            seed=SAMPLE_SEED,
+            index=index,
+            shape=data.shape,
+            labels=None if labels is None else labels.to(device),
+            no_label=classes,
+            condition=condition,
+            dropped=dropped,
+        )
+
+    def _condition(self, inputs: Tensor) -> Condition:
+        """Return the conditions of the inputs with these numbers (N,)."""
+        assert self._conditions is not None
+        fields = {name: self._field(name, inputs) for name in self._conditions.reads}
+        return self._conditions.at_rest(fields, inputs.to(self._engine.device), self._scale)
+
+    def _field(self, name: str, inputs: Tensor) -> Tensor:
+        return torch.from_numpy(self._stored.fields[name].read(self._at(inputs))).to(self._engine.device)
+
+    def _at(self, inputs: Tensor) -> Indices:
+        assert self._positions is not None
+        found: Indices = self._positions[inputs.numpy()]
+        return found
+
+    @property
+    def _stored(self) -> DatasetCache:
+        assert self._store is not None, "a run with conditions has one"
+        return self._store
+
+    def _finished(self, images: Tensor) -> Tensor:
+        return self._scale.to_physical(images) if self._spec.data.are_fields else self._to_pixels(images)
+
+    def _beside(self, drawn: Tensor) -> Drawn:
+        """Return drawn images with what they were drawn for."""
+        names = self._names("images") if self._spec.data.are_fields else ()
+        if self._conditions is None or not self._conditions.reads:
+            return Drawn(drawn, channels=names, prompts=() if self._prompts is None else self._prompts.texts)
+        inputs = torch.arange(min(self.count // self.members, MOST_ROWS))
+        shown = self._conditions.shown(self._condition(inputs), self._scale)
+        truths = Moves(self._spec.data.size).of(self._field("images", inputs)).float().cpu()
+        return Drawn(drawn, self.members, shown, truths, names, self._names("condition"))
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        fields = self._stored.meta.fields
+        return fields[name].channels if name in fields else ()
+
+
+def _context(drawings: Sequence[Drawing], visit: int, number: int) -> Tensor | None:
+    """Return what call ``number`` reads, where the ``drawings`` take turns at visits that are guided like ``visit``."""
+    return drawings[number % len(drawings)].context(visit)
+
+
+def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
+    """Return the prompts of the pictures of a run, of which rank 0 has what is ``encoded``; None if there are none.
+
+    Collective over all ranks: each may hold layers that read text.
+    """
+    unet, text = spec.unet.text, spec.data.text
+    if unet is None or text is None or spec.samples.every_images is None:
+        return None
+    texts = broadcast_object(() if encoded is None else encoded.texts, tuple[str, ...])
+    shapes: list[tuple[int, ...]] = [(unet.tokens, unet.context_channels)]
+    shapes += [] if unet.pooled_channels is None else [(unet.pooled_channels,)]
+    parts = []
+    for number, shape in enumerate(shapes):
+        whole = torch.empty(len(texts) + 1, *shape, dtype=torch.float16, device=device)
+        if encoded is not None:
+            whole.copy_(encoded.whole[number])
+        dist.broadcast(whole, src=0)
+        parts.append(whole)
+    known = EncodedPrompts.split(texts, Encoded(*parts))
+    against = no_text(text, known.empty)
+    return Prompts(unet, known.encoded, against, size=pixels_of(spec.data).size, device=device, texts=known.texts)
 
 
 def measured(held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog) -> dict[str, float]:

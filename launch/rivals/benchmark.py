@@ -17,9 +17,9 @@ from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.device import DTYPES, wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.observe.device_speed import matmul_peak
-from ddpm_ds.pipeline.exchange import all_gather_objects
+from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.unet.operations import arithmetic_dtype

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import PartitionMethod, partition
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 
 ROWS = {
     "plain": "PyTorch without DeepSpeed in one process, in fp32",

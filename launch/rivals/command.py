@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddpm_ds.cli.train import add_run_options
 from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from rivals.choice import (

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, Schedule
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.observe.recording import Recording
+from ddpm_ds.observe.observer import Recording
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
-from ddpm_ds.planning.decide import cut_and_ordered
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan, cut_and_ordered
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import Layer

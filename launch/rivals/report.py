@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from ddpm_ds.command_line import aligned, writing
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.tracking.tracker import RunLink, Tracker
 from ddpm_ds.version import __version__

@@ -22,8 +22,7 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import share_threads
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
-from ddpm_ds.planning.decide import decided
-from ddpm_ds.planning.run_plan import RunPlan
+from ddpm_ds.planning import RunPlan, decided
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.start import check_store
 from ddpm_ds.unet.model import UNet

@@ -18,9 +18,8 @@ from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
-from ddpm_ds.unet.kernel_choice import check_kernels, choose_kernels
 from ddpm_ds.unet.layers import unet_layers
-from ddpm_ds.unet.model import UNet, check_compiler, compile_layers
+from ddpm_ds.unet.model import UNet, check_compiler, check_kernels, choose_kernels, compile_layers
 from ddpm_ds.unet.operations import Kernels, arithmetic_dtype, use_kernels, use_memory_format
 from rivals.choice import COMPILED, OTHER_UNETS
 from rivals.rows import Loop, RandomDenoising, Setting

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from tests.checkpoint.saving import KINDS, describe, scalars

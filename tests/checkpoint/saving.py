@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from ddpm_ds.checkpoint.folder import checkpoint_name
-from ddpm_ds.checkpoint.groups import Groups, newest
+from ddpm_ds.checkpoint.folder import Groups, checkpoint_name, newest
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer

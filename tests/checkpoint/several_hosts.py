@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import HashStore, Store
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Gather, Groups, newest, settle
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, Groups, newest, settle
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import describe, fragments_of, scalars, total

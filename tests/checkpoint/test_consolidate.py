@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups
 from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.device import DTYPES, Dtype

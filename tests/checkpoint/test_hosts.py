@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint import groups
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint, Gather, Groups, find_groups
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, check_headers, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.cli.main import main
@@ -29,7 +28,7 @@ ONE, TWO = "images-000000001", "images-000000002"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr("ddpm_ds.checkpoint.folder.POLL_SECONDS", 0.002)
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from ddpm_ds.checkpoint.folder import checkpoint_name, clean, images_of, names
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups, checkpoint_name, clean, images_of, names
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.writer import Writer
 from tests.checkpoint.saving import Shapes, check, describe, fragments_of, newest_good, scalars

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ddpm_ds.checkpoint.groups import Groups
-from ddpm_ds.checkpoint.manifest import FORMAT, MANIFEST, SPLIT_FORMAT, read_manifest
+from ddpm_ds.checkpoint.folder import Groups
+from ddpm_ds.checkpoint.manifest import FORMAT, MANIFEST, SPLIT_FORMAT, Span, check_coverage, read_manifest
 from ddpm_ds.checkpoint.reader import Reader, consolidate
-from ddpm_ds.checkpoint.spans import Span, check_coverage
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ddpm_ds.checkpoint.folder import names
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups, names
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
 from tests.checkpoint.saving import KINDS, SHAPES, check, describe, fragments_of, ranks, save, scalars, total, values_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.description import decided_since, describe_plan, hosts_line, stage_table
+from ddpm_ds.cli.plan import decided_since, describe_plan, hosts_line, stage_table
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.pipeline.cuts import partition, relayed_elements
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import REPOSITORY, tiny_text_spec, write_json
 

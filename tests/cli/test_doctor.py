@@ -10,8 +10,8 @@ import pytest
 from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, exported, findings, report, saved_bytes
 from ddpm_ds.cli.main import main
 from ddpm_ds.cluster.checks import BAD, WARNING, Cell, network_row
-from ddpm_ds.cluster.network import Network
 from ddpm_ds.cluster.probe import travelling
+from ddpm_ds.cluster.survey import Network
 from tests.launching import tiny_spec
 
 HERE = {

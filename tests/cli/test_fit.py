@@ -13,7 +13,7 @@ from ddpm_ds.cli.fit import _report, add_fit, numbers, table, winner
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import UserError
 from ddpm_ds.fit import Found, TriedSize
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from tests.launching import REPOSITORY, write_json
 from tests.test_fit import GIB, task
 

@@ -20,7 +20,7 @@ from ddpm_ds.cli import launch, train
 from ddpm_ds.cli.launch import _outcome, _place
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
-from ddpm_ds.processes.launcher import Place
+from ddpm_ds.processes.supervisor import Place
 from tests.forking import REPOSITORY
 from tests.launching import place_digits, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cluster.network import network_test
 from ddpm_ds.cluster.probe import Probe
-from ddpm_ds.cluster.survey import Conversation, Ended, Failure, PlannedRun, Survey, survey
+from ddpm_ds.cluster.survey import Conversation, Ended, Failure, PlannedRun, Survey, network_test, survey
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import ssh, ssh_to
 from ddpm_ds.processes.ranks import free_port

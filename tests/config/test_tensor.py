@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.config.ds_config import (
     ResolvedDsConfig,
     TensorSplit,
@@ -20,7 +20,7 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from tests.launching import write_json
 
 

@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.data import drawn as pictures_of_drawn
-from ddpm_ds.data.drawn import COLOURS, MOST_ROWS, Drawn, coloured
-from ddpm_ds.data.pictures import GREY, grid
+from ddpm_ds.data import pictures as pictures_of_drawn
+from ddpm_ds.data.pictures import COLOURS, GREY, MOST_ROWS, Drawn, coloured, grid
 
 
 def cells(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[str], str]:

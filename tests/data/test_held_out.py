@@ -16,11 +16,11 @@ from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import CacheMeta, DatasetCache
+from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.held_out import checksums_of, held_out_of, parts, prepare_all, told_apart
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.data.residuals import fields_of
 from ddpm_ds.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
 from tests.data.test_residuals import Halving

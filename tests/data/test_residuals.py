@@ -13,8 +13,8 @@ import pytest
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.data.residuals import fields_of
 from ddpm_ds.errors import DataError, SpecError
 from tests.launching import tiny_spec
 
@@ -70,7 +70,7 @@ def spec_of(tmp_path: Path) -> SpecOf:
 def test_the_cache_has_fields_minus_predictions_with_their_statistics_and_all_else_as_it_was(
     spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpm_ds.data.residuals.TOGETHER_BYTES", 4 * 24 * 4)  # four fields
+    monkeypatch.setattr("ddpm_ds.data.fields.PREDICTED_BYTES", 4 * 24 * 4)  # four fields
     monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 7 * (24 + 12 + 1) * 4)
     spec, regression = spec_of(), Halving()
     store, fields = prepare(spec, regression=regression), prepare(fields_of(spec))
@@ -109,7 +109,7 @@ def test_what_is_masked_stays_out_of_the_statistics(spec_of: SpecOf, tmp_path: P
 def test_residuals_are_made_by_a_regression_alone_and_kept_when_they_are_interrupted(
     spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpm_ds.data.residuals.TOGETHER_BYTES", 1)
+    monkeypatch.setattr("ddpm_ds.data.fields.PREDICTED_BYTES", 1)
     monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * (24 + 12 + 1) * 4)
     spec = spec_of()
     with pytest.raises(DataError, match=r"make them once with: ddpm-ds prepare --residual \S+run$"):

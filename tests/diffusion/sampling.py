@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.diffusion.process import Sampler
 
 
 def sample(

@@ -21,11 +21,10 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
-from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.diffusion.process import Diffusion, Sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from tests.diffusion.sampling import sample
 from tests.launching import tiny_spec
 

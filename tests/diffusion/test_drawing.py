@@ -15,8 +15,7 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.data.latents import to_pixels
-from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
 from ddpm_ds.keyed import Stream
 from tests.diffusion.sampling import sample
 

@@ -15,8 +15,7 @@ from ddpm_ds import keyed
 from ddpm_ds.config.choices import SAMPLERS
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.levels import alpha_bars
-from ddpm_ds.diffusion.process import Diffusion, mean_error
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler, mean_error
 from ddpm_ds.keyed import Stream
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, visited
-from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.diffusion.process import Sampler
 from tests.diffusion.sampling import sample
 
 KINDS = ("ddpm", "ddim", "dpm_solver")

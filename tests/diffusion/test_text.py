@@ -9,7 +9,7 @@ import torch
 
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.text import Encoded
-from ddpm_ds.diffusion.text import Text
+from ddpm_ds.diffusion.condition import Text
 
 EMPTY = Encoded(torch.full((1, 3, 4), 7.0), torch.full((1, 2), 7.0))
 

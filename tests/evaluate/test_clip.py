@@ -17,7 +17,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from ddpm_ds.cli.main import main
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError
-from ddpm_ds.evaluate.clip import Clip
+from ddpm_ds.evaluate.inception import Clip
 from tests.evaluate.conftest import FakeTracker
 from tests.evaluate.planted import FAST, plant
 from tests.launching import tiny_spec

@@ -17,7 +17,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate import ensembles
-from ddpm_ds.evaluate.fields import field_scores, psnr, ssim
+from ddpm_ds.evaluate.ensembles import field_scores, psnr, ssim
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on

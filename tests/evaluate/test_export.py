@@ -29,8 +29,8 @@ from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export
 from ddpm_ds.evaluate.diffusers.export import last_losses, model_card, rounded, write_pipeline
-from ddpm_ds.evaluate.diffusers.shared_config import AVERAGE
 from ddpm_ds.evaluate.diffusers.unet import diffusers_config
+from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers

@@ -12,7 +12,7 @@ import torch
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.errors import EvaluationError
-from ddpm_ds.evaluate.fields import FieldScorer, crps, field_scores, power_spectrum, psnr, rings, ssim
+from ddpm_ds.evaluate.ensembles import FieldScorer, crps, field_scores, power_spectrum, psnr, rings, ssim
 from tests import gaussian_fields
 from tests.gaussian_fields import Array, verdict
 

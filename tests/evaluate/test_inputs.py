@@ -23,7 +23,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import prepare_all
 from ddpm_ds.data.loader import MicroBatch, split
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.diffusion.process import Sampler
 from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.sampling import check_guide, draw

@@ -19,7 +19,7 @@ from ddpm_ds.config.spec import SamplesSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference

@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
+from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.text import TextEncoders
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import scores
 from ddpm_ds.evaluate.sampling import draw, sample

@@ -12,12 +12,11 @@ import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.residuals import fields_of
 from ddpm_ds.errors import CheckpointError, SpecError
-from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.regression import TrainedRegression
+from ddpm_ds.evaluate.inputs import Inputs, TrainedRegression
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.objective import Denoising
 from tests.evaluate.conditioned import CONDITION, COUNT, Planted, arrays, field_spec, plant_fields, plant_on

@@ -20,7 +20,7 @@ from ddpm_ds.cli.sample import main as sample_launched
 from ddpm_ds.data.cache import CONSTANTS, DatasetCache
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import SpecError
-from ddpm_ds.evaluate.regression import TrainedRegression
+from ddpm_ds.evaluate.inputs import TrainedRegression
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.staged import Pipelines

@@ -21,8 +21,7 @@ from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.errors import CheckpointError, UserError
-from ddpm_ds.evaluate.diffusers.original import original_names
-from ddpm_ds.evaluate.diffusers.unet import to_diffusers, unet_spec_from_diffusers
+from ddpm_ds.evaluate.diffusers.unet import original_names, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.evaluate.sampling import sample
 from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.unet.layers import unet_layers

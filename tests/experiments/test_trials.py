@@ -11,7 +11,7 @@ import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
-from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
+from ddpm_ds.experiments.sweep import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.tracking.recorder import parameters
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
 from ddpm_ds.tracking.tracker import flatten

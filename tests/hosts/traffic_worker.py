@@ -15,12 +15,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.cli.description import hosts_line
+from ddpm_ds.cli.plan import hosts_line
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning.decide import decided
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, decided, plan_run
 from ddpm_ds.train.objective import Denoising
 
 STEPS = 1

@@ -17,9 +17,8 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_ds.observe import timeline
-from ddpm_ds.observe.pictures import draw_median_step, draw_step, write_trace
-from ddpm_ds.observe.recording import Barrier, DeviceClock, RankTrace, TracedStep, aligned, clock_offset
-from ddpm_ds.observe.timeline import Timeline, rank_seconds, timeline_metrics
+from ddpm_ds.observe.observer import Barrier, DeviceClock, RankTrace, TracedStep, aligned, clock_offset
+from ddpm_ds.observe.timeline import Timeline, draw_median_step, draw_step, rank_seconds, timeline_metrics, write_trace
 from ddpm_ds.pipeline.schedule import Event
 from tests.observe.observed_worker import Told
 
@@ -242,7 +241,7 @@ def test_time_on_a_device_is_what_its_events_say(monkeypatch: pytest.MonkeyPatch
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", Event_)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr("ddpm_ds.observe.recording.time.perf_counter", lambda: 7.0)
+    monkeypatch.setattr("ddpm_ds.observe.observer.time.perf_counter", lambda: 7.0)
     clock = DeviceClock(torch.device("cuda"))
     waited.clear()
     marks = [clock.mark()]

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.statistics import Statistics
-from ddpm_ds.diffusion.text import Encoded
+from ddpm_ds.diffusion.condition import Encoded
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES

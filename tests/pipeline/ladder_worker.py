@@ -40,11 +40,11 @@ from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
+from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.unet import model
+from ddpm_ds.unet import model, operations
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
@@ -241,7 +241,7 @@ class Reference:
         return Expected(loss.item(), gradients, dict(zip(gradients, moments, strict=True)))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        model.set_image_index(self.modules, batch.index)
+        operations.set_image_index(self.modules, batch.index)
         set_context(transformer_blocks(self.modules), self.objective.context(batch))
         prepared = self.objective.prepare(batch)
         carry: Any = self.objective.inputs(prepared)

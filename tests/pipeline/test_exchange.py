@@ -14,16 +14,16 @@ from pydantic import ValidationError
 
 from ddpm_ds.observe.flops import StageProfile
 from ddpm_ds.observe.kernels import RankProfile
-from ddpm_ds.observe.recording import Barrier, RankTrace, TracedStep
-from ddpm_ds.pipeline import exchange
-from ddpm_ds.pipeline.exchange import (
+from ddpm_ds.observe.observer import Barrier, RankTrace, TracedStep
+from ddpm_ds.pipeline import messages
+from ddpm_ds.pipeline.messages import (
     all_gather_objects,
     all_gather_objects_by_store,
     broadcast_object,
     gather_objects,
 )
 from ddpm_ds.pipeline.schedule import Event, Program, program
-from ddpm_ds.unet.kernel_choice import KernelTimes
+from ddpm_ds.unet.model import KernelTimes
 from tests.launching import REPOSITORY
 
 TRACE = RankTrace(
@@ -66,7 +66,7 @@ def test_a_value_arrives_as_it_was_told(what: str) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_value_of_another_type_is_refused() -> None:
     with pytest.raises(ValidationError):
-        exchange._unpacked(exchange._packed("import os", str), KernelTimes)
+        messages._unpacked(messages._packed("import os", str), KernelTimes)
 
 
 def test_no_rank_makes_objects_of_what_another_has_pickled() -> None:

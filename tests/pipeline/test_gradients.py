@@ -20,7 +20,7 @@ from rivals.measure import SentBytes
 from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.flat_gradients import SUMMED, _match, norm_of
+from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
 from ddpm_ds.pipeline.schedule import accumulated, program
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
 from tests.pipeline.batches import global_batch, micro_batches

@@ -31,7 +31,7 @@ from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import graph as graphs
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.flat_gradients import FlatGradients
+from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.train.ema import averages_of

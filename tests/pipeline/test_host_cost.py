@@ -31,7 +31,7 @@ from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.predict.scheduler import typical_programs
+from ddpm_ds.predict.simulate import typical_programs
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ddpm_ds.config.ds_config import Schedule
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.processes.process_group import process_group
 from tests.launching import run_ranks

@@ -18,8 +18,7 @@ from ddpm_ds.pipeline.cuts import partition, weighted
 from ddpm_ds.predict.costs import SPLIT_COST, weight_share
 from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, RankFacts
 from ddpm_ds.predict.layouts import Workload, rank_stages
-from ddpm_ds.predict.scheduler import order_of
-from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
+from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.unet.layers import Layer
 from tests.launching import tiny_spec
 

@@ -14,7 +14,7 @@ from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
 from ddpm_ds.predict.layouts import ds_config, machine, rank_stages
-from ddpm_ds.predict.scheduler import typical_programs
+from ddpm_ds.predict.simulate import typical_programs
 from tests.launching import tiny_spec
 from tests.predict.small import small_job, small_machine
 

@@ -15,7 +15,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.decisions import Choice, candidates, choose_layout, fitted, search, sort_out

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from ddpm_ds.config.ds_config import Layout, TensorSplit, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.diffusion.text import Encoded
+from ddpm_ds.diffusion.condition import Encoded
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.predict.layouts import ds_config

@@ -20,9 +20,8 @@ from ddpm_ds.pipeline.schedule import (
     split_passes,
     weight_passes,
 )
-from ddpm_ds.predict import scheduler
-from ddpm_ds.predict.scheduler import planned
-from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
+from ddpm_ds.predict import simulate as scheduler
+from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, planned, simulate
 from tests.pipeline.order_model import execute, training_order
 
 EQUAL = PhaseCosts(1.0, 2.0, activation_bytes=1, gradient_bytes=1, weight_seconds=1.0)

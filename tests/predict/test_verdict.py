@@ -16,12 +16,22 @@ from ddpm_ds.data.cache import Kind
 from ddpm_ds.data.loader import Residence
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
-from ddpm_ds.planning.run_plan import plan_run
-from ddpm_ds.predict import advice
-from ddpm_ds.predict.advice import Change, changes, traced_predictor
+from ddpm_ds.planning import plan_run
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows
 from ddpm_ds.predict.memory import pipeline_memory
-from ddpm_ds.predict.verdict import USEFUL, Verdict, shares, tags, text, verdict
+from ddpm_ds.predict.verdict import (
+    LEAST_GAIN,
+    USEFUL,
+    Change,
+    Verdict,
+    _fastest_layouts,
+    changes,
+    shares,
+    tags,
+    text,
+    traced_predictor,
+    verdict,
+)
 from tests.predict.planted_facts import BATCH, Bench
 
 RUN = Path("runs/a b")
@@ -110,8 +120,8 @@ def test_training_accepts_every_change_that_is_proposed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run's JSON has numbers that follow from others; a change of one takes the others with it."""
-    monkeypatch.setattr(advice, "MOST_LAYOUTS", 1000)
-    monkeypatch.setattr(advice, "MUCH_MORE", -1000.0)
+    monkeypatch.setattr("ddpm_ds.predict.verdict.MOST_LAYOUTS", 1000)
+    monkeypatch.setattr("ddpm_ds.predict.verdict.MUCH_MORE", -1000.0)
     facts = bench.traced(pauses=Pauses(100.0, 20.0, 20.0), evaluation_seconds=10.0)
     facts = replace(facts, ranks=tuple(replace(rank, data_wait_seconds=0.01) for rank in facts.ranks))
     found = changes(facts, traced_predictor(facts), shares(facts))
@@ -248,7 +258,7 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
     together, apart = (replace(scarce, host_devices=count) for count in (2, 1))
     found = [one for one in changes(together, traced_predictor(together), shares(together)) if "tensor" in one.edit]
     (change,) = found
-    assert change.gain > advice.LEAST_GAIN and change.settings["ds.pipeline.tensor.size"] == 2
+    assert change.gain > LEAST_GAIN and change.settings["ds.pipeline.tensor.size"] == 2
     assert "keeps all activations in " in change.words and "of its activations are of level 0" in change.words
     assert "tensor" not in " ".join(one.edit for one in changes(apart, traced_predictor(apart), shares(apart)))
     roomy = replace(facts, host_devices=2)
@@ -256,7 +266,7 @@ def test_where_one_level_does_not_fit_tensor_groups_are_to_keep_it_if_their_devi
     assert verdict(together).change == change
     quick = replace(bench, macs_per_second=4.5e8).traced(device=together.device, host_devices=2)
     (slow,) = [one for one in changes(quick, traced_predictor(quick), shares(quick)) if "tensor" in one.edit]
-    assert slow.gain < advice.LEAST_GAIN, "on links without a limit it would be 1.3 %"
+    assert slow.gain < LEAST_GAIN, "on links without a limit it would be 1.3 %"
     check_accepted(together, change, tmp_path)
 
 
@@ -325,5 +335,5 @@ def test_no_change_gives_graphs_up() -> None:
     job = replace(eager.job, on_cpu=False, config={**eager.job.config, "optimizer": fused})
     for replayed in (False, True):
         facts = replace(eager, job=job, replayed=replayed)
-        others = advice._fastest_layouts(facts, traced_predictor(facts), 1.0, same_stages=False)
+        others = _fastest_layouts(facts, traced_predictor(facts), 1.0, same_stages=False)
         assert bool(others) == (not replayed)

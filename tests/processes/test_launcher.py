@@ -18,9 +18,9 @@ from deepspeed.launcher import launch, runner
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
-from ddpm_ds.processes import launcher
-from ddpm_ds.processes.launcher import SSH_ALIVE, Place, gpus, rank_environments, ssh_environment
+from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.ranks import RUN_SECRET
+from ddpm_ds.processes.supervisor import SSH_ALIVE, Place, gpus, rank_environments, ssh_environment
 
 OWN = socket.gethostname()
 SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
@@ -110,10 +110,10 @@ def test_the_gpus_of_this_host_are_those_that_cuda_shows(monkeypatch: pytest.Mon
         return SimpleNamespace(cuInit=lambda flags: starts, cuDeviceGetCount=cu_device_get_count)
 
     for starts, found in ((0, 3), (100, 0)):  # 100: no device, such as one that is hidden
-        monkeypatch.setattr(launcher.ctypes, "CDLL", lambda name, starts=starts: driver(starts, 3))
+        monkeypatch.setattr(supervisor.ctypes, "CDLL", lambda name, starts=starts: driver(starts, 3))
         assert gpus() == found
     monkeypatch.undo()
-    monkeypatch.setattr(launcher.ctypes, "CDLL", lambda name: ctypes.PyDLL("no such library"))
+    monkeypatch.setattr(supervisor.ctypes, "CDLL", lambda name: ctypes.PyDLL("no such library"))
     assert gpus() == 0
 
 

@@ -18,11 +18,11 @@ import pytest
 import torch.distributed as dist
 
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
 from ddpm_ds.processes.rendezvous import Rendezvous, SealedStore, connect, refuse_alone
-from ddpm_ds.train import agreement
+from ddpm_ds.train import start
 from tests.launching import PATIENCE_SECONDS, REPOSITORY
 
 TIMEOUT = timedelta(seconds=20)
@@ -264,7 +264,7 @@ def _plan(*changes: str) -> RunPlan:
 
 def test_what_differs_is_named_with_both_values() -> None:
     plans = [_plan(), _plan(), _plan("train.seed=7")]
-    ended = meet(*[partial(agreement.check_alike, plan=plan, device="cpu") for plan in plans])
+    ended = meet(*[partial(start.check_alike, plan=plan, device="cpu") for plan in plans])
     for error in ended:
         assert isinstance(error, HostError)
         assert "host worker-2 (rank 2) differs from host worker-1 (rank 0)" in str(error)

@@ -24,7 +24,6 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.processes import signals as processes_signals
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED
-from ddpm_ds.processes.launcher import DEFAULT_PORT, Node, Place
 from ddpm_ds.processes.ranks import (
     EXIT_FILE_VARIABLE,
     ExitFile,
@@ -34,7 +33,7 @@ from ddpm_ds.processes.ranks import (
     recorded,
 )
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
-from ddpm_ds.processes.supervisor import exit_code, supervise
+from ddpm_ds.processes.supervisor import DEFAULT_PORT, Node, Place, exit_code, supervise
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 ONE, TWO = Place(1), Place(2)

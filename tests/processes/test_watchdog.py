@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError
-from ddpm_ds.processes import heartbeat, watchdog
-from ddpm_ds.processes.heartbeat import DeviceWork, Judgement, Peer, make_store, waits_for_a_rank
+from ddpm_ds.processes import watchdog
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord
 from ddpm_ds.processes.rendezvous import SealedStore
-from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.processes.watchdog import DeviceWork, Judgement, Peer, Watchdog, make_store, waits_for_a_rank
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, run_ranks, wait_for
 
@@ -42,7 +41,7 @@ def events() -> Events:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (heartbeat, watchdog):
+    for module in (watchdog, watchdog):
         monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
         monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 1.0)
 
@@ -56,7 +55,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
         port.extend([] if value is None else [value])
         return port[-1]
 
-    monkeypatch.setattr(heartbeat, "broadcast_object", broadcast_object)
+    monkeypatch.setattr(watchdog, "broadcast_object", broadcast_object)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     made: list[Watchdog] = []
 
@@ -151,11 +150,11 @@ def test_a_device_has_unfinished_work_unless_it_says_that_it_is_done(monkeypatch
     assert not DeviceWork(lambda: True).is_unfinished() and DeviceWork(lambda: False).is_unfinished()
     assert not DeviceWork(failed).is_unfinished()
     assert DeviceWork.of(torch.device("cpu")) is None
-    monkeypatch.setattr(heartbeat, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.01)
     work = DeviceWork(blocked)
     assert work.is_unfinished() and work.is_unfinished() and len(asked) == 1
     answered.set()
-    monkeypatch.setattr(heartbeat, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", PATIENCE_SECONDS)
     assert not work.is_unfinished()
 
 
@@ -289,9 +288,9 @@ def test_the_values_of_a_beat_grow_with_the_ranks_and_not_with_their_square(size
     """At 4,096 ranks and two beats a second: 32,768 values, in 16,384 requests, instead of 33.6 million."""
     store = CountingStore()
     for rank in range(size):
-        store.set(f"alive/{rank}", heartbeat.FIRST_MESSAGE)
-    store.set(heartbeat.VERDICT, "")
-    beats = [heartbeat.Heartbeat(rank, size, store, clock=lambda: 0.0) for rank in range(size)]
+        store.set(f"alive/{rank}", watchdog.FIRST_MESSAGE)
+    store.set(watchdog.VERDICT, "")
+    beats = [watchdog.Heartbeat(rank, size, store, clock=lambda: 0.0) for rank in range(size)]
     store.values = 0
     assert all(beat._exchange("running", "-") for beat in beats)
     assert store.values == size + (size - 1) * 2 + (size + 1)
@@ -323,10 +322,9 @@ def test_a_single_rank_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 RANK_0 = """
 import os, sys, time
 import torch.distributed as dist
-from ddpm_ds.processes import heartbeat
-from ddpm_ds.processes.heartbeat import make_store
-from ddpm_ds.processes.watchdog import Watchdog
-heartbeat.broadcast_object = lambda port, kind: print(port, flush=True)
+from ddpm_ds.processes import watchdog
+from ddpm_ds.processes.watchdog import Watchdog, make_store
+watchdog.broadcast_object = lambda port, kind: print(port, flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 watchdog = Watchdog(0, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
 time.sleep(60)

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.ranks import recorded
-from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
 
 
 class Device:

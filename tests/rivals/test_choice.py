@@ -11,7 +11,7 @@ from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, choose, w
 from rivals.deepspeed_rows import TupleLayer, stock_zero_stage
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import REPOSITORY, tiny_text_spec

@@ -14,8 +14,7 @@ from rivals.unets import Switches, comparable_unet, diffusers_loop, dim64, missi
 
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.planning.decide import decided
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import decided, plan_run
 from ddpm_ds.unet.operations import KeyedDropout
 from tests.launching import REPOSITORY, run_ranks
 

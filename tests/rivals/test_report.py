@@ -12,7 +12,7 @@ from rivals.benchmark import layout_result, one_device_result
 from rivals.measure import Spread
 from rivals.report import Report, record
 
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from tests.launching import REPOSITORY
 
 CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"

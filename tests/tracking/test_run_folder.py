@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageSequence
 
-from ddpm_ds.checkpoint.folder import checkpoint_name
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.folder import Groups, checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.data.drawn import Drawn
+from ddpm_ds.data.pictures import Drawn
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine

@@ -13,8 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.tracking.events import EVENTS, EventFile, unsent
-from ddpm_ds.tracking.run_folder import PARENT_TAG, START_TAG
+from ddpm_ds.tracking.run_folder import EVENTS, PARENT_TAG, START_TAG, EventFile, unsent
 from ddpm_ds.tracking.runs import ExperimentError, Point, find_run, find_runs
 from tests.launching import REPOSITORY
 

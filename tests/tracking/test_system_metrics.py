@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from ddpm_ds.processes.ranks import NODE_ID
-from ddpm_ds.tracking import system_metrics as module
-from ddpm_ds.tracking.events import SYSTEM_METRICS, read
-from ddpm_ds.tracking.system_metrics import INTERVAL, SAMPLES, SWITCH, collect, system_metrics
+from ddpm_ds.tracking import sender as module
+from ddpm_ds.tracking.run_folder import SYSTEM_METRICS, read
+from ddpm_ds.tracking.sender import INTERVAL, SAMPLES, SWITCH, collect, system_metrics
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import read_run, start
 

@@ -14,8 +14,7 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.files import append_line
 from ddpm_ds.tracking import address, trackers
 from ddpm_ds.tracking.address import check_trackers
-from ddpm_ds.tracking.events import now_ms
-from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.run_folder import RunFolder, now_ms
 from ddpm_ds.tracking.trackers import KINDS
 from tests.launching import PATIENCE_SECONDS
 from tests.tracking.stored import history, start

@@ -25,8 +25,7 @@ from PIL import Image
 from ddpm_ds.cli.main import main
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
-from ddpm_ds.tracking.events import EVENTS, SYSTEM_METRICS, read
-from ddpm_ds.tracking.run_folder import NOTE_TAG, lock
+from ddpm_ds.tracking.run_folder import EVENTS, NOTE_TAG, SYSTEM_METRICS, lock, read
 from ddpm_ds.tracking.tracker import RunLink, flatten
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe import observer, timeline
@@ -37,8 +37,8 @@ from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train import objective
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.unet import kernel_choice
-from ddpm_ds.unet.kernel_choice import KernelTimes, choose_kernels
+from ddpm_ds.unet import model
+from ddpm_ds.unet.model import KernelTimes, choose_kernels
 
 REPORTS = [
     (timeline, "timeline_metrics"),
@@ -135,7 +135,7 @@ if __name__ == "__main__":
 
         Denoising.prepare = planted  # type: ignore[method-assign]
     elif fault == "gpu":
-        kernel_choice.try_kernels = tried  # type: ignore[assignment]
+        model.try_kernels = tried  # type: ignore[assignment]
         build.choose_kernels = chosen_on_cuda  # type: ignore[assignment]
     elif fault == "reports":
         for owner, name in REPORTS:

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import Groups, whole
+from ddpm_ds.checkpoint.folder import Groups, whole
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.exchange import all_gather_objects
-from ddpm_ds.planning.run_plan import RunPlan, plan_run
-from ddpm_ds.processes.heartbeat import make_store
+from ddpm_ds.pipeline.messages import all_gather_objects
+from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, described, state_fragments

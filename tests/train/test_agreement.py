@@ -11,7 +11,7 @@ import torch
 
 from ddpm_ds.errors import HostError
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.train import agreement
+from ddpm_ds.train import start
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +32,16 @@ def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -
     together = Rendezvous(1.0)
     together.hosts = tuple(f"worker-{rank}" for rank in range(1 + len(others)))
     monkeypatch.setattr(together, "agree", lambda topic, facts: [facts, *others])
-    return agreement.check_gpus(together, torch.device("cuda", 0))
+    return start.check_gpus(together, torch.device("cuda", 0))
 
 
 def test_two_ranks_on_one_gpu_are_named_unless_nccl_is_told_to_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(agreement.SHARED_GPU, raising=False)
+    monkeypatch.delenv(start.SHARED_GPU, raising=False)
     others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-a"}]
     said = r"host worker-0 \(rank 0\) and host worker-2 \(rank 2\) share one GPU \(H100 80.00 GiB, GPU-a\)"
     with pytest.raises(HostError, match=said):
         gpus_of(others, monkeypatch)
-    monkeypatch.setenv(agreement.SHARED_GPU, "1")
+    monkeypatch.setenv(start.SHARED_GPU, "1")
     assert gpus_of(others, monkeypatch) is None
 
 
@@ -57,8 +57,8 @@ def test_gpus_of_several_models_are_a_remark_and_settings_that_differ_an_error(m
 
 def test_on_a_cpu_nobody_asks_for_gpus_and_a_version_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Rendezvous(1.0)
-    assert agreement.check_gpus(alone, torch.device("cpu")) is None
+    assert start.check_gpus(alone, torch.device("cpu")) is None
     alone.hosts = ("worker-1", "worker-2")
     for said, expected in (({"torch": "2.11.0"}, "2.11.0"), ({}, "unset")):
         with pytest.raises(HostError, match=f"version of torch is {expected}, not 2.14.1; install the same"):
-            agreement._check(alone, "version of ", [{"torch": "2.14.1"}, said], "install the same versions")
+            start._check(alone, "version of ", [{"torch": "2.14.1"}, said], "install the same versions")

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import micro_batches, split
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.train.held_out_loss import HeldOutLoss
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.objective import Denoising, HeldOutLoss
 from ddpm_ds.train.resume import check_resume
 from tests.launching import tiny_spec
 

@@ -17,10 +17,10 @@ from PIL import Image
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.prompts import PROMPTS, EncodedPrompts
-from ddpm_ds.train.previews import Previews
+from ddpm_ds.train.validation import Previews
 from ddpm_ds.unet.tensor_group import ALONE
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT

@@ -12,7 +12,7 @@ from ddpm_ds.config.choices import SAMPLERS, SCHEDULES
 from ddpm_ds.config.spec import check_sampler
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.errors import SpecError
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import plan_run
 from tests.launching import REPOSITORY
 from tests.train.ranks import Ranks
 

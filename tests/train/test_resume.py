@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.checkpoint.power_ema import Reconstruction, gamma_of, profile_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec

@@ -20,9 +20,9 @@ from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.tracking.run_folder import snapshots_of
-from ddpm_ds.train import loop
-from ddpm_ds.train.loop import SPIKE_POINTS, Training, _bad_loss
+from ddpm_ds.train import session
 from ddpm_ds.train.meters import Interval
+from ddpm_ds.train.session import SPIKE_POINTS, Training, _bad_loss
 from tests.launching import tiny_spec
 from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
 
@@ -109,8 +109,8 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
 
         getattr(saver, name).side_effect = noted
     engine.train_batch = train_batch
-    monkeypatch.setattr(loop, "gather", lambda interval, engine: interval)
-    monkeypatch.setattr(loop, "metrics", lambda interval, engine, macs: {})
+    monkeypatch.setattr(session, "gather", lambda interval, engine: interval)
+    monkeypatch.setattr(session, "metrics", lambda interval, engine, macs: {})
     spec = tiny_spec(
         train={"images": 24, "batch_images": 8},
         checkpoint={"every_images": 8, "every_minutes": None},
@@ -127,7 +127,7 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
         "recorder": Recorder(),
         "ended": lambda: engine.images_seen >= 24,
     }
-    loop.train(Training(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
+    session.train(Training(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
     names = ["keep_snapshot", "save", "roll_back", "keep_snapshot", "save"]
     assert paused == [(name, 1) for name in names] and watchdog._heartbeat.pauses == 0
 

@@ -17,14 +17,12 @@ import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
-from ddpm_ds.checkpoint.eight_bits import code_of
-from ddpm_ds.checkpoint.folder import checkpoint_name
-from ddpm_ds.checkpoint.groups import Groups, whole
+from ddpm_ds.checkpoint.folder import Groups, checkpoint_name, whole
 from ddpm_ds.checkpoint.manifest import FORMAT, MOMENTS, SPLIT_FORMAT, Description, check_headers
 from ddpm_ds.checkpoint.power_ema import EMA, profile_kind
-from ddpm_ds.checkpoint.reader import Reader, consolidate
-from ddpm_ds.pipeline.exchange import all_gather_objects
-from ddpm_ds.processes.heartbeat import make_store
+from ddpm_ds.checkpoint.reader import Reader, code_of, consolidate
+from ddpm_ds.pipeline.messages import all_gather_objects
+from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights

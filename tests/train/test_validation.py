@@ -17,11 +17,10 @@ from torch import Tensor
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.forward import Give, Take
-from ddpm_ds.train import previews
-from ddpm_ds.train.held_out_loss import HeldOutLoss, channel_names
-from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.previews import Previews
+from ddpm_ds.pipeline.staged import Give, Take
+from ddpm_ds.train import validation
+from ddpm_ds.train.objective import Denoising, HeldOutLoss, channel_names
+from ddpm_ds.train.validation import Previews
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import run_ranks, tiny_spec, write_json
@@ -122,7 +121,7 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
         for one in everyone:
             one.copy_(mine)
 
-    monkeypatch.setattr(previews, "ForwardPipeline", Forward)
+    monkeypatch.setattr(validation, "ForwardPipeline", Forward)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)

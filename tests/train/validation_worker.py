@@ -27,17 +27,15 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.held_out import parts
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.text import Encoded
-from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.diffusion.text import Prompts
+from ddpm_ds.diffusion.condition import Prompts
+from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.forward import ForwardPipeline
+from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out_loss import NOISE_SEED, HeldOutLoss
-from ddpm_ds.train.previews import Previews
-from ddpm_ds.train.validation import measured
+from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
+from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds import unet
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import DeviceLostError, DsConfigError
-from ddpm_ds.unet import fused_norm, kernel_choice
+from ddpm_ds.unet import fused_norm, model
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.kernel_choice import (
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import (
     AskedKernels,
     KernelTimes,
     check_kernels,
@@ -32,7 +33,6 @@ from ddpm_ds.unet.kernel_choice import (
     norm_shapes,
     try_kernels,
 )
-from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.operations import GroupNorm, KeyedDropout, use_kernels
 
 EPSILON = 1e-3
@@ -252,7 +252,7 @@ ALIKE = KernelTimes(1.0, 1.0)
 
 def chosen(asked: AskedKernels, *others: KernelTimes, mine: KernelTimes = ALIKE, layers: Any = ()) -> tuple[str, str]:
     """The choice where the first rank's trial is ``mine``, and others had these trials."""
-    with patch.object(kernel_choice, "try_kernels", lambda *_, **__: mine):
+    with patch.object(model, "try_kernels", lambda *_, **__: mine):
         return choose_kernels(asked, layers, torch.device("cuda"), torch.float16, 8, lambda trial: [trial, *others])
 
 
@@ -317,8 +317,8 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
         if broken:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(kernel_choice, "runs_triton", lambda device: True)
-    monkeypatch.setattr(kernel_choice, "norm_seconds", seconds)
+    monkeypatch.setattr(model, "runs_triton", lambda device: True)
+    monkeypatch.setattr(model, "norm_seconds", seconds)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     expected = trial or KernelTimes(failure=" ".join(str(error).split()), device_lost=broken)
     assert try_kernels("auto", LAYERS, torch.device("cpu"), torch.float16, 8) == expected

@@ -12,12 +12,10 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_numpy, open_torchvision
 from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder, open_zip
-from ddpm_ds.data.sources.hdf5 import open_hdf5
 from ddpm_ds.data.sources.huggingface import open_huggingface
-from ddpm_ds.data.sources.netcdf import open_netcdf
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
+from ddpm_ds.data.sources.variables import open_hdf5, open_netcdf, open_zarr
 from ddpm_ds.data.sources.webdataset import open_webdataset
-from ddpm_ds.data.sources.zarr import open_zarr
 from ddpm_ds.errors import DataError
 
 OPENERS: dict[str, Opener] = {

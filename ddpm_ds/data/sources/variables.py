@@ -1,7 +1,11 @@
 """Fields and what belongs to them, from files of named arrays: which arrays a spec means, their checks, lazy reads.
 
-The first dimension of an array counts images; ``constants`` have no such dimension. What opens a kind of file, in a
-module of its own, returns its arrays as :class:`Variable` by name, and reads none of them.
+The first dimension of an array counts images; ``constants`` have no such dimension. What opens a kind of file returns
+its arrays as :class:`Variable` by name, and reads none of them::
+
+    Zarr     folders of format 2 or 3, by zarr: arrays by their path in the group, such as ``era5/t2m``
+    HDF5     by h5py: data sets by their path in the file
+    NetCDF   by xarray, which unpacks them, as it does the Zarr folders that it has written
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ MOST_NAMED = 12
 """Maximum names of arrays in an error."""
 MOST_COORDINATES = 2**16
 """Maximum positions of a coordinate that a cache keeps."""
+PACKED = ("scale_factor", "add_offset")
+"""Attributes of packed numbers, which xarray unpacks and zarr does not."""
 
 
 @dataclass(frozen=True)
@@ -346,3 +352,77 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
     if values.dtype.kind in "fiub":
         return tuple(values.astype(float).tolist()) if np.isfinite(values.astype(float)).all() else ()
     return tuple(value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values)
+
+
+def open_zarr(path: Path, spec: DataSpec) -> Variables:
+    """Open all arrays of a Zarr group with at least one dimension; a single array is named images."""
+    import zarr
+
+    opened = zarr.open(path, mode="r")
+    members: Any = opened.members(max_depth=None) if isinstance(opened, zarr.Group) else [("images", opened)]
+    return {
+        name: _zarr_variable(name, array) for name, array in members if isinstance(array, zarr.Array) and array.shape
+    }
+
+
+def _zarr_variable(name: str, array: Any) -> Variable:
+    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
+    packed = next((key for key in PACKED if key in array.attrs), None)
+    folder = name.rpartition("/")[0]
+    return Variable(
+        name,
+        array.shape,
+        array.dtype,
+        array.__getitem__,
+        array.chunks,
+        tuple(f"{folder}/{each}".lstrip("/") if each else "" for each in names),
+        str(array.attrs.get("units", "")),
+        fault="" if packed is None else f"is packed by {packed}, which --set data.source=netcdf unpacks",
+    )
+
+
+def open_hdf5(path: Path, spec: DataSpec) -> Variables:
+    """Open all data sets of an HDF5 file with at least one dimension; their dimension scales are coordinates."""
+    import h5py
+
+    file = h5py.File(path, "r")
+    found: Variables = {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and item.shape:
+            found[name] = Variable(
+                name,
+                item.shape,
+                item.dtype,
+                item.__getitem__,
+                item.chunks,
+                tuple(dimension[0].name.lstrip("/") if len(dimension) else dimension.label for dimension in item.dims),
+                _text(item.attrs.get("units", "")),
+            )
+
+    file.visititems(visit)
+    return found
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def open_netcdf(path: Path, spec: DataSpec) -> Variables:
+    """Open all variables and coordinates with at least one dimension; their fill values are NaN."""
+    import xarray
+
+    opened = xarray.open_dataset(path, cache=False, decode_timedelta=False)
+    return {str(name): _netcdf_variable(str(name), each) for name, each in opened.variables.items() if each.shape}
+
+
+def _netcdf_variable(name: str, variable: Any) -> Variable:
+    return Variable(
+        name,
+        variable.shape,
+        np.dtype(variable.dtype),
+        lambda part: variable[part].values,
+        variable.encoding.get("chunksizes") or variable.encoding.get("chunks"),
+        tuple(map(str, variable.dims)),
+        str(variable.attrs.get("units", "")),
+    )

@@ -50,13 +50,13 @@ from ddpm_ds.evaluate.diffusers.folder import (
     IMPORTED,
     PIPELINE,
     SCHEDULER_CONFIG,
+    WEIGHTS,
     DiffusersFolder,
     FieldsFile,
 )
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
 from ddpm_ds.evaluate.diffusers.text_pipeline import copy_parts, pipeline_of
 from ddpm_ds.evaluate.diffusers.unet import class_of, diffusers_config, to_diffusers
-from ddpm_ds.evaluate.diffusers.weights import WEIGHTS
 from ddpm_ds.evaluate.outputs import new_folder
 from ddpm_ds.evaluate.scores import score_rows
 from ddpm_ds.evaluate.trained import Trained

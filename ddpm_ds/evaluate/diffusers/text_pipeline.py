@@ -19,10 +19,15 @@ from ddpm_ds.data.latents import WEIGHTS as AUTOENCODER_WEIGHTS
 from ddpm_ds.data.text import Part, parts_of
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER
-from ddpm_ds.evaluate.diffusers.original import ZERO_SNR, SingleFile, V, original_names
-from ddpm_ds.evaluate.diffusers.unet import to_diffusers, unet_spec_from_diffusers
-from ddpm_ds.evaluate.diffusers.weights import read_weights
+from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
+from ddpm_ds.evaluate.diffusers.unet import (
+    ZERO_SNR,
+    SingleFile,
+    V,
+    original_names,
+    to_diffusers,
+    unet_spec_from_diffusers,
+)
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import expanded
 from ddpm_ds.unet.layers import unet_layers

@@ -1,15 +1,21 @@
-"""Plans from files and options: of a run, with all that can be checked before anything is started, and of the fastest
-layouts, which is the planner in one call. PyTorch and DeepSpeed are imported when they are needed.
+"""From files, options and devices to one frozen plan of a run, and the fastest layouts: the planner in one call.
+
+plan_run         from files and options: everything that can be checked before anything is started
+decided          the axis over hosts, recomputation and micro-batches in flight, by the memory of this device
+cut_and_ordered  cuts by measured times and the order of a planned schedule, by rank 0; nothing is open after it
+
+PyTorch and DeepSpeed are imported when they are needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,17 +34,30 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.spec import ALL_SIGMAS, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import LayoutError
+from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, tensor_splits
+from ddpm_ds.predict.layouts import (
+    KINDS,
+    Machine,
+    Workload,
+    encoding_ranks,
+    kind_of,
+    layouts,
+    machine,
+    machine_like,
+    tensor_splits,
+)
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
 if TYPE_CHECKING:
+    import torch
+
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
     from ddpm_ds.predict.decisions import Choice, Plan
+    from ddpm_ds.predict.predictor import Predictor
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
@@ -48,8 +67,8 @@ Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
 class RunPlan:
     """Consistent plan of a run for a number of processes.
 
-    Made of the files alone, it leaves open what depends on the devices; :mod:`ddpm_ds.planning.decide` completes it
-    before the run begins.
+    Made of the files alone, it leaves open what depends on the devices; :func:`decided` and :func:`cut_and_ordered`
+    complete it before the run begins.
     """
 
     spec: RunSpec
@@ -66,10 +85,20 @@ class RunPlan:
     chosen: Choice | None = None
     """What the planner chose of the layout, if the files leave some of it open."""
 
-    @cached_property
+    @functools.cached_property
     def whole_layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net, none of them split."""
         return whole_layers(self.layers)
+
+    def layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
+        """Return the layers for images of another size (height, width), split as :attr:`layers` are."""
+        interface = replace(self.spec.data.interface, size=size)
+        return split_layers(unet_layers(self.spec.unet, interface), self.ds.layout.tensor)
+
+    @property
+    def encoding_ranks(self) -> list[int]:
+        """Ranks of a pipeline that encode captions, if they are encoded while training."""
+        return encoding_ranks(self.layers, self.bounds, self.ds.layout.schedule)
 
     @property
     def parameters(self) -> int:
@@ -86,12 +115,12 @@ class RunPlan:
         """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
         return -(-self.spec.train.images // self.ds.layout.batch_images)
 
-    @cached_property
+    @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Stages in the order of the layers, with the costs of all ranks of a tensor group together."""
         return describe(self.whole_layers, self.bounds, self.ds.layout.schedule)
 
-    @cached_property
+    @functools.cached_property
     def across(self) -> AcrossHosts:
         """Axis that is split over hosts."""
         return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
@@ -114,6 +143,16 @@ class RunPlan:
         from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
 
         return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.layout.schedule))
+
+    def predictor(self, timed: torch.device | None = None) -> Predictor:
+        """Return a predictor of the run on hosts like this one, with times of a device that is ``timed``."""
+        return _predictor_here(self.spec, self.ds.as_json(), self.ds.layout.world_size, self.hosts, timed)
+
+    def replanned(self, summary: Mapping[str, Any]) -> tuple[Program, ...]:
+        """Return the programs of a planned schedule by the seconds of a trace's summary."""
+        from ddpm_ds.predict.decisions import planned_again
+
+        return planned_again(self.predictor(), self.ds.layout, self.bounds, summary)
 
     def on_hosts(self, names: Sequence[str]) -> RunPlan:
         """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
@@ -152,9 +191,9 @@ def plan_run(
         from ddpm_ds.device import choose_device
 
         choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
-        from ddpm_ds.planning.predictor_here import layout_here
+        from ddpm_ds.predict.decisions import choose_layout
 
-        chosen = layout_here(spec, checked, ds_path, world_size=world_size, hosts=names, stages=stages)
+        chosen = choose_layout(_predictor_here(spec, checked, world_size, names), ds_path, names, stages)
         stages = chosen.stages
         config = config if chosen.tensor is None else with_split(config, chosen.tensor)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
@@ -163,6 +202,67 @@ def plan_run(
     layers = split_layers(layers, ds.layout.tensor)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.layout.schedule)
     return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
+
+
+def decided(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device.
+
+    Raises:
+        DsConfigError: the JSON asks for what a CPU has not.
+    """
+    from ddpm_ds.device import memory_bytes
+    from ddpm_ds.predict.decisions import fitted
+
+    if plan.ds.graphs is True and device.type == "cpu":
+        raise DsConfigError("graphs = true needs a GPU; use --set ds.graphs=auto, which takes graphs where they can be")
+    job = workload(plan.spec, plan.ds.as_json(), device.type == "cpu", counted=False)
+    layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
+    return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))
+
+
+def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return a decided plan with cuts by the layers' seconds on rank 0's device and the order of a planned schedule,
+    if the JSON asks for them. Collective.
+
+    Raises:
+        LayoutError: the U-Net can't be cut into so many stages; on all ranks alike.
+    """
+    from ddpm_ds.pipeline.schedule import Program
+    from ddpm_ds.predict.decisions import measured_cuts, planned_order
+    from ddpm_ds.processes.process_group import decided_by_rank_0
+
+    measured = plan.ds.partition == "measured" and plan.ds.layout.stages > 1
+    predictor = functools.cache(lambda: plan.predictor(device if measured else None))  # rank 0 alone asks
+    if measured:
+        bounds = decided_by_rank_0(lambda: measured_cuts(predictor(), plan.ds), tuple[int, ...])
+        plan = replace(plan, bounds=bounds)
+    if not plan.ds.is_ordered:
+        return plan
+    order = decided_by_rank_0(lambda: planned_order(predictor(), plan.ds.layout, plan.bounds), tuple[Program, ...])
+    return replace(plan, programs=order)
+
+
+def _predictor_here(
+    spec: RunSpec,
+    config: Mapping[str, Any],
+    world_size: int,
+    hosts: Sequence[str],
+    timed: torch.device | None = None,
+) -> Predictor:
+    """Return a predictor for processes on hosts like this one, with computed times of layers, or with those of a
+    device that is ``timed``.
+    """
+    from ddpm_ds.device import described
+    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.predict.predictor import Predictor
+
+    sizes = set(Counter(hosts).values())
+    nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
+    name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    devices = machine_like(name, memory, half=precision(config) != "fp32", devices=world_size, nodes=nodes)
+    job = workload(spec, config, devices.is_cpu, counted=False)  # alike on all hosts
+    times = measured_times(timed, job.precision) if timed is not None else None
+    return Predictor(job, devices, times)
 
 
 def plan(

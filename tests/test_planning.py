@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.cli.description import describe_plan
+from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.fit import predicted
-from ddpm_ds.planning import decide
-from ddpm_ds.planning.decide import decided
-from ddpm_ds.planning.run_plan import plan_run
+from ddpm_ds.planning import decided, plan_run
 from tests.launching import REPOSITORY
 
 ZERO_2 = REPOSITORY / "ds_configs" / "zero2_bf16.json"
@@ -81,8 +79,8 @@ def test_a_run_is_decided_and_predicted_for_the_gradients_that_its_json_asks_for
         seen.append(job.flat_gradients)
         return layout
 
-    monkeypatch.setattr(decide, "fitted", noted)
+    monkeypatch.setattr("ddpm_ds.predict.decisions.fitted", noted)
     for plan in (flat, deepspeed):
         decided(plan, torch.device("cpu"))
-        seen.append(decide._predictor_of(plan).job.flat_gradients)
+        seen.append(plan.predictor().job.flat_gradients)
     assert seen == [True, True, False, False]

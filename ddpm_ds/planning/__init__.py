@@ -1,1 +1,0 @@
-"""From files, options and devices to one frozen plan of a run."""
