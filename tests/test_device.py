@@ -222,7 +222,7 @@ def test_a_rank_starts_without_mlflow_and_the_compiler_which_can_still_be_import
     program = """
 import sys
 sys.modules["triton"] = None
-import ddpm_ds.unet.fused_norm, ddpm_ds.unet.kernel_choice
+import ddpm_ds.unet.fused_norm, ddpm_ds.unet.model
 del sys.modules["triton"]
 from ddpm_ds.pipeline import import_deepspeed
 import_deepspeed()

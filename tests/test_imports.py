@@ -82,7 +82,7 @@ def imported(module: str) -> list[str]:
     """Every module that a module imports, also inside functions."""
     found: list[str] = []
     path = REPOSITORY / Path(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = package if (package := path / "__init__.py").is_file() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
