@@ -70,7 +70,7 @@ INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ran
 of the host for a message or a collective.
 """
 
-LEFT_OUT = (SPAN + "inspection", SPAN + "checkpoint")
+LEFT_OUT = (SPAN + "sampling", SPAN + "checkpoint")
 """Ranges that are not training; neither they nor the operators within them belong to a group."""
 
 RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")  # pattern of calls into the device's driver, on the host

@@ -67,7 +67,7 @@ class Observer:
         """
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Surround an activity between two steps: ``checkpoint`` or ``inspection``."""
+        """Surround an activity between two steps: ``checkpoint`` or ``sampling``."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -146,15 +146,15 @@ class Pauses:
 
     seconds: float = 1.0
     checkpoint_seconds: float = 0.0
-    inspection_seconds: float = 0.0
+    sampling_seconds: float = 0.0
 
     @property
     def checkpoint_share(self) -> float:
         return self.checkpoint_seconds / self.seconds
 
     @property
-    def inspection_share(self) -> float:
-        return self.inspection_seconds / self.seconds
+    def sampling_share(self) -> float:
+        return self.sampling_seconds / self.seconds
 
 
 class PauseClock(Observer):
@@ -189,11 +189,11 @@ class PauseClock(Observer):
     def finish(self) -> None:
         if self._run_dir is None or self._begin is None:
             return
-        after = self._since_step["checkpoint"] + self._since_step["inspection"]
+        after = self._since_step["checkpoint"] + self._since_step["sampling"]
         pauses = Pauses(
             seconds=self._clock() - self._begin - after,
             checkpoint_seconds=self._paused["checkpoint"],
-            inspection_seconds=self._paused["inspection"],
+            sampling_seconds=self._paused["sampling"],
         )
         file = self._run_dir / FILE
         with contextlib.suppress(OSError):  # a full disk: the run ends all the same
@@ -208,7 +208,9 @@ def read_pauses(run_dir: Path) -> Pauses:
         OSError, ValueError, TypeError: the file is damaged.
     """
     file = run_dir / FILE
-    return Pauses(**read_json(file)) if file.is_file() else Pauses()
+    if not file.is_file():
+        return Pauses()
+    return Pauses(**{name.replace("inspection", "sampling"): value for name, value in read_json(file).items()})  # 0.2's
 
 
 class Barrier(NamedTuple):

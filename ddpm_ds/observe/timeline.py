@@ -38,7 +38,7 @@ EVENTS_PER_PASS = 4
 """Maximum events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
 EVENTS_PER_STEP = 8  # maximum of other events per step: gradients, optimizer, pauses, waiting for other ranks
 
-PAUSES = {"checkpoint": ["checkpoint"], "inspection": ["inspection"]}
+PAUSES = {"checkpoint": ["checkpoint"], "sampling": ["sampling"]}
 """Events between steps, by the name under which their seconds are summed."""
 OWN = {
     "data_wait": ["DataWait"],
@@ -71,7 +71,7 @@ LOOKS: dict[str, tuple[str, ...]] = {
     "ReduceGrads": ("reduce gradients", "#4c9f70"),
     "OptimizerStep": ("optimizer step", "#7d5ba6"),
     "checkpoint": ("checkpoint", "#8a7a5c"),
-    "inspection": ("sampling and validation", "#cbbf9f"),
+    "sampling": ("sampling and validation", "#cbbf9f"),
 }
 """Name of an event and the colour of its box by phase; an event without a colour is a wait."""
 WAITING = "#e4e4e4"

@@ -113,7 +113,7 @@ class FinishedRun:
     @property
     def stepping(self) -> float:
         """Share of the run's time spent in steps."""
-        return 1 - self.pauses.checkpoint_share - self.pauses.inspection_share
+        return 1 - self.pauses.checkpoint_share - self.pauses.sampling_share
 
     @property
     def mfu(self) -> float | None:

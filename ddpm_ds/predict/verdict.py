@@ -286,7 +286,7 @@ def _loss_scale(facts: FinishedRun, share: float) -> Change:
 
 def _pausing(facts: FinishedRun) -> Iterator[Change]:
     """Yield checkpoints, samples and validation so seldom that each takes 1 % of the time."""
-    inspecting = facts.pauses.inspection_share
+    inspecting = facts.pauses.sampling_share
     validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting) if inspecting else 0.0
     shares = {"checkpoint": facts.pauses.checkpoint_share, "evaluation": validating, "samples": inspecting - validating}
     for part, share in shares.items():
@@ -389,7 +389,7 @@ def shares(facts: FinishedRun) -> dict[str, float]:
     costs += [
         ("overflow steps", left * thrown_away),
         ("checkpoint pauses", facts.pauses.checkpoint_share),
-        ("sampling pauses", facts.pauses.inspection_share),
+        ("sampling pauses", facts.pauses.sampling_share),
     ]
     return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
 
@@ -521,9 +521,9 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         case "checkpoint pauses":
             return f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of {pauses.seconds:,.3g} s"
         case "sampling pauses":
-            losses = min(facts.evaluation_seconds, pauses.inspection_seconds)
+            losses = min(facts.evaluation_seconds, pauses.sampling_seconds)
             return (
-                f"of {pauses.seconds:,.3g} s training stood still for {pauses.inspection_seconds - losses:,.3g} s for "
+                f"of {pauses.seconds:,.3g} s training stood still for {pauses.sampling_seconds - losses:,.3g} s for "
                 f"samples and {losses:,.3g} s for validation"
             )
         case "recomputation":

@@ -186,7 +186,7 @@ def summary(
     ``loss`` is the mean over the last log interval, ``images_per_second`` that of
     :func:`~ddpm_ds.tracking.runs.mean_of_points`; times and shares are those of the verdict.
     """
-    shares = f"sampling and validation {pauses.inspection_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
+    shares = f"sampling and validation {pauses.sampling_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(pauses.seconds)}; {shares} of the time",

@@ -170,7 +170,7 @@ def train(run: Training) -> Interval:
             batches = meter.timed(run.batches())
             continue
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
-            with meter.paused(), run.observer.span("inspection"):
+            with meter.paused(), run.observer.span("sampling"):
                 run.validation.after_step(before, done)
         if run.saver is not None and keep:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():

@@ -76,7 +76,7 @@ def train(engine: UnetPipelineEngine, entry: dict[str, Any], observer: Observer)
         wrapped.append(is_wrapped(engine))
         batches = slow(micro_batches(engine, global_batch(SPEC, step)), entry["loader_seconds"])
         losses.append(engine.train_batch(batches if engine.reads_data else None).item())
-        with observer.span("inspection"):
+        with observer.span("sampling"):
             torch.nn.functional.conv2d(large, torch.zeros(64, 64, 3, 3))
     return {"losses": losses, "wrapped": wrapped}
 

@@ -103,11 +103,11 @@ def test_the_backward_of_an_operator_of_attention_is_attention() -> None:
     assert groups == ["attention", "attention", "other", "attention", "attention", "other", "other"]
 
 
-def test_inspections_and_checkpoints_are_left_out_with_all_below_them() -> None:
+def test_samplings_and_checkpoints_are_left_out_with_all_below_them() -> None:
     found = shares(
         [
             ProfiledOperation("ProfilerStep*", 0.5),
-            ProfiledOperation("between steps: inspection", 1.0, parent=0),
+            ProfiledOperation("between steps: sampling", 1.0, parent=0),
             ProfiledOperation("aten::conv2d", 2.0, parent=1),
             ProfiledOperation("between steps: checkpoint", 4.0, parent=0),
             ProfiledOperation("aten::conv2d", 8.0, parent=0),

@@ -96,7 +96,7 @@ def executed(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
         if waits.get(name):
             done.append((WAITS[name], phase))
         done.append((str(name), phase))
-    return [*done, ("inspection", 0)]
+    return [*done, ("sampling", 0)]
 
 
 def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observed) -> None:
@@ -142,7 +142,7 @@ def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(observed: Obs
         for phase in own["phases"]:
             parts += [phase[f"{part}_seconds"] for part in ("forward", "backward", "wait", "send")]
         assert sum(parts) == pytest.approx(own["step_seconds"], rel=1e-9) and min(parts) >= -1e-9
-        assert own["inspection_seconds"] > 0
+        assert own["sampling_seconds"] > 0
 
 
 def test_observers_change_no_loss_and_leave_the_engine_as_it_was(observed: Observed) -> None:
@@ -163,7 +163,7 @@ def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observ
         ((step, values),) = [(step, values) for step, values in told["metrics"] if "perf/mfu" in values]
         names = {f"stage{stage}/{metric}" for stage in range(stages) for metric in STAGE_METRICS}
         names |= {f"stage{stage}/{metric}" for stage in range(own) for metric in OWN_METRICS}
-        assert step == 3 and set(values) - {"perf/inspection_fraction"} == names | {
+        assert step == 3 and set(values) - {"perf/sampling_fraction"} == names | {
             f"perf/{metric}" for metric in RUN_METRICS
         }
         assert 0 < values["perf/bubble_fraction"] < 1 and values["perf/imbalance"] >= 0 and values["perf/mfu"] > 0
@@ -245,6 +245,6 @@ def test_steps_are_profiled_once_on_all_ranks_and_written_by_rank_0(
         assert {one for one in seen if one.startswith("ProfilerStep")} == {
             f"ProfilerStep#{number}" for number in range(last - steps + 1, last + 1)
         }
-        assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: inspection"} <= seen
+        assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: sampling"} <= seen
     (said,) = (line for line in told["logged"] if line.startswith(f"kernels of steps {last - steps + 1}-{last}: "))
     assert said.endswith("groups.txt")

@@ -78,7 +78,7 @@ def test_letters_of_a_picture_can_be_read_400_pixels_wide(tmp_path: Path, monkey
 
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", keep)
-    kinds: list[Any] = ["BackwardPass", "InputGradients", "WeightGradients", "DataWait", "ReduceGrads", "inspection"]
+    kinds: list[Any] = ["BackwardPass", "InputGradients", "WeightGradients", "DataWait", "ReduceGrads", "sampling"]
     events = [
         Event(kind, 1 if number == 1 else 0, 3, 0.1 * number, 0.1 * number + 0.1) for number, kind in enumerate(kinds)
     ]
@@ -192,7 +192,7 @@ def test_pauses_are_no_part_of_the_step() -> None:
     values = timeline_metrics(summary, macs_per_image=1)
     assert summary["ranks"][0]["step_seconds"] == 9.5
     assert values["perf/checkpoint_fraction"] == pytest.approx(0.025)
-    assert "perf/inspection_fraction" not in values
+    assert "perf/sampling_fraction" not in values
 
 
 def test_a_step_on_which_ranks_do_not_agree_makes_nobody_wait() -> None:

@@ -58,7 +58,8 @@ def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
     lines = [json.dumps(point) for point in points]
     (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3']))
     (run_dir / "evaluations.jsonl").write_text('{"step": 20, "usage/evaluation_seconds": 1.5}\n' * 3)
-    (run_dir / "trace" / "pauses.json").write_text(json.dumps(vars(Pauses(50.0, 2.0, 4.0))))
+    of_version_02 = {"seconds": 50.0, "checkpoint_seconds": 2.0, "inspection_seconds": 4.0}
+    (run_dir / "trace" / "pauses.json").write_text(json.dumps(of_version_02))
     facts = facts_of(run_dir)
     assert facts.job.precision == "fp16" and facts.job.stored_bytes == 2
     assert facts.overflows == Overflows(4, 20, 4096.0, 128.0)
@@ -137,9 +138,9 @@ def test_start_up_is_of_the_kinds_of_layers() -> None:
 def test_pauses_are_those_between_steps_and_neither_before_nor_after(tmp_path: Path) -> None:
     now = 0.0
     clock = PauseClock(tmp_path, lambda: now)
-    with clock.span("inspection"):
+    with clock.span("sampling"):
         now += 100  # the samples of the initial weights
-    for step, pause in ((1, "another"), (2, "checkpoint"), (3, "inspection"), (4, "checkpoint")):
+    for step, pause in ((1, "another"), (2, "checkpoint"), (3, "sampling"), (4, "checkpoint")):
         clock.begin_step(step)
         now += 10
         with contextlib.suppress(RuntimeError), clock.span(pause):
@@ -148,4 +149,4 @@ def test_pauses_are_those_between_steps_and_neither_before_nor_after(tmp_path: P
     PauseClock(None).finish()  # other ranks write nothing
     assert read_pauses(tmp_path) == Pauses()
     clock.finish()
-    assert read_pauses(tmp_path) == Pauses(seconds=46.0, checkpoint_seconds=2.0, inspection_seconds=3.0)
+    assert read_pauses(tmp_path) == Pauses(seconds=46.0, checkpoint_seconds=2.0, sampling_seconds=3.0)

@@ -169,7 +169,7 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     link = RunLink("abc", uri, "http://127.0.0.1:5000/#/runs/abc", f"mlflow ui --backend-store-uri {uri}")
 
     def text(link: RunLink) -> str:
-        pauses = Pauses(seconds=100.0, checkpoint_seconds=0.2, inspection_seconds=1.5)
+        pauses = Pauses(seconds=100.0, checkpoint_seconds=0.2, sampling_seconds=1.5)
         speed: dict[str, Any] = {"images_per_second": 1302.4, "pauses": pauses, "run_dir": Path("runs/digits")}
         return summary(loss=0.11468, images=128_000, steps=2000, skipped_steps=3, link=link, **speed)
 

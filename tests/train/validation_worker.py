@@ -1,4 +1,4 @@
-"""One rank of the inspection's ladder: what the pipeline draws and measures equals plain PyTorch, and disturbs nothing.
+"""One rank of the sampling's ladder: what the pipeline draws and measures equals plain PyTorch, and disturbs nothing.
 
     python tests/train/validation_worker.py CASES.json REPORT_FOLDER
 
