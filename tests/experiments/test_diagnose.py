@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
     files = ["--spec", str(folder / "spec.yaml"), "--deepspeed_config", str(REPOSITORY / "ds_configs/zero0_fp32.json")]
     for fault, (images, micro_batches) in PLANTED.items():
-        changes = (*CHANGES, f"train.accumulation={micro_batches}", f"data.store_root={folder / 'data'}")
-        changes += (f"train.batch_images={images}", f"train.images={3 * images}")
+        length = (f"train.batch_images={images}", f"train.images={3 * images}", f"train.accumulation={micro_batches}")
+        changes = (*CHANGES, *length, f"data.store_root={folder / 'data'}")
         words = [*files, "-p", "2", "--trace-steps", "2-3", "--run-dir", str(folder / fault)]
         words += [part for change in changes for part in ("--set", change)]
         for _ in range(ATTEMPTS):
