@@ -382,13 +382,25 @@ if __name__ == "__main__":
     from ddpm_ds.pipeline import import_deepspeed
 
     import_deepspeed()
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (the first engine imports it)
+    import deepspeed.comm.mori  # the first group of processes and the first engine import these three
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import einops._torch_specific  # noqa: F401  (the first operation of einops imports it)
+    import PIL.Image
     import pytest  # noqa: F401  (many scripts are files of tests)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
+    import ddpm_ds.cli.rank
+    import ddpm_ds.cli.train
+    import ddpm_ds.cli.trained
+    import ddpm_ds.evaluate.ensembles
     import ddpm_ds.observe.timeline
+    import ddpm_ds.predict.decisions
+    import ddpm_ds.predict.verdict
     import ddpm_ds.tracking.tracker
     import ddpm_ds.train.session
+
+    PIL.Image.init()  # which imports the kinds of files that there are
 
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # which MLflow reads when it is imported
     gc.collect()

@@ -20,12 +20,13 @@ from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.predict.planted_facts import Bench, write_run
 from tests.predict.test_verdict import FAULTS
 
-PLANTED = {"data wait": 8, "bubble": 1, "communication": 8}
-"""Micro-batches by planted fault: waits that are many times longer than anything else, on a busy machine too."""
+PLANTED = {"data wait": (16, 8), "bubble": (64, 1), "communication": (16, 8)}
+"""Images and micro-batches of a step by planted fault: waits that are many times longer than anything else, on a busy
+machine too."""
 ATTEMPTS = 3
 """What neighbours of this machine do to a traced step may be more than what was planted all the same."""
 CHANGES = (
-    *("train.batch_images=64", "train.images=192", "data.workers=0", "ds.pipeline.activation_checkpoint_interval=0"),
+    *("data.workers=0", "ds.pipeline.activation_checkpoint_interval=0"),
     *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),
     "ds.pipeline.partition=[9]",  # which gives two ranks about as many flops of the U-Net below
 )
@@ -40,8 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = tiny_spec(data={"image_size": 16}, unet=unet)
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
     files = ["--spec", str(folder / "spec.yaml"), "--deepspeed_config", str(REPOSITORY / "ds_configs/zero0_fp32.json")]
-    for fault, micro_batches in PLANTED.items():
-        changes = (*CHANGES, f"train.accumulation={micro_batches}", f"data.store_root={folder / 'data'}")
+    for fault, (images, micro_batches) in PLANTED.items():
+        length = (f"train.batch_images={images}", f"train.images={3 * images}", f"train.accumulation={micro_batches}")
+        changes = (*CHANGES, *length, f"data.store_root={folder / 'data'}")
         words = [*files, "-p", "2", "--trace-steps", "2-3", "--run-dir", str(folder / fault)]
         words += [part for change in changes for part in ("--set", change)]
         for _ in range(ATTEMPTS):

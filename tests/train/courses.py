@@ -47,8 +47,8 @@ LAYOUTS = {
     "1x4": Layout(1, 4, zero=1, accumulation=1, gradients="deepspeed"),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
-GRIDS = {
-    "few": {"fp32": ("1x1", "2x1", "1x2", "2x2 folded"), "fp16": ("1x1", "2x1", "1x2")},
+GRIDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "few": {"fp32": ("1x1", "1x2", "2x2 folded"), "fp16": ("1x1", "2x1", "1x2")},
     "many": {"fp32": ("1x1", "2x1", "2x2", "1x4", "2x2 folded"), "fp16": ("1x1", "2x1", "2x2 folded")},
 }
 """Layouts by precision; those of fp16 have each ZeRO stage, whose loss scalers differ."""

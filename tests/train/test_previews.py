@@ -137,7 +137,7 @@ def text_spec(folder: Path, samples: dict[str, Any], **text: Any) -> RunSpec:
         picture.save(folder / "pictures" / f"{number:02}.png")
         (folder / "pictures" / f"{number:02}.txt").write_text(CAPTIONS[number % 3])
     write_encoders(folder / "encoders", ["a", "red", "blue", "circle", "square"], width=12, second=8, pooled=10)
-    unet = {"context_channels": 20, "blocks": [1, 1], "heads": [2, 4], "pooled_channels": 10, "size_channels": 8}
+    unet = {"context_channels": 20, "blocks": [1], "heads": [2], "pooled_channels": 10, "size_channels": 8}
     return tiny_spec(
         data={
             "source": "folder",
@@ -148,7 +148,7 @@ def text_spec(folder: Path, samples: dict[str, Any], **text: Any) -> RunSpec:
             "held_out_images": 4,
             "text": {"encoders": str(folder / "encoders"), "stored": "int8", "drop_to": "zeros", **text},
         },
-        unet={"classes": None, "attention_resolutions": [], "text": unet},
+        unet={"classes": None, "multipliers": [1], "attention_resolutions": [], "text": unet},
         optimizer={"learning_rate": 0.03},
         train={"images": 32, "batch_images": 16, "label_drop": 0.0},
         samples={"every_images": 32, **samples},

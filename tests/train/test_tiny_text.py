@@ -26,6 +26,7 @@ SPEC = REPOSITORY / "launch" / "specs" / "tiny_text.yaml"
 QUICK = [
     "unet.channels=8",
     "unet.norm_groups=4",
+    *("unet.multipliers=[1,1]", "unet.text.blocks=[0,1]", "unet.text.heads=[2,4]"),
     "train.images=64",
     "train.batch_images=16",
     "optimizer.warmup_images=0",
