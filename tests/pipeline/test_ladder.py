@@ -52,7 +52,6 @@ BY_TWO = [
     # micro-batches of three sizes
     Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
     # layers that two ranks compute together
-    Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2),
     Case(1, 1, 2, "fp16", 1, micro_batches=2, process="caption", tensor=2),
     Case(1, 1, 0, "fp32", 2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
 ]
@@ -111,6 +110,7 @@ MORE_BY_TWO = [
         Case(1, 1, *ways, micro_batches=2, process="heads", tensor=2)
         for ways in (*SOME, (0, "fp16", 0), (1, "bf16", 1))
     ),
+    Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2),
     Case(1, 1, 1, "fp16", 1, tensor=2),
     Case(1, 1, 2, "fp32", 3, tensor=2, process="text", split=("up.*",)),
     Case(1, 1, 0, "fp16", 2, tensor=2, reentrant=True, process="heads"),
