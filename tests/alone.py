@@ -18,7 +18,8 @@ def run_alone(module: str, call: str, **environment: str) -> None:
     command = [
         sys.executable,
         "-c",
-        f"import torch, tests.{module} as module; torch.set_num_threads(1); module.{call}",
+        "import torch; from ddpm_ds.pipeline import import_deepspeed; import_deepspeed()\n"  # else MLflow comes with it
+        f"import tests.{module} as module; torch.set_num_threads(1); module.{call}",
     ]
     done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -64,13 +64,13 @@ ONE: list[Row] = [
     (Case(1, 1, 0, "fp16", 0, micro_batches=1), {"gradient_clipping": 100.0}),
 ]
 BY_TWO: list[Row] = [
-    (Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1), {}),
     (Case(1, 2, 2, "fp32", 1, micro_batches=2), WHOLE),
     (Case(1, 2, 1, "fp32", 1, micro_batches=2), {}),
     (Case(1, 2, 2, "bf16", 0, micro_batches=2, fused=True, random_programs=5), TO_OWNERS),
     (Case(1, 2, 0, "fp32", 0, micro_batches=2), {}),
 ]
 MORE_BY_TWO: list[Row] = [
+    (Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1), {}),
     (Case(1, 2, 2, "fp16", 0, micro_batches=2, fp32_accumulation=True, random_programs=5), {}),
     (Case(2, 1, 2, "fp16", 0, schedule="folded", random_programs=6, process="text", cuts=(4, 8, 14)), {}),
     (Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128), {}),

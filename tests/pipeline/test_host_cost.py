@@ -120,7 +120,10 @@ def engine_cost(spec: RunSpec, case: Case) -> HostCost:
     return cost
 
 
-ONE = [Case(1, 1, zero, precision, 0, fused=True, micro_batches=1) for zero in (0, 1, 2) for precision in PRECISIONS]
+ALL = [Case(1, 1, zero, precision, 0, fused=True, micro_batches=1) for zero in (0, 1, 2) for precision in PRECISIONS]
+LONG = [case for case in ALL if (case.zero, case.precision) in ((0, "bf16"), (1, "fp32"), (1, "fp16"), (2, "fp32"))]
+"""Pairs of a stage and a precision that each meet others in the quick cases."""
+ONE = [pytest.param(case, marks=pytest.mark.long) if case in LONG else pytest.param(case) for case in ALL]
 WIDE = Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=1, fp32_accumulation=True)
 SEVERAL = [Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=3), WIDE]
 TWO_STAGES = Case(2, 1, 2, "bf16", 0, schedule="folded", fused=True, micro_batches=4)
@@ -132,24 +135,30 @@ def name_of(case: Case, blocks: int = 2) -> str:
     return f"zero{case.zero}-{case.precision}{wide}-{case.micro_batches} x {blocks} blocks-{case.gradients}"
 
 
-def cases_of(stages: int) -> list[tuple[Case, int]]:
-    """The cases of one process or two, each with the U-Net's blocks per level."""
-    if stages == 2:
+def cases_of(what: str) -> list[tuple[Case, int]]:
+    """The quick or the long cases of one process, or those of two, each with the U-Net's blocks per level."""
+    if what == "two":
         return [(replace(TWO_STAGES, gradients=way), 2) for way in ("flat", "deepspeed")]
-    return [(case, blocks) for case in ONE for blocks in PARAMETERS] + [(case, 2) for case in SEVERAL]
+    found = [(case, blocks) for case in ALL if (case in LONG) == (what == "long") for blocks in PARAMETERS]
+    return found + [(case, 2) for case in SEVERAL if what == "quick"]
 
 
-def report(folder: Path, processes: int) -> Costs:
+def report(folder: Path, processes: int, what: str) -> Costs:
     """What the ranks counted, by case; of one process the loop's counts first."""
-    done = run_ranks(processes, Path(__file__), str(folder))
+    done = run_ranks(processes, Path(__file__), str(folder), what)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     return {name: [HostCost(**cost) for rank in ranks for cost in rank[name]] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
-def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
-    return report(tmp_path_factory.mktemp("cost"), 1)
+def costs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Costs]:
+    return functools.cache(lambda what: report(tmp_path_factory.mktemp("cost"), 1, what))
+
+
+@pytest.fixture
+def costs(costs_of: Callable[[str], Costs], case: Case) -> Costs:
+    return costs_of("long" if case in LONG else "quick")
 
 
 @pytest.mark.launch
@@ -177,7 +186,7 @@ def test_what_the_engine_costs_more_does_not_grow_with_the_parameters(costs: Cos
 
 @pytest.mark.launch
 def test_ranks_of_a_pipeline_launch_half_of_what_they_do_with_deepspeeds_gradients(tmp_path: Path) -> None:
-    found = report(tmp_path, 2)
+    found = report(tmp_path, 2, "two")
     flat, deepspeed = (found[name_of(replace(TWO_STAGES, gradients=way))] for way in ("flat", "deepspeed"))
     for own, other in zip(flat, deepspeed, strict=True):
         assert own.launches <= 0.5 * other.launches and own.slow == 0, (own, other)
@@ -187,12 +196,13 @@ def main() -> None:
     use_host_accelerator()
     torch.set_num_threads(1)
     with process_group():
-        stages, found = torch.distributed.get_world_size(), {}
-        for case, blocks in cases_of(stages):
+        folder, what = sys.argv[-2:]
+        found = {}
+        for case, blocks in cases_of(what):
             spec = spec_of(blocks, IMAGES * case.micro_batches)
-            loops = [loop_cost(blocks, case.precision, case.micro_batches)] if stages == 1 else []
+            loops = [loop_cost(blocks, case.precision, case.micro_batches)] if case.stages == 1 else []
             found[name_of(case, blocks)] = [asdict(cost) for cost in (*loops, engine_cost(spec, case))]
-        Path(sys.argv[-1], f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+        Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

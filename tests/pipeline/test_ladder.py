@@ -42,20 +42,16 @@ SMALL_BYTES = 128
 
 BY_TWO = [
     Case(2, 1, 0, "fp32", 0, process="edm"),
-    Case(1, 2, 2, "fp16", 1, micro_batches=2, fused=True),
+    Case(1, 2, 2, "fp16", 1, micro_batches=2, fused=True, growing_scale=True),
     Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128, process="stored"),
-    Case(2, 1, 0, "fp16", 0, fixed_scale=128),
-    Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
+    Case(2, 1, 0, "fp32", 0, schedule="folded", process="flow"),
     Case(2, 1, 1, "fp32", 2, schedule="folded", process="rectangles"),
     # text: cuts inside of transformers, intervals that begin before, at and after an entry
     Case(2, 1, 2, "fp32", 2, schedule="folded", random_programs=13, process="caption", cuts=(4, 9, 13)),
-    Case(2, 1, 1, "fp16", 1, random_programs=14, process="caption", cuts=(14,)),
     # micro-batches of three sizes
     Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
-    Case(1, 2, 2, "fp32", 1, process="buckets"),
     # layers that two ranks compute together
-    Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2),
     Case(1, 1, 2, "fp16", 1, micro_batches=2, process="caption", tensor=2),
     Case(1, 1, 0, "fp32", 2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
 ]
@@ -63,11 +59,9 @@ BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
     Case(2, 2, 1, "fp32", 1, across="replicas", process="augmented"),
     Case(4, 1, 2, "fp32", 3),
-    Case(2, 2, 2, "fp16", 0, growing_scale=True),
-    Case(2, 2, 0, "bf16", 0, across="replicas", process="flow"),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="heads", random_programs=3, tensor=2),
-    Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, process="caption", tensor=2),
+    Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, tensor=2),
 ]
 """The core: each value of every factor but the compiler, and the pairs whose code meets."""
 
@@ -95,6 +89,11 @@ MORE_BY_TWO = [
     Case(2, 1, 1, "fp32", 1, process="stored"),
     Case(2, 1, 2, "fp16", 0, process="rectangles"),
     Case(2, 1, 1, "fp32", 0, process="buckets"),
+    Case(1, 2, 2, "fp32", 1, process="buckets"),
+    Case(2, 1, 0, "fp16", 0, fixed_scale=128),
+    Case(1, 2, 2, "fp16", 1, micro_batches=2, fused=True),
+    Case(2, 1, 0, "fp32", 0, schedule="folded", process="reduced"),
+    Case(2, 1, 1, "fp16", 1, random_programs=14, process="caption", cuts=(14,)),
     Case(2, 1, 2, "fp32", 1, schedule="folded", random_programs=11, process="regression"),
     Case(1, 2, 1, "bf16", 0, micro_batches=2, process="reduced"),
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME if ways != (1, "fp16", 0)),
@@ -111,6 +110,7 @@ MORE_BY_TWO = [
         Case(1, 1, *ways, micro_batches=2, process="heads", tensor=2)
         for ways in (*SOME, (0, "fp16", 0), (1, "bf16", 1))
     ),
+    Case(1, 1, 1, "fp32", 0, process="heads", random_programs=31, tensor=2),
     Case(1, 1, 1, "fp16", 1, tensor=2),
     Case(1, 1, 2, "fp32", 3, tensor=2, process="text", split=("up.*",)),
     Case(1, 1, 0, "fp16", 2, tensor=2, reentrant=True, process="heads"),
@@ -119,6 +119,8 @@ MORE_BY_TWO = [
 ]
 MORE_BY_FOUR = [
     Case(4, 1, 0, "fp32", 0, process="stored"),
+    Case(2, 2, 2, "fp16", 0, growing_scale=True),
+    Case(2, 2, 0, "bf16", 0, across="replicas", process="flow"),
     Case(2, 2, 2, "fp32", 0, offload=True, across="replicas"),
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3, process="edm"),
@@ -151,6 +153,7 @@ MORE_BY_FOUR = [
     Case(1, 2, 0, "fp16", 0, tensor=2),
     Case(1, 1, 2, "fp32", 0, tensor=4),
     Case(1, 2, 2, "fp32", 1, across="replicas", process="text", tensor=2),
+    Case(1, 2, 2, "fp32", 1, across="replicas", micro_batches=2, process="caption", tensor=2),
 ]
 """Other combinations of the same factors."""
 ONE_GPU = [

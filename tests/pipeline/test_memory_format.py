@@ -22,8 +22,8 @@ from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases
 
 CASES = [
-    Case(2, 1, 2, "fp16", 1),
-    Case(2, 1, 1, "fp32", 2, reentrant=True),
+    Case(2, 1, 2, "fp16", 1, micro_batches=2),
+    Case(2, 1, 1, "fp32", 2, micro_batches=2, reentrant=True),
     Case(2, 1, 0, "fp32", 0, schedule="folded"),
 ]
 ON_A_GPU = [

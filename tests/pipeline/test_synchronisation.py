@@ -1,9 +1,10 @@
 """A training step that does not log lets the host run ahead of the device.
 
-As a script, with a folder for its report and "waits" or "differs", this trains tiny cases in one process and writes
-where a training step waits for the device, and for the latter also how it differs from one with the stock waits. On a
-CPU nothing waits, so what would wait on CUDA is counted: operations that hand a value to the host or whose result has a
-size that depends on values, values that the host hands over, and the accelerator's synchronize.
+As a script, with a folder for its report and "waits", "differs, quick" or "differs, long", this trains tiny cases in
+one process, all or those that are quick or long, and writes where a training step waits for the device, and for the
+latter two also how it differs from one with the stock waits. On a CPU nothing waits, so what would wait on CUDA is
+counted: operations that hand a value to the host or whose result has a size that depends on values, values that the
+host hands over, and the accelerator's synchronize.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import traceback
 import unittest.mock
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -236,6 +237,7 @@ WAYS: tuple[tuple[int, Precision, bool], ...] = (
     (0, "fp16", True),
     (2, "fp16", True),
 )
+LONG_WAYS = (2, "fp32", True), (2, "fp16", False), (0, "fp16", True)
 CASES = {
     f"zero{zero}-{precision}{'-fused' if fused else ''}-{gradients}": Case(
         1, 1, zero, precision, 0, micro_batches=1, fused=fused, gradients=gradients
@@ -244,6 +246,9 @@ CASES = {
     for gradients in GRADIENTS
 }
 
+LONG = [name for name, case in CASES.items() if (case.zero, case.precision, case.fused) in LONG_WAYS]
+"""Their precision, their ZeRO stage and their optimizer each meet others in the quick cases."""
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else pytest.param(name) for name in CASES]
 OF_TENSORS = [name for name, case in CASES.items() if case.fused and case.gradients == "flat"]
 """Cases whose steps take nothing from the host."""
 
@@ -264,31 +269,36 @@ def run(folder: Path, what: str, **environment: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(tmp_path_factory.mktemp("synchronisation"), "differs")
+def reports_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    return functools.cache(lambda what: run(tmp_path_factory.mktemp("synchronisation"), what))
+
+
+@pytest.fixture
+def reports(reports_of: Callable[[str], Any], name: str) -> Any:
+    return reports_of("differs, long" if name in LONG else "differs, quick")
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_does_not_log_waits_for_the_device_as_seldom_as_it_can(reports: Any, name: str) -> None:
     found = reports[name]["waits"]
     assert len(found) == waits(CASES[name]), "\n".join(found)
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("name", [one for one in NAMES if one.values[0] in OF_TENSORS])
 def test_two_steps_are_the_same_operations_with_the_same_values_of_the_host(reports: Any, name: str) -> None:
     assert reports[name]["changes"] == []
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_number_is_as_with_the_stock_waits_also_around_a_step_that_is_skipped(reports: Any, name: str) -> None:
     assert reports[name]["differs"] == []
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_skipped_step_is_none_of_the_first_steps_whose_messages_go_by_the_hosts(reports: Any, name: str) -> None:
     """It allocates no moments, so the allocator reaches its peak in a later step."""
     case = CASES[name]
@@ -298,7 +308,7 @@ def test_a_skipped_step_is_none_of_the_first_steps_whose_messages_go_by_the_host
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_first_samples_and_the_first_after_the_first_step_go_by_the_hosts(reports: Any, name: str) -> None:
     assert reports[name]["sampling"] == [True, False, True, False, False]
 
@@ -317,13 +327,15 @@ def main() -> None:
     with process_group():
         report: dict[str, Any] = {}
         for name, case in CASES.items():
+            if what.startswith("differs") and (name in LONG) != what.endswith("long"):
+                continue
             with groups_of_its_own():
                 report[name] = {"waits": places_of_waits(case)}
-                if what == "differs":
+                if what.startswith("differs"):
                     parts = ("differs", "cautious", "sampling")
                     report[name] |= dict(zip(parts, differs_from_stock(case), strict=True))
-                if what == "differs" and name in OF_TENSORS:
-                    report[name]["changes"] = changes(case)
+                    if name in OF_TENSORS:
+                        report[name]["changes"] = changes(case)
         Path(folder, "report.json").write_text(json.dumps(report))
 
 
