@@ -21,7 +21,6 @@ import pytest
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import SAID_BY_RANK_0, rank_environments
-from ddpm_ds.train.start import SHARED_GPU
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0
@@ -140,6 +139,8 @@ def run_ranks(processes: int, script: Path, *arguments: str, **environment: str)
 
 def on_a_shared_gpu() -> dict[str, str]:
     """Variables of ranks that share one GPU, each as if on a host of its own; skips where NCCL does not let them."""
+    from ddpm_ds.train.start import SHARED_GPU  # imports PyTorch, which the process that only hands out tests has not
+
     version = ctypes.c_int()  # of the library that is loaded; PyTorch names the one that it was built with
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     if version.value < 23000:

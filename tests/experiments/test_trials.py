@@ -12,6 +12,7 @@ import pytest
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.sweep import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
+from ddpm_ds.pipeline import import_deepspeed
 from ddpm_ds.tracking.recorder import parameters
 from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
 from ddpm_ds.tracking.tracker import flatten
@@ -100,6 +101,7 @@ def test_trials_whose_folders_would_be_the_same_are_told_apart() -> None:
 
 
 def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
+    import_deepspeed()  # which sets a variable of its own
     before = dict(os.environ)
     (plan,) = plan_trials(made_of("processes=2"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu")
     assert plan.ds.layout.world_size == 2 and plan.chosen is not None

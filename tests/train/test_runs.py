@@ -348,6 +348,7 @@ def test_images_of_a_held_out_source_are_measured_and_never_trained_on(tmp_path:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_crops_of_rectangles_are_trained_drawn_scored_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     """On two stages, from pictures of another shape, augmented."""
     pictures, ends = tmp_path / "pictures", []

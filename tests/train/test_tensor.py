@@ -53,7 +53,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "stages"),
     [
-        (2, 1),
+        pytest.param(2, 1, marks=pytest.mark.long),
         pytest.param(4, 2, marks=pytest.mark.long),
         pytest.param(4, 1, marks=pytest.mark.long, id="4-1: two replicas"),
     ],

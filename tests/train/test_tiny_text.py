@@ -85,6 +85,7 @@ def drawn(run_dir: Path, prompts: list[str], guidance: float) -> npt.NDArray[np.
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_the_commands_of_the_tiny_job_work_on_one_rank_and_on_two_and_after_a_stop(
     tmp_path: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
