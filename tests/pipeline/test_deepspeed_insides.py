@@ -443,7 +443,7 @@ def test_a_build_that_another_process_locks_is_named_and_not_waited_for_without_
 
 def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = extension.source.with_name("hung-c++")
-    compiler.write_text("#!/bin/sh\nsleep 1000\n")
+    compiler.write_text("#!/bin/sh\nexec sleep 1000\n")
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(insides, "BUILD_SECONDS", 1.0)
@@ -453,7 +453,8 @@ def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypa
     assert said == f"DeepSpeed's tiny was not compiled within 1 s; to see what hangs, type in {folder} what was ended"
     assert set(psutil.Process().children(recursive=True)) <= before
     with pytest.raises(subprocess.TimeoutExpired):
-        subprocess.run(typed, shell=True, cwd=folder, timeout=0.5)
+        subprocess.run(f"exec {typed}", shell=True, cwd=folder, timeout=0.5)
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
