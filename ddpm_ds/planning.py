@@ -43,6 +43,7 @@ from ddpm_ds.predict.layouts import (
     Workload,
     encoding_ranks,
     kind_of,
+    layers_for,
     layouts,
     machine,
     machine_like,
@@ -92,8 +93,7 @@ class RunPlan:
 
     def layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
         """Return the layers for images of another size (height, width), split as :attr:`layers` are."""
-        interface = replace(self.spec.data.interface, size=size)
-        return split_layers(unet_layers(self.spec.unet, interface), self.ds.layout.tensor)
+        return layers_for(self.spec, size, self.ds.layout.tensor)
 
     @property
     def encoding_ranks(self) -> list[int]:

@@ -133,7 +133,6 @@ class StepGraph:
         self._pool: Any = None
         self._of_sizes: dict[tuple[int, ...], _Captured] = {}
         self._now = _Captured()  # that of the step that is captured or tried
-        self._apart = engine.num_stages > 1
         self._proven: set[tuple[int, ...]] = set()
 
     @contextlib.contextmanager
@@ -223,9 +222,8 @@ class StepGraph:
         del trial
         if not why_not:
             if not self._proven:
-                self.say(
-                    f"each step is {'CUDA graphs with messages between them' if self._apart else 'one CUDA graph'}"
-                )
+                several = self._engine.num_stages > 1
+                self.say(f"each step is {'CUDA graphs with messages between them' if several else 'one CUDA graph'}")
             self._proven.add(sizes)
             return True
         self._engine.data_iterator = iter(self._now.inputs)  # the eager step has the micro-batches that were loaded
@@ -250,9 +248,9 @@ class StepGraph:
         self._now.loss = self._engine.execute_program(by_host=False, start=start)
 
     def _start(self, operation: Callable[[], Work]) -> Work:
-        """Start a message of a step that is captured."""
+        """Note a send or receive of a step that is captured; each replay starts it."""
         assert self._now.graphs is not None
-        return _BetweenGraphs(self._now.graphs, operation) if self._apart else operation()
+        return _BetweenGraphs(self._now.graphs, operation)
 
     def _captured(self, trial: "Trial | None") -> str:
         """Capture the step and compare it with eager ones, if there are any; return why that failed; collective."""

@@ -270,7 +270,7 @@ class Workload:
         return sum(share * of(size) for size, share in self.sizes) / of(self.spec.data.size)
 
     def _layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
-        return split_layers(unet_layers(self.spec.unet, replace(self.spec.data.interface, size=size)), self.tensor)
+        return layers_for(self.spec, size, self.tensor)
 
     @functools.cached_property
     def precision(self) -> Precision:
@@ -301,17 +301,15 @@ class Workload:
         wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return 4 if wide else self.stored_bytes
 
-    @property
-    def takes_graphs(self) -> bool:
-        """Whether steps may be CUDA graphs, in some layouts."""
-        able = self.flat_gradients and (self.is_fused or self.is_8bit)
-        return able and not self.on_cpu and self.config.get("graphs", "auto") is not False
+    def takes_graphs(self, *, whole: bool) -> bool:
+        """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
+        asked, able = self.config.get("graphs", "auto"), self.flat_gradients and (self.is_fused or self.is_8bit)
+        return able and not self.on_cpu and (asked is True or (asked == "auto" and whole))
 
     def is_replayed(self, layout: Layout) -> bool:
         """Return whether each step of a layout is CUDA graphs, which the host launches as a whole."""
         flat = not layout.offload and (layout.zero_stage > 0 or self.precision == "bf16")
-        whole = layout.stages == layout.tensor.size == 1
-        return self.takes_graphs and flat and (whole or self.config.get("graphs") is True)
+        return flat and self.takes_graphs(whole=layout.stages == layout.tensor.size == 1)
 
     @property
     def is_8bit(self) -> bool:
@@ -442,8 +440,7 @@ def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int,
     """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
     needs_zero = "grad_accum_dtype" in job.config.get("data_types", {}) or fp16_needs_zero(job.config)
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
-    graphs = job.takes_graphs and (devices == 1 or job.config.get("graphs") is True)
-    needs_zero |= graphs and job.precision != "bf16"
+    needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload and not job.is_8bit else [])
 
@@ -459,6 +456,11 @@ def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sch
         for rank, own in enumerate(rank_stages(layers, bounds, schedule))
         if (rank == 0 and pooled) or context_elements(layers, *((stage.start, stage.stop) for stage in own))
     ]
+
+
+def layers_for(spec: RunSpec, size: tuple[int, int], split: TensorSplit) -> tuple[Layer, ...]:
+    """Return the layers of a run's U-Net for images of some size (height, width), split among a tensor group."""
+    return split_layers(unet_layers(spec.unet, replace(spec.data.interface, size=size)), split)
 
 
 @functools.lru_cache(maxsize=4096)
