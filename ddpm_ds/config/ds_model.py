@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from ddpm_ds.command_line import MOST_IMAGES, MOST_PROCESSES
-from ddpm_ds.config.section import Format, Section, broken_rule, is_off, no_switch, shown
+from ddpm_ds.config.section import Format, Section, broken_rule, is_off, no_number, no_switch, shown
 from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
 """A value that follows from the spec, the processes or the device, as if the key were left out."""
+No = Annotated[Literal[False], BeforeValidator(no_number)]
+Yes = Annotated[Literal[True], BeforeValidator(no_number)]
 # Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 Steps = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -58,7 +60,7 @@ class Off(Section):
     """A block that this project does not use, and that may only be off."""
 
     model_config = ConfigDict(extra="allow")
-    enabled: Literal[False] = False
+    enabled: No = False
 
 
 class Fp16(Section):
@@ -78,8 +80,8 @@ class Fp16(Section):
     """Refill the hysteresis at every good step. Only with ZeRO 1 or 2."""
     min_loss_scale: Annotated[int, Field(ge=1, le=2**32)] = 1
     """Floor of the scale; a run that overflows there stops."""
-    auto_cast: Annotated[Literal[False], _why("the engine casts its own input")] = False
-    fp16_master_weights_and_grads: Annotated[Literal[False], _why("master weights are fp32")] = False
+    auto_cast: Annotated[No, _why("the engine casts its own input")] = False
+    fp16_master_weights_and_grads: Annotated[No, _why("master weights are fp32")] = False
 
 
 class Bf16(Section):
@@ -130,16 +132,16 @@ class Zero(Section):
     or 2."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
     """Adam's state in host memory."""
-    overlap_comm: Annotated[Literal[False] | None, _why("DeepSpeed turns it off under a pipeline")] = None
-    contiguous_gradients: Annotated[Literal[True], _why("the ZeRO-2 path is tested with it on")] = True
-    allgather_partitions: Annotated[Literal[True], _why("DeepSpeed reads it and never uses it")] = True
-    compute_grad_norm: Annotated[Literal[True], _why("train/total_grad_norm and the finite check need it")] = True
-    ignore_unused_parameters: Annotated[Literal[True], _why("every parameter has a gradient")] = True
+    overlap_comm: Annotated[No | None, _why("DeepSpeed turns it off under a pipeline")] = None
+    contiguous_gradients: Annotated[Yes, _why("the ZeRO-2 path is tested with it on")] = True
+    allgather_partitions: Annotated[Yes, _why("DeepSpeed reads it and never uses it")] = True
+    compute_grad_norm: Annotated[Yes, _why("train/total_grad_norm and the finite check need it")] = True
+    ignore_unused_parameters: Annotated[Yes, _why("every parameter has a gradient")] = True
     round_robin_gradients: Annotated[
-        Literal[False], _why("it reorders the flat partitions and was not tested under a pipeline")
+        No, _why("it reorders the flat partitions and was not tested under a pipeline")
     ] = False
-    load_from_fp32_weights: Annotated[Literal[True], _why("this project writes checkpoints of its own")] = True
-    elastic_checkpoint: Annotated[Literal[False], _why("this project writes checkpoints of its own")] = False
+    load_from_fp32_weights: Annotated[Yes, _why("this project writes checkpoints of its own")] = True
+    elastic_checkpoint: Annotated[No, _why("this project writes checkpoints of its own")] = False
 
 
 class OptimizerParams(Section):
@@ -159,9 +161,9 @@ class OptimizerParams(Section):
     """PyTorch's variant; only with torch_adam. AdamW8bit ignores it."""
     foreach: bool | None = None
     """PyTorch's variant; only with torch_adam. AdamW8bit ignores it."""
-    adam_w_mode: Annotated[Literal[True], _why("the spec's weight decay is decoupled")] = True
-    bias_correction: Annotated[Literal[True], _why("the spec means Adam as published")] = True
-    amsgrad: Annotated[Literal[False], _why("its third moment is not in checkpoints")] = False
+    adam_w_mode: Annotated[Yes, _why("the spec's weight decay is decoupled")] = True
+    bias_correction: Annotated[Yes, _why("the spec means Adam as published")] = True
+    amsgrad: Annotated[No, _why("its third moment is not in checkpoints")] = False
 
 
 class Optimizer(Section):
@@ -273,7 +275,7 @@ class Pipeline(Section):
     """Changes nothing under a pipeline."""
     grad_partitioned: bool = True
     """Changes nothing under a pipeline."""
-    seed_layers: Annotated[Literal[False], _why("weights follow from the seed and the layer alone")] = False
+    seed_layers: Annotated[No, _why("weights follow from the seed and the layer alone")] = False
 
 
 _DAMAGES = "it empties tensors in place that a U-Net hands on as skips; see pipeline.activation_checkpoint_interval"
@@ -283,14 +285,12 @@ _NEVER_READ = "its engines never read it; see pipeline.activation_checkpoint_int
 class ActivationCheckpointing(Section):
     """DeepSpeed's block, which may only be off: use `pipeline.activation_checkpoint_interval`."""
 
-    partition_activations: Annotated[Literal[False], _why(_DAMAGES)] = False
-    cpu_checkpointing: Annotated[Literal[False], _why(_DAMAGES)] = False
-    contiguous_memory_optimization: Annotated[
-        Literal[False], _why("the micro-batches in flight overrun its buffers")
-    ] = False
+    partition_activations: Annotated[No, _why(_DAMAGES)] = False
+    cpu_checkpointing: Annotated[No, _why(_DAMAGES)] = False
+    contiguous_memory_optimization: Annotated[No, _why("the micro-batches in flight overrun its buffers")] = False
     number_checkpoints: Annotated[None, _why(_NEVER_READ)] = None
-    synchronize_checkpoint_boundary: Annotated[Literal[False], _why(_NEVER_READ)] = False
-    profile: Annotated[Literal[False], _why(_NEVER_READ)] = False
+    synchronize_checkpoint_boundary: Annotated[No, _why(_NEVER_READ)] = False
+    profile: Annotated[No, _why(_NEVER_READ)] = False
 
 
 class CommsLogger(Section):
@@ -323,13 +323,15 @@ class FlopsProfiler(Section):
     """Print the whole tree of modules."""
     output_file: FilePath | None = None
     """For the stages' texts, instead of RUN_DIR/flops/flops; `.stage0.txt` ... are appended."""
-    recompute_fwd_factor: Annotated[Literal[0], _why("recomputation is not counted as work")] = 0
+    recompute_fwd_factor: Annotated[
+        Literal[0], BeforeValidator(no_switch), _why("recomputation is not counted as work")
+    ] = 0
 
 
 class Throughput(Section):
     """Only off: this engine measures throughput itself, without waiting for the device."""
 
-    enabled: Annotated[Literal[False], _why("this engine measures throughput itself, without waiting")] = False
+    enabled: Annotated[No, _why("this engine measures throughput itself, without waiting")] = False
     synchronized: bool = True
     """Changes nothing under a pipeline."""
 
@@ -344,8 +346,8 @@ class Timers(Section):
 class Checkpoint(Section):
     """DeepSpeed's block, which may only be off: this project writes checkpoints of its own."""
 
-    load_universal: Annotated[Literal[False], _why("this project writes checkpoints of its own")] = False
-    use_node_local_storage: Annotated[Literal[False], _why("this project writes checkpoints of its own")] = False
+    load_universal: Annotated[No, _why("this project writes checkpoints of its own")] = False
+    use_node_local_storage: Annotated[No, _why("this project writes checkpoints of its own")] = False
 
 
 Tracker = Annotated[Off, _why("this engine does not write to it; runs are tracked in MLflow")]
@@ -417,15 +419,15 @@ class DsConfig(Section):
     autotuning: Annotated[Off, _why("it restarts a program that it does not know")] = Off()
     torch_autocast: Annotated[Off, _why("the layers choose their own arithmetic, by the fp16 or bf16 block")] = Off()
     data_efficiency: Annotated[Off, _why("batches come from this project's own loader")] = Off()
-    dataloader_drop_last: Annotated[Literal[False], _why("batches come from this project's own loader")] = False
-    prescale_gradients: Annotated[Literal[False], _why("ZeRO-2 refuses it and ZeRO-1 ignores it")] = False
-    gradient_predivide_factor: Annotated[Literal[1], _why("ZeRO-2 refuses it and ZeRO-1 ignores it")] = 1
-    zero_allow_untested_optimizer: Annotated[
-        Literal[False], _why("Adam and AdamW are the optimizers here, and tested")
-    ] = False
-    zero_force_ds_cpu_optimizer: Annotated[Literal[True], _why("it is about optimizers passed as objects")] = True
-    disable_allgather: Annotated[Literal[False], _why("DeepSpeed reads it and never uses it")] = False
-    memory_breakdown: Annotated[Literal[False], _why("DeepSpeed logs it in hooks that this engine replaces")] = False
+    dataloader_drop_last: Annotated[No, _why("batches come from this project's own loader")] = False
+    prescale_gradients: Annotated[No, _why("ZeRO-2 refuses it and ZeRO-1 ignores it")] = False
+    gradient_predivide_factor: Annotated[
+        Literal[1], BeforeValidator(no_switch), _why("ZeRO-2 refuses it and ZeRO-1 ignores it")
+    ] = 1
+    zero_allow_untested_optimizer: Annotated[No, _why("Adam and AdamW are the optimizers here, and tested")] = False
+    zero_force_ds_cpu_optimizer: Annotated[Yes, _why("it is about optimizers passed as objects")] = True
+    disable_allgather: Annotated[No, _why("DeepSpeed reads it and never uses it")] = False
+    memory_breakdown: Annotated[No, _why("DeepSpeed logs it in hooks that this engine replaces")] = False
 
 
 _REMOVED = "DeepSpeed removed it"

@@ -57,6 +57,13 @@ def no_switch(value: object) -> object:
     return value
 
 
+def no_number(value: object) -> object:
+    """Refuse 0 and 1 where false or true is the only choice, for the same reason."""
+    if not isinstance(value, bool):
+        raise PydanticKnownError("bool_type")
+    return value
+
+
 S = TypeVar("S", bound=Section)
 
 

@@ -405,7 +405,7 @@ class UnetSpec(Section):
     def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the levels with attention, for images of ``size`` (height, width)."""
         if self.text is not None:
-            return tuple(level for level, blocks in enumerate(self.text.blocks) if blocks)
+            return tuple(level for level, blocks in enumerate(self.text.blocks[: len(self.multipliers)]) if blocks)
         sides = [size[0] >> level if size[0] == size[1] else None for level in range(len(self.multipliers))]
         return tuple(
             level
@@ -954,7 +954,7 @@ def check_extent(unet: UnetSpec) -> None:
     attending = min(len({*unet.attention_resolutions, *unet.attention_levels}), levels)
     attention, middle = [1] * attending, 1
     if unet.text is not None:
-        attention, middle = [depth + 2 for depth in unet.text.blocks if depth], unet.text.middle_blocks + 2
+        attention, middle = [depth + 2 for depth in unet.text.blocks[:levels] if depth], unet.text.middle_blocks + 2
     layers = (2 * blocks + 1) * (levels + sum(attention)) + 2 * levels + 3 + middle * unet.middle_attention
     if layers > MOST_LAYERS:
         raise ValueError(

@@ -34,6 +34,7 @@ from ddpm_ds.config.spec import (
     SamplerSpec,
     UnetSpec,
 )
+from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.captions import EncodedPrompts
@@ -371,7 +372,7 @@ def _load_checkpoint(
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
     facts = None
     try:
-        spec = RunSpec.model_validate(reader.manifest.spec)
+        spec = SPEC.read(reader.manifest.spec)
         if reader.manifest.fields is not None:
             facts = FieldFacts.model_validate(reader.manifest.fields, strict=False)
     except ValidationError as error:

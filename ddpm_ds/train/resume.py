@@ -16,6 +16,7 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, Groups, find_groups, names, newest, settle, whole
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.data.held_out import told_apart
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
@@ -303,6 +304,6 @@ def remove_abandoned_points(
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's spec with keys added since it was written, if this version can read it."""
     try:
-        return RunSpec.model_validate(spec).model_dump(mode="json")
+        return SPEC.read(spec).model_dump(mode="json")
     except ValidationError:
         return spec

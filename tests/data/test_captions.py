@@ -30,6 +30,7 @@ from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare, prepare_images
 from ddpm_ds.data.sources import open_source
+from ddpm_ds.data.sources.base import say
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
 from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.keyed import Stream
@@ -90,6 +91,157 @@ def test_captions_of_a_folder_are_in_its_metadata_or_beside_its_images(spec_of: 
         *([f"a red dog{' of many' * number}"] for number in range(6)),
     ]
     assert texts_of(cache)[0] == "" and len(texts_of(cache)) == 9, "equal captions are kept once, and the empty one"
+
+
+def opened(spec_of: SpecOf, root: Path, files: dict[str, str | None], **changes: Any) -> Any:
+    """The source of two pictures, a/1.png and 2.png, beside these files, of which None makes a named pipe."""
+    for name, text in ({"a/1.png": "", "2.png": ""} | files).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            os.mkfifo(root / name)
+        elif name.endswith(".png"):
+            Image.new("RGB", (8, 8)).save(root / name)
+        else:
+            (root / name).write_text(text)
+    return open_source(spec_of(path=root, **changes), progress=True)
+
+
+LINES = '{"file_name": "a/1.png", "text": "one"}\n{"file_name": "./2.png", "text": ["two", "too"]}\n'
+ONE = {"2.txt": "two"}
+
+
+@pytest.mark.parametrize(
+    ("files", "captions"),
+    [
+        ({"2.txt": "two\n", "a/1.txt": "one"}, [["two"], ["one"]]),
+        ({"2.caption": "two", "a/1.TXT": "one"}, [["two"], ["one"]]),
+        ({"2.png.txt": "two", "a/1.png.Caption": "one"}, [["two"], ["one"]]),
+        (
+            {"2.json": '{"url": "x", "text": ["two", "too"]}', "a/1.txt": "one", "a/1.json": "{}"},
+            [["two", "too"], ["one"]],
+        ),
+        ({"metadata.jsonl": LINES, "2.txt": "not read"}, [["two", "too"], ["one"]]),
+        (
+            {"metadata.csv": '\ufefffile_name,text\na/1.png,"one, ""1""\nand more"\n2.png,\n', **ONE},
+            [["two"], ['one, "1"\nand more']],
+        ),
+        ({"a/metadata.jsonl": '\n{"file_name": "1.png", "text": "one"}', **ONE}, [["two"], ["one"]]),
+        (
+            {"a/metadata.csv": "text,file_name\none,1.png", "metadata.jsonl": LINES[LINES.index("\n") :]},
+            [["two", "too"], ["one"]],
+        ),
+    ],
+)
+def test_usual_places_of_captions_are_read(
+    spec_of: SpecOf, tmp_path: Path, files: dict[str, str | None], captions: list[list[str]]
+) -> None:
+    source = opened(spec_of, tmp_path / "few", files)
+    table, texts = source.captions.table, [*source.captions.texts]
+    assert [[texts[number] for number in row if number >= 0] for row in table] == captions
+    assert [source.name(i) for i in range(2)] == ["2.png", "a/1.png"] and not source.captions.missing
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"metadata.jsonl": LINES.replace("text", "caption")},
+            "metadata.jsonl has no text, but caption: --set data.text.captions=caption",
+        ),
+        (
+            {"metadata.csv": "file_name,title,prompt\n2.png,x,y", "a/1.txt": ""},
+            "metadata.csv has no text, but title, prompt: --set data.text.captions=title",
+        ),
+        (
+            {"2.json": '{"url": "x", "captions": ["two", "too"], "box": [1, 2]}', "a/1.txt": ""},
+            "2.json has no text, but captions, url: --set data.text.captions=captions",
+        ),
+        (
+            {"2.tags": "two", "a/1.txt": ""},
+            "1 of 2 images of data.source = folder have no caption, first 2.png; 2.tags is not read: give each",
+        ),
+        (
+            {"meta_lat.json": '{"a/1": {"caption": "one"}}'},
+            'meta_lat.json is not read: give each a .txt of its name, or a line {"file_name": "2.png", "text": "its',
+        ),
+        ({}, "2 of 2 images of data.source = folder have no caption, first 2.png; give each a .txt of its name, or a"),
+        (
+            {"metadata.jsonl": LINES + LINES[: LINES.index("\n")]},
+            "line 3: a/1.png is named twice, and several captions are a list; write it again",
+        ),
+        (
+            {"metadata.jsonl": LINES, "a/metadata.csv": "file_name,text\n1.png,one"},
+            "a/1.png is named twice, and several",
+        ),
+        ({"metadata.jsonl": '{"image_path": "2.png"}'}, "line 1: it has no file_name, but image_path; write"),
+        ({"metadata.csv": "image,text\n2.png,two"}, "line 2: it has no file_name, but image, text; write"),
+        ({"metadata.csv": 'file_name,text\n2.png,"two'}, "line 2: unexpected end of data; write"),
+        ({"a/metadata.jsonl": '{"file_name": "../2.png", "text": "two"}'}, "it points outside its folder (a/../2.png)"),
+        (
+            {"metadata.jsonl": json.dumps({"file_name": "2.png", "text": ["x"] * 65_536})},
+            "it has 65,536 captions, and 256 are the most of an image",
+        ),
+        ({"2.txt": None}, "2.txt can't be read (it is a named pipe, not a file); mend it"),
+        ({"metadata.csv": None}, "metadata.csv, line 0: it is a named pipe, not a file"),
+        ({"dataset.json": None, **ONE, "a/1.txt": ""}, "dataset.json of data.path"),
+    ],
+)
+def test_captions_that_are_not_read_are_named_with_the_key_that_reads_them(
+    spec_of: SpecOf, tmp_path: Path, files: dict[str, str | None], said: str
+) -> None:
+    """And what advice sets is read."""
+    with pytest.raises(DataError) as caught:
+        captions.known_captions(opened(spec_of, tmp_path / "few", files), spec_of())
+    line = str(caught.value)
+    assert said in line and "\n" not in line
+    if "--set data.text.captions=" in line:
+        source = open_source(spec_of({"captions": line.rpartition("=")[2]}, path=tmp_path / "few"))
+        assert not source.captions.missing  # type: ignore[attr-defined]
+
+
+def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, tmp_path: Path) -> None:
+    """As those in a dataset.json."""
+    lines = LINES + '{"file_name": "a/9.png", "text": "nine"}'
+    opened(spec_of, tmp_path / "few", {"metadata.jsonl": lines, "3.png": None, "3.txt": "a pipe"})
+    spec = spec_of(path=tmp_path / "few", max_bad_fraction=0.5)
+    cache = prepare_images(spec)
+    assert captioned(cache) == [["two", "too"], ["one"]] and cache.meta.skipped == 2
+    skipped = (cache.path / "skipped.txt").read_text()
+    assert "3.png\tit is a named pipe, not a file\n" in skipped and "a/9.png\tNo such file" in skipped
+    with pytest.raises(DataError, match=r"data\.max_bad_fraction = 0\.4 is passed: 2 of 4 images are unreadable"):
+        prepare_images(spec.model_copy(update={"max_bad_fraction": 0.4, "store_root": tmp_path / "anew"}))
+
+
+def test_what_other_trainers_mean_by_names_gets_a_line(
+    spec_of: SpecOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Masks are no images, repeats are not counted, and of several files of captions the first is read."""
+    say.cache_clear()
+    beside: dict[str, str | None] = {"10_cat/3.txt": "3", "10_cat/3.caption": "three", "10_cat/3.json": "{}"}
+    masks: dict[str, str | None] = {"10_cat/3-masklabel.png": "", "10_cat/3-condlabel.png": "", "10_cat/3.png": ""}
+    source = opened(spec_of, tmp_path / "few", {**beside, **masks, **ONE, "a/1.txt": "one"})
+    assert [source.name(i) for i in range(len(source.labels))] == ["10_cat/3.png", "2.png", "a/1.png"]
+    said = capsys.readouterr().err
+    assert "2 masks of OneTrainer, such as 10_cat/3-condlabel.png, are neither images here nor read" in said
+    assert "10_cat asks sd-scripts for repeats; here each image comes once" in said
+    assert "of 10_cat/3.txt, 10_cat/3.caption, 10_cat/3.json the first is read" in said
+    open_source(spec_of(path=tmp_path / "few"), progress=True)
+    assert not capsys.readouterr().err, "once, however often the source is opened"
+
+
+def test_other_keys_of_a_shard_are_named(spec_of: SpecOf, tmp_path: Path) -> None:
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(content, "png")
+    with tarfile.open(tmp_path / "one.tar", "w") as shard:
+        for name, data in (("1.png", content.getvalue()), ("1.json", b'{"caption": "one"}')):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            shard.addfile(member, io.BytesIO(data))
+    spec = spec_of(source="webdataset", path=tmp_path / "one.tar")
+    with pytest.raises(DataError, match=r"first one\.tar/1\.png; 1\.json has no text, but caption: --set"):
+        captions.known_captions(open_source(spec), spec)
+    found = open_source(spec_of({"captions": "caption"}, source="webdataset", path=tmp_path / "one.tar"))
+    assert [*found.captions.texts] == ["", "one"]  # type: ignore[attr-defined]
 
 
 def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import functools
 import os
 import socket
 import struct
+import sys
 import tarfile
 import warnings
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -41,8 +42,12 @@ LABELS = "dataset.json"
 """File of labels at the root of archives and folders written by the tools of EDM and StyleGAN."""
 UNLABELLED = -1
 """Placeholder for a missing label while labels are collected."""
+MOST_NAMED = 4
+"""Keys or files that are named in advice."""
 NO_CAPTION = -1
 """Fills the row of an image that has fewer captions than another."""
+MOST_CAPTIONS = 256
+"""Maximum captions of an image: the table of all images has as many columns as one of them."""
 BROKEN = (
     *(OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError, LookupError),
     *(struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
@@ -83,13 +88,15 @@ class Captions:
         self.texts = Names(seen)
         self.missing: Sequence[int] = missing
         """Images without captions, which are an error."""
+        self.advice = ""
+        """Words for where their captions may be."""
         counts = np.diff(np.frombuffer(ends, np.int64))
         self.table = np.full((len(counts), int(counts.max(initial=1))), NO_CAPTION, np.int32)
         """Number of each caption of each image, int32 (N, most captions of an image), then :data:`NO_CAPTION`."""
         self.table[np.arange(self.table.shape[1]) < counts[:, None]] = np.frombuffer(numbers, np.int32)
 
 
-def captions_in(value: Any) -> Sequence[str] | None:
+def captions_in(value: Any) -> list[str] | None:
     """Return the captions in a text or a list of texts; None if there is none.
 
     Raises:
@@ -97,10 +104,30 @@ def captions_in(value: Any) -> Sequence[str] | None:
     """
     if value is None or value == []:
         return None
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not _are_texts(value):
         raise ValueError("its captions are no text and no list of texts")
+    texts = [value] if isinstance(value, str) else value
+    if len(texts) > MOST_CAPTIONS:
+        raise ValueError(f"it has {len(texts):,} captions, and {MOST_CAPTIONS} are the most of an image")
     return texts
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
+
+
+def texts_of(block: Mapping[str, Any], key: str, place: str) -> list[str] | dict[str, str]:
+    """Return the captions under ``key`` of an image's block, or else its other keys of texts, with their ``place``."""
+    if (captions := captions_in(block.get(key))) is not None:
+        return captions
+    others = (name for name, value in block.items() if _are_texts(value) and value and name != "file_name")
+    return dict.fromkeys(others, place)
+
+
+def under_other_keys(others: Mapping[str, str], key: str) -> str:
+    """Return advice about captions that may be under ``others``, keys with their places, instead of ``key``."""
+    keys = sorted(others, key=lambda other: "caption" not in other.lower())
+    return f"{others[keys[0]]} has no {key}, but {', '.join(keys[:MOST_NAMED])}: --set data.text.captions={keys[0]}"
 
 
 class Source(Protocol):
@@ -287,6 +314,12 @@ def formats() -> tuple[str, ...]:
 def _extensions() -> set[str]:
     """Return the extensions of images."""
     return PICTURES | {extension for extension, kind in Image.registered_extensions().items() if kind in formats()}
+
+
+@functools.cache
+def say(line: str) -> None:
+    """Print a line once, however often a source is opened."""
+    print(line, file=sys.stderr)
 
 
 def is_image(name: str) -> bool:

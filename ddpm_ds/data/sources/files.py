@@ -4,14 +4,18 @@ No archive is unpacked. Python's zipfile lists one, but keeps an object for each
 processes are sent an array of the images' places and do not list it again.
 """
 
+import csv
+import io
+import json
 import os
+import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +23,10 @@ import numpy.typing as npt
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
     LABELS,
+    MOST_NAMED,
     Captions,
     Labels,
     Names,
-    captions_in,
     check_size,
     is_image,
     labelled,
@@ -33,13 +37,22 @@ from ddpm_ds.data.sources.base import (
     printable,
     read_file,
     read_path,
+    say,
     slashed,
+    texts_of,
+    under_other_keys,
 )
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, parse_json, read_text
 
-METADATA = "metadata.jsonl"
-"""File of captions at the root of a folder, one line for each image."""
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Files of captions in any folder, with a line for each image below it."""
+TEXTS = (".txt", ".caption", ".json")
+"""Extensions of an image's file of captions, after its name with its own extension or without. The first one counts."""
+MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
+"""End of the names that OneTrainer gives to masks and conditions of images."""
+REPEATED = re.compile(r"\d+_.+")
+"""Folders whose number asks sd-scripts for repeats."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
 WINDOWS = 0
@@ -76,54 +89,131 @@ class FolderSource:
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     """List the image files under the folder ``data.path``."""
     root = read_path(spec, "a folder of images", folder=True)
-    files = [*_image_files(str(root))]
+    texts: dict[str, str] | None = None if spec.text is None else {}
+    files = _without_masks(_image_files(str(root), texts), progress)
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
             "of images with --set data.path=FOLDER"
         )
+    captions = None
+    if spec.text is not None and texts is not None:
+        captions = _captions(root, files, texts, spec.text.captions, progress)
     labels = None
     if os.path.exists(root / LABELS):
         labels = listed_labels(root, lambda: read_file(root / LABELS), files)
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
-    captions = None if spec.text is None else Captions(_captions(root, files, spec.text.captions))
+    if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
+        say(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
     return FolderSource(*classed, root, Names(files), captions)
 
 
-def _captions(root: Path, files: Sequence[str], key: str) -> Iterator[Sequence[str] | None]:
-    """Yield the captions of each image: those under ``key`` in ``metadata.jsonl``, or else the text in the file of its
-    name that ends in .txt; None if it has neither.
+def _without_masks(names: Iterable[str], progress: bool) -> list[str]:
+    """Return names of images without those of masks, of which a line is printed."""
+    found = [*names]
+    images = [name for name in found if MASK.search(name) is None]
+    if progress and (masks := len(found) - len(images)):
+        first = next(filter(MASK.search, found))
+        say(f"data.path: {masks:,} masks of OneTrainer, such as {printable(first)}, are neither images here nor read")
+    return images
+
+
+def _captions(root: Path, files: list[str], texts: Mapping[str, str], key: str, progress: bool) -> Captions:
+    """Return the captions of each image: those under ``key`` in a :data:`METADATA`, or else those in the file of its
+    name among ``texts``. Images that metadata name, but that are not in ``files``, are added there: reading them fails,
+    so they are reported.
+
+    Raises:
+        DataError: a file can't be read, or an image is named twice.
     """
-    listed = _listed_captions(root / METADATA, key) if os.path.exists(root / METADATA) else {}
-    for name in files:
-        beside = root / (os.path.splitext(name)[0] + ".txt")
-        if (found := listed.get(name)) is None:
-            try:
-                found = [read_text(beside).strip()]
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise DataError(f"data.path: {beside} can't be read ({one_line(error)}); mend it") from error
-        yield found
+    listed = _listed_captions(root, [place for place in texts.values() if os.path.basename(place) in METADATA], key)
+    files += sorted(listed.keys() - set(files))
+    others = dict[str, str]()
+
+    def found() -> Iterator[Sequence[str] | None]:
+        for name in files:
+            captions = listed.get(name)
+            if isinstance(captions, list):
+                yield captions
+                continue
+            stem = os.path.splitext(name)[0]
+            beside = [texts[at] for end in TEXTS for at in (stem + end, name + end) if at in texts]
+            unread = captions or {}
+            for place in beside:
+                captions = _caption_file(root / place, key)
+                if isinstance(captions, list):
+                    break
+                unread |= captions
+            else:
+                others.update(unread)
+                yield None
+                continue
+            if progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
+                say(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
+            yield captions
+
+    captions = Captions(found())
+    if captions.missing:
+        captions.advice = _advice(root, files[captions.missing[0]], others, key)
+    return captions
 
 
-def _listed_captions(path: Path, key: str) -> dict[str, Sequence[str]]:
-    """Return the captions in a file of lines such as ``{"file_name": "a.png", "text": "a cat"}``, by file name."""
-    found: dict[str, Sequence[str]] = {}
-    line = 0
+def _advice(root: Path, name: str, others: Mapping[str, str], key: str) -> str:
+    """Return words for where the captions may be, of which image ``name`` has none: under ``others``, which are keys
+    with their files, in files beside it, or in files of the whole folder.
+    """
+    if others:
+        return under_other_keys(others, key)
+    folder, image = os.path.split(name)
+    stem = os.path.splitext(image)[0]
+    near = [other for other in os.listdir(root / folder) if other.startswith(f"{stem}.") and not is_image(other)]
+    far = [other for other in os.listdir(root) if other.endswith((".json", ".jsonl", ".csv", ".tsv", ".parquet"))]
+    unread = sorted(map(printable, near or {*far} - {*METADATA, LABELS}))
+    there = f"{', '.join(unread[:MOST_NAMED])} {'is' if len(unread) == 1 else 'are'} not read: " if unread else ""
+    line = json.dumps({"file_name": printable(name), key: "its caption"}, ensure_ascii=False)
+    return f"{there}give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
+
+
+def _caption_file(path: Path, key: str) -> list[str] | dict[str, str]:
+    """Return what :func:`texts_of` does of a file of one image; raises DataError."""
     try:
-        with open_regular(path) as lines:
-            for content in lines:
-                line += 1
-                if not content.strip():
-                    continue
-                block = parse_json(content)
-                if not isinstance(block, dict) or not isinstance(block.get("file_name"), str):
-                    raise ValueError("it has no file_name")
-                if (captions := captions_in(block.get(key))) is not None:
-                    found[slashed(block["file_name"])] = captions
+        text = read_text(path)
+        if not path.name.lower().endswith(".json"):
+            return [text.strip()]
+        block = parse_json(text)
+        return texts_of(block, key, path.name) if isinstance(block, dict) else {}
     except (OSError, ValueError) as error:
-        raise DataError(f"data.path: {path}, line {line}: {one_line(error)}; write it again") from error
+        raise DataError(f"data.path: {path} can't be read ({one_line(error)}); mend it") from error
+
+
+def _listed_captions(root: Path, places: Sequence[str], key: str) -> dict[str, list[str] | dict[str, str]]:
+    """Return what :func:`texts_of` does of files of lines such as ``{"file_name": "a.png", "text": "a cat"}``, or of a
+    header and rows, by the image's path.
+    """
+    found: dict[str, list[str] | dict[str, str]] = {}
+    for place in places:
+        folder, line, rows = os.path.dirname(place), 0, place.endswith(".csv")
+        lines: Any = ()
+        try:
+            with open_regular(root / place) as file:
+                lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True) if rows else file
+                for content in lines:
+                    line += 1
+                    if not rows and not content.strip():
+                        continue
+                    block = {name: text or None for name, text in content.items()} if rows else parse_json(content)
+                    if not isinstance(block, dict) or not isinstance(block.get("file_name"), str):
+                        keys = f", but {', '.join(map(str, block))}" if isinstance(block, dict) and block else ""
+                        raise ValueError(f"it has no file_name{keys}")
+                    name = os.path.join(folder, slashed(block["file_name"]))
+                    if outside(name):
+                        raise ValueError(f"it points outside its folder ({printable(name)})")
+                    if name in found:
+                        raise ValueError(f"{printable(name)} is named twice, and several captions are a list")
+                    found[name] = texts_of(block, key, place)
+        except (OSError, ValueError, csv.Error) as error:
+            line = lines.reader.line_num if rows and lines else line
+            raise DataError(f"data.path: {root / place}, line {line}: {one_line(error)}; write it again") from error
     return found
 
 
@@ -133,8 +223,10 @@ def class_of(path: str) -> str:
     return printable(folder) if inside else "."
 
 
-def _image_files(root: str) -> Iterator[str]:
-    """Yield the relative paths of files under ``root`` with an extension that Pillow can decode, sorted."""
+def _image_files(root: str, texts: dict[str, str] | None) -> Iterator[str]:
+    """Yield the relative paths of files under ``root`` with an extension that Pillow can decode, sorted; add those that
+    may have captions to ``texts``, by the path with a small extension.
+    """
     visited: dict[str, str] = {}
     waiting = [""]  # the last one comes next; a folder ends with a slash
     while waiting:
@@ -159,6 +251,10 @@ def _image_files(root: str) -> Iterator[str]:
             ) from error
         found.sort(reverse=True)
         waiting += [path + name + "/" * is_folder for name, is_folder in found if is_folder or is_image(name)]
+        for name, is_folder in found if texts is not None else ():
+            stem, extension = os.path.splitext(name)
+            if not is_folder and (extension.lower() in TEXTS or name in METADATA):
+                texts[path + stem + extension.lower()] = path + name  # type: ignore[index]
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -205,7 +301,8 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
         raise DataError(f"data.path = {path} has a name twice; write it again")
     if found := next(filter(outside, places), None):
         raise DataError(f"data.path = {path} points outside itself ({printable(found)}); write it again")
-    names = [name for name in places if is_image(os.path.basename(name)) and "/." not in f"/{name}"]
+    images = (name for name in places if is_image(os.path.basename(name)) and "/." not in f"/{name}")
+    names = _without_masks(images, progress)
     if not names:
         raise DataError(
             f"data.path = {path} holds no image files (.png, .jpg, .webp, ...); give an archive of images with "

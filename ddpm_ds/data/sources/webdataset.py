@@ -26,19 +26,20 @@ from ddpm_ds.data.sources.base import (
     Captions,
     Labels,
     Names,
-    captions_in,
     check_size,
     is_image,
     labelled,
     one_line,
     printable,
+    texts_of,
+    under_other_keys,
 )
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import CHUNK_BYTES, MOST_RECORD_BYTES, check_digits, open_regular, parse_json
 
 LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
-CAPTIONS = ("json", "txt")
+CAPTIONS = ("json", "txt", "caption")
 """Extensions of captions. The first one counts."""
 LEFT_OUT = (
     "its key ends at the first dot of its name, so it is no image of its own; rename it",
@@ -81,7 +82,7 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
     shards = _shards(spec)
     places, labels = array("q"), array("q")
-    captions = list[Sequence[str] | None]()
+    captions, others = list[Sequence[str] | None](), dict[str, str]()
     key = None if spec.text is None else spec.text.captions
 
     def names() -> Iterator[str]:
@@ -91,7 +92,8 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
                     places.extend((number, offset, size))
                     labels.append(label)
                     if key is not None:
-                        captions.append(texts)
+                        captions.append(None if isinstance(texts, dict) else texts)
+                        others.update(texts if isinstance(texts, dict) else {})
                     yield name
 
     total = sum(shard.stat().st_size for shard in shards)
@@ -102,6 +104,8 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards{why}")
     classes, found = labelled(found)
     known = None if key is None else Captions(captions)
+    if known is not None and key is not None and others:
+        known.advice = under_other_keys(others, key)
     source = WebDatasetSource(classes, np.maximum(found, 0), shards, files, table, known)
     if len(without := np.flatnonzero((found == UNLABELLED) & (table[:, 2] >= 0))):
         raise DataError(
@@ -132,9 +136,9 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
 
 def _images(
     shard: Path, bar: tqdm[NoReturn], captions: str | None
-) -> Iterator[tuple[str, int, int, int, Sequence[str] | None]]:
+) -> Iterator[tuple[str, int, int, int, Sequence[str] | dict[str, str] | None]]:
     """Yield the name of each image of a shard, its offset and size in bytes, its label, and its ``captions``, which are
-    under this key of its .json, or else in its .txt; then what is left out.
+    under this key of its .json, or else in its .txt, or other keys of its .json; then what is left out.
 
     As webdataset has it, the members of a key, which ends at the first dot, are one sample: its image, its label and
     other things, such as the mask ``KEY.seg.png`` beside ``KEY.png``, which is not read.
@@ -145,7 +149,7 @@ def _images(
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
     others: list[tuple[str, str]] = []
-    texts: dict[tuple[str, str], Sequence[str] | None] = {}
+    texts: dict[tuple[str, str], Sequence[str] | dict[str, str]] = {}
     try:
         with open_regular(shard) as file:
             for member in _members(file, bar):
@@ -168,9 +172,10 @@ def _images(
         raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
     for key, image in images.items():
         found = (labels.get((key, kind), UNLABELLED) for kind in LABELS)
-        told = (texts.get((key, kind)) for kind in CAPTIONS)
+        told = [texts[key, kind] for kind in CAPTIONS if (key, kind) in texts]
+        told.sort(key=lambda found: isinstance(found, dict))  # captions before other keys
         label = next((label for label in found if label >= 0), UNLABELLED)
-        yield *image, label, next((found for found in told if found is not None), None)
+        yield *image, label, next(iter(told), None)
     numbered = (name for key, name in others if key not in images or name[len(key) + 1].isdigit())  # x.1.jpg is no mask
     without = (f"{key}.{kind}" for (key, kind), label in labels.items() if label >= 0 and key not in images)
     for reason, left_out in enumerate((numbered, without)):
@@ -222,14 +227,14 @@ def _content(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
     return content
 
 
-def _captions(file: IO[bytes], member: tarfile.TarInfo, key: str) -> Sequence[str] | None:
-    """Return the captions in a .txt, or under ``key`` of a .json; None if it has none. Raises ValueError."""
+def _captions(file: IO[bytes], member: tarfile.TarInfo, key: str) -> list[str] | dict[str, str]:
+    """Return the captions in a text, or under ``key`` of a .json, or its other keys of texts; raises ValueError."""
     content = _content(file, member)
     try:
-        if member.name.lower().endswith("txt"):
+        if not member.name.lower().endswith("json"):
             return [content.decode("utf-8-sig").strip()]
         block = parse_json(content)
-        return captions_in(block.get(key)) if isinstance(block, dict) else None
+        return texts_of(block, key, printable(member.name)) if isinstance(block, dict) else {}
     except ValueError as error:
         raise ValueError(f"{printable(member.name)}: {one_line(error)}") from error
 

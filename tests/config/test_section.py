@@ -1,0 +1,91 @@
+"""What a printed JSON schema says of a value and what the reader does with it are one thing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from ddpm_ds.config.ds_model import DS_CONFIG
+from ddpm_ds.config.section import Format
+from ddpm_ds.config.spec_file import SPEC
+from tests.launching import REPOSITORY
+
+VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 64, 0.5, 1.0, 1e-3, 5e8, 10**30, 2**53 + 1]
+VALUES += ["", "0", "1", "64", "1e-3", "true", "False", "off", "none", "auto", "x", "x" * 5000]
+VALUES += [[1, 1], [0.5, "0.9"], [0.9, 0.99], ["1"], [[]], {"enabled": 0}, {"enabled": "false"}, {"enabled": False}]
+FILES = [
+    (SPEC, yaml.safe_load((REPOSITORY / "launch" / "specs" / "digits.yaml").read_text())),
+    (DS_CONFIG, json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())),
+]
+
+
+def kind_of(value: Any) -> set[str]:
+    """JSON's types of a value."""
+    names = {bool: "boolean", str: "string", list: "array", dict: "object", int: "integer", float: "number"}
+    whole = {"integer", "number"} if type(value) in (int, float) and value == int(value) else set()
+    return whole | {names.get(type(value), "null")}
+
+
+def allows(schema: Mapping[str, Any], value: Any, of: Mapping[str, Any]) -> bool:
+    """Whether a JSON schema allows a value, by the keywords that are used here; its file has the definitions ``of``."""
+    if "$ref" in schema:
+        return allows(of[schema["$ref"].rpartition("/")[2]], value, of)
+    if "anyOf" in schema:
+        return any(allows(option, value, of) for option in schema["anyOf"])
+    kinds, choices = kind_of(value), schema.get("enum", [schema["const"]] if "const" in schema else [value])
+    if (
+        not any(value == one and kinds & kind_of(one) for one in choices)
+        or schema.get("type", next(iter(kinds))) not in kinds
+    ):
+        return False
+    if "number" in kinds or "integer" in kinds:
+        above, below = schema.get("exclusiveMinimum", value - 1), schema.get("exclusiveMaximum", value + 1)
+        fits = schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        return (
+            fits
+            and (above < value or value - 1 == value)
+            and value < below
+            and not value % schema.get("multipleOf", value or 1)
+        )
+    if isinstance(value, str):
+        fits = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+        return fits and re.search(schema.get("pattern", ""), value) is not None
+    if isinstance(value, list):
+        items = [*schema.get("prefixItems", []), *[schema.get("items", {})] * len(value)]
+        fits = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return fits and all(allows(*each, of) for each in zip(items, value, strict=False))
+    inside = schema.get("properties", {})
+    more = schema.get("additionalProperties", True)
+    return not isinstance(value, dict) or all(
+        allows(inside[name], each, of) if name in inside else more for name, each in value.items()
+    )
+
+
+@pytest.mark.parametrize(("file", "given"), FILES, ids=["spec", "ds_config"])
+def test_the_reader_takes_what_the_schema_allows_and_nothing_else(file: Format[Any], given: dict[str, Any]) -> None:
+    """Except for rules that no schema can say: a possible path, printable text, rising cuts."""
+    of = file.file_schema()["$defs"]
+    wrong = []
+    for key in file.all_keys():
+        location = tuple(key.split("."))
+        for value in VALUES:
+            values = place = copy.deepcopy(given)
+            for name in location[:-1]:
+                place[name] = place = place.get(name) or {}
+            place[location[-1]] = value
+            try:
+                file.read(values)
+                faults = []
+            except ValidationError as error:
+                faults = [each for each in error.errors() if tuple(map(str, each["loc"]))[: len(location)] == location]
+            kinds = {fault["type"] for fault in faults} - {"missing"}  # keys of a section beside those that are given
+            if "rule" not in kinds and allows(file.schema(location), value, of) is bool(kinds):
+                wrong.append(f"{key} = {json.dumps(value)[:40]}: the reader says {kinds or 'nothing'}")
+    assert not wrong
