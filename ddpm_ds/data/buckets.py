@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec, RunSpec, written
+from ddpm_ds.config.text import BucketsSpec
 from ddpm_ds.data.cache import Indices
 from ddpm_ds.data.decoding import Size, upright_size
 from ddpm_ds.data.latents import autoencoder_of
@@ -32,25 +33,31 @@ from ddpm_ds.files import read_bytes, replace_file
 AREAS = 0.06
 """Largest difference of a bucket's pixels from the pixels that were asked for, as a share: one order of passes serves
 all buckets."""
+SDXL_AREA = 0.9
+"""Smallest share of the pixels in buckets of SDXL's sizes, of which none has more. Source: Podell et al. 2023."""
+MOST_SIZES = 512
 MOST_SHAPES_BYTES = 2**33
 Shapes = npt.NDArray[np.int32]
 """Heights and widths of a source's images, (N, 2), upright; 0 of those that can't be read."""
 
 
-def bucket_sizes(size: Size, step: int, widest: float) -> tuple[Size, ...]:
+def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
     """Return the buckets (height, width) around the pixels of a ``size``, from the tallest to the widest.
 
-    Sides are multiples of ``step`` pixels, their ratio is at most ``widest``, and for each height there is the width
-    that comes nearest to the pixels, within :data:`AREAS`.
+    Sides are multiples of ``buckets.step`` pixels, their ratio is at most ``widest``, and with each size there is the
+    one that is turned.
     """
-    pixels = math.prod(size)
-    found = []
-    for height in range(step, int(math.sqrt(pixels * widest) * (1.0 + AREAS)) + step, step):
-        width = max(1, round(pixels / height / step)) * step
-        fits = abs(height * width - pixels) <= AREAS * pixels
-        if fits and max(height, width) <= widest * min(height, width):
-            found.append((height, width))
-    return tuple(reversed(found))
+    pixels, step = math.prod(size), buckets.step
+    found = set[Size]()
+    for height in range(step, int(math.sqrt(pixels * buckets.widest) * (1.0 + AREAS)) + step, step):
+        if buckets.sizes == "sdxl":
+            widths = range(-int(-SDXL_AREA * pixels // (height * step)) * step, pixels // height + 1, step)
+        else:
+            nearest = max(1, round(pixels / height / step)) * step
+            widths = range(nearest, nearest + (abs(height * nearest - pixels) <= AREAS * pixels))
+        found |= {(height, width) for width in widths if max(height, width) <= buckets.widest * min(height, width)}
+    found |= {(width, height) for height, width in found}
+    return tuple(sorted(found, key=lambda sides: (-sides[0] / sides[1], sides)))
 
 
 def bucket_of(image: Size, sizes: Sequence[Size]) -> int:
@@ -101,7 +108,7 @@ def sizes_of(data: DataSpec) -> tuple[Size, ...]:
     """Return heights and widths in pixels of all buckets of ``data``, that of ``data.image_size`` first.
 
     Raises:
-        DataError: sizes of latents don't fit the steps, or the autoencoder can't be used.
+        DataError: sizes of latents don't fit the steps, there are too many, or the autoencoder can't be used.
     """
     assert data.buckets is not None
     factor, step = _factor(data), data.buckets.step
@@ -111,7 +118,13 @@ def sizes_of(data: DataSpec) -> tuple[Size, ...]:
             f"data.buckets.step = {step} should be a multiple of the {factor} pixels that are one of a latent, and "
             f"divide the {written(size)} pixels of data.image_size; use {factor * math.gcd(*data.size)} or a divisor"
         )
-    return (size, *(each for each in bucket_sizes(size, step, data.buckets.widest) if each != size))
+    sizes = bucket_sizes(size, data.buckets)
+    if len(sizes) > MOST_SIZES:
+        raise DataError(
+            f"data.buckets.step = {step} makes {len(sizes):,} sizes of buckets, and {MOST_SIZES} are the most; use a "
+            "larger step"
+        )
+    return (size, *(each for each in sizes if each != size))
 
 
 def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:

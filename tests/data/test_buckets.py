@@ -7,7 +7,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -30,6 +30,7 @@ from ddpm_ds.data.buckets import (
     kept_sizes,
     numbers_of,
     shares_of,
+    sizes_of,
 )
 from ddpm_ds.data.captions import texts_of
 from ddpm_ds.data.decoding import upright_size
@@ -47,19 +48,36 @@ PLAIN: dict[str, Any] = {"dropout": 0.0, "attention_resolutions": [], "classes":
 ORDER = BucketOrder(counts=(37, 100, 16), seed=3, group=8)
 
 
-@pytest.mark.parametrize(("size", "step"), [((1024, 1024), 64), ((512, 512), 64), ((768, 512), 8)])
-def test_sizes_have_about_the_pixels_that_were_asked_for(size: tuple[int, int], step: int) -> None:
-    sizes = bucket_sizes(size, step, 2.0)
-    assert size in sizes
+@pytest.mark.parametrize("kind", ["nearest", "sdxl"])
+@pytest.mark.parametrize(("size", "step"), [((1024, 1024), 64), ((512, 512), 64), ((768, 512), 8), ((8, 8), 8)])
+def test_sizes_have_about_the_pixels_that_were_asked_for_and_can_be_turned(
+    size: tuple[int, int], step: int, kind: Literal["nearest", "sdxl"]
+) -> None:
+    sizes = bucket_sizes(size, BucketsSpec(step=step, sizes=kind))
+    assert size in sizes and len({*sizes}) == len(sizes)
+    assert {(width, height) for height, width in sizes} == {*sizes}
+    assert [height / width for height, width in sizes] == sorted((h / w for h, w in sizes), reverse=True)
     for height, width in sizes:
         assert height % step == width % step == 0
         assert max(height, width) <= 2 * min(height, width)
-        assert abs(height * width / (size[0] * size[1]) - 1) <= AREAS
-    assert len({height for height, _ in sizes}) == len(sizes)
+        share = height * width / (size[0] * size[1])
+        assert 1 - AREAS <= share <= 1 + AREAS if kind == "nearest" else 0.9 <= share <= 1
+
+
+def test_sizes_of_sdxl_are_the_published_ones() -> None:
+    """Heights of the upright sizes by width, as in the table of its paper, and all of them turned."""
+    sizes = bucket_sizes((1024, 1024), BucketsSpec(sizes="sdxl", widest=4))
+    upright = {512: (1856, 1920, 1984, 2048), 576: (1664, 1728, 1792), 640: (1536, 1600), 704: (1344, 1408, 1472)}
+    upright |= {768: (1280, 1344), 832: (1152, 1216), 896: (1088, 1152), 960: (1024, 1088)}
+    assert [*sizes[:20]] == sorted(
+        ((h, w) for w, heights in upright.items() for h in heights), key=lambda s: -s[0] / s[1]
+    )
+    assert len(sizes) == 41 and len(bucket_sizes((1024, 1024), BucketsSpec(sizes="sdxl"))) == 21
+    assert {(832, 1216), (1216, 832)} <= {*bucket_sizes((1024, 1024), BucketsSpec())}
 
 
 def test_an_image_is_in_the_bucket_that_crops_it_least() -> None:
-    sizes = bucket_sizes((1024, 1024), 64, 2.0)
+    sizes = bucket_sizes((1024, 1024), BucketsSpec())
     shapes = np.array([(600, 800), (800, 600), (333, 999), (5, 5)], np.int32)
     for (height, width), lost in zip(shapes.tolist(), cropped(shapes, sizes).tolist(), strict=True):
         assert lost[bucket_of((height, width), sizes)] == min(lost)
@@ -142,6 +160,12 @@ def test_each_bucket_has_a_cache_of_its_images_and_its_size(
         )
         == store.meta.classes
     )
+
+
+def test_too_many_sizes_are_refused(spec_of: Callable[..., DataSpec]) -> None:
+    with pytest.raises(DataError, match=r"data\.buckets\.step = 8 makes [0-9,]+ sizes .* use a larger step"):
+        sizes_of(spec_of(image_size=1024, buckets={"step": 8, "sizes": "sdxl"}))
+    assert len(sizes_of(spec_of(image_size=1024, buckets={"step": 64, "sizes": "sdxl"}))) == 21
 
 
 def test_other_buckets_have_other_caches(spec_of: Callable[..., DataSpec]) -> None:
