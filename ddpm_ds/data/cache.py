@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from ddpm_ds.data.decoding import decode
 from ddpm_ds.data.sources.base import map_array
-from ddpm_ds.data.statistics import Statistics
+from ddpm_ds.data.statistics import Numbers, Statistics
 from ddpm_ds.data.text import Encoded, widened
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
@@ -67,6 +67,8 @@ MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
 MOST_NAMED = 12
 """Maximum classes of which a summary names each."""
+MOST_ROUNDING = 0.01
+"""RMS of the rounding, as a share of the spread, above which another type is advised."""
 MOST_OPEN = 256
 """Maximum image files open at a time; processes are often limited to 1,024 open files."""
 READAHEAD_BYTES = 2**17
@@ -98,11 +100,36 @@ class StoredField(BaseModel):
     values: Literal["uint8", "int8", "int32", "float16", "float32"]
     channels: tuple[str, ...] = ()
     """Names of the channels, such as t2m or u.850, if the source has some."""
+    offset: tuple[float, ...] = ()
+    """Number of each channel that is subtracted before values are rounded to float16, and added when they are read;
+    empty without any."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values in memory."""
+        """Type of the values in files."""
         return np.dtype(self.values)
+
+    @property
+    def wide(self) -> StoredField:
+        """The field before its values are rounded."""
+        return self.model_copy(update={"values": "float32", "offset": ()}) if self.values == "float16" else self
+
+    def rounded(self, values: Images, first: int = 0) -> Images:
+        """Return values of channels from ``first`` on, (c, ...), as they are stored; those beyond the type are
+        infinite.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.offset:
+                offset = np.array(self.offset[first : first + len(values)], np.float32)
+                offset = offset.reshape(-1, *[1] * (values.ndim - 1))
+                values = np.subtract(values, offset, dtype=np.result_type(values.dtype, np.float32))
+            return np.ascontiguousarray(values, self.dtype)
+
+    def read(self, stored: Images, out: Images | None = None) -> Images:
+        """Return stored values (..., C, h, w) as they are read: float32 if they have an offset."""
+        if not self.offset:
+            return stored
+        return np.add(stored, np.array(self.offset, np.float32)[:, None, None], out=out)
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +201,8 @@ class CacheMeta(BaseModel):
     constants: StoredField | None = None
     statistics: dict[str, Statistics] = {}
     """Statistics of the fields of floats, and of a condition of bytes."""
+    rounding: dict[str, Numbers] = {}
+    """RMS of the rounding to float16 by channel, as a share of the standard deviation."""
     coordinates: tuple[Coordinate, ...] = ()
     masked: bool = False
     """Whether values can be NaN, which are read as the mean of their channel."""
@@ -195,11 +224,6 @@ class CacheMeta(BaseModel):
     def counts(self) -> tuple[int, ...]:
         """Number of images in each file."""
         return self.shards or (self.count,)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values of an image that is read."""
-        return self.field(IMAGES).dtype
 
     def field(self, name: str) -> StoredField:
         """Return the shape and type of a field."""
@@ -253,9 +277,9 @@ class StoredImages(ByPosition):
         name: str = IMAGES,
     ) -> None:
         stored = meta.field(name)
-        self._stored = stored.shape
+        self._field = stored
         self.shape = (meta.count, *stored.shape) if crop is None else (meta.count, stored.shape[0], *crop)
-        self.dtype, self.offsets, self.name = stored.dtype, offsets, name
+        self.dtype, self.offsets, self.name = (np.dtype("f4") if stored.offset else stored.dtype), offsets, name
         self.crop, self._path, self._meta = crop, path, meta
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
@@ -275,13 +299,19 @@ class StoredImages(ByPosition):
             DataError: a file was truncated or removed since the cache was opened, or an encoded image can't be decoded.
         """
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
+        stored = np.empty(out.shape, self._field.dtype) if self._field.offset else out
+        self._read_stored(positions, stored)
+        return self._unmasked(self._field.read(stored, out))
+
+    def _read_stored(self, positions: Indices, out: Images) -> None:
+        """Read the images (n, C, H, W) at ``positions`` (n,) into ``out``."""
         try:
             if len(self._sizes) == 1 and self.offsets is None and self.crop is None:
                 if self._bytes_now(0) != self._sizes[0]:
                     raise self._cut_short(0)
                 # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 np.take(self._mapped, positions, axis=0, out=out, mode="clip")
-                return self._unmasked(out)
+                return
             images = zip(out, positions.tolist(), self._places(positions), strict=True)
             missing = [(row, position, place) for row, position, place in images if not self._read_now(row, *place)]
             if len(self._sizes) > 1:  # all at once, which a disk serves faster than one by one
@@ -291,7 +321,6 @@ class StoredImages(ByPosition):
                 self._read_one(row, position, *place)
         except OSError as error:
             raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
-        return self._unmasked(out)
 
     def _unmasked(self, images: Images) -> Images:
         """Put the mean of its channel into each value of images (n, C, H, W) that is masked, and return them."""
@@ -344,12 +373,12 @@ class StoredImages(ByPosition):
         if encoded:
             content: Any = bytearray(end - begin)
         else:
-            content = np.empty(self._stored, self.dtype) if cropped else row
+            content = np.empty(self._field.shape, self._field.dtype) if cropped else row
         file = self._file(number)
         if os.preadv(file.fileno(), [content], begin) != end - begin:
             raise self._cut_short(number)
         if encoded:
-            channels, *size = self._stored
+            channels, *size = self._field.shape
             try:
                 stretched = DECODING not in self._meta.sha256
                 content = decode(bytes(content), (size[0], size[1]), channels, stretched=stretched).transpose(2, 0, 1)
@@ -570,6 +599,18 @@ class DatasetCache:
         return f"{len(self):,} images{left_out} {kinds}"
 
     @property
+    def rounding(self) -> list[str]:
+        """Lines about what the rounding to float16 has cost."""
+        said = []
+        for name, shares in self.meta.rounding.items():
+            channels = self.meta.field(name).channels or tuple(f"channel {number}" for number in range(len(shares)))
+            worst = sorted(zip(shares, channels, strict=True), reverse=True)[:MOST_NAMED]
+            each = ", ".join(f"{channel} {share:.2g}" for share, channel in worst)
+            fix = "; --set data.values=float32 keeps more" if worst[0][0] > MOST_ROUNDING else ""
+            said.append(f"RMS of the rounding of {name} to float16, as a share of their spread: {each}{fix}")
+        return said
+
+    @property
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
@@ -596,6 +637,8 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         return
     if any(len(known.mean) != meta.field(name).shape[0] for name, known in meta.statistics.items()):
         yield f"{META} has statistics of another number of channels"
+    if any(len(stored.offset) not in (0, stored.shape[0]) for stored in meta.fields.values()):
+        yield f"{META} has offsets of another number of channels"
     if offsets is not None:
         start = 0
         for name, count in zip(meta.files_of(IMAGES), meta.counts, strict=True):

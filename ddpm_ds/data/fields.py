@@ -48,7 +48,7 @@ from ddpm_ds.data.sources.variables import (
     positions,
     vector_of,
 )
-from ddpm_ds.data.statistics import Moments, merged, moments_of
+from ddpm_ds.data.statistics import Moments, merged, moments_of, rounding_of
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.errors import DataError
 
@@ -111,14 +111,54 @@ class FieldSource:
             for each in part.variables
         ]
         digest = sha256(repr(known).encode() + self.labels.tobytes())
-        image_bytes = sum(each.image_bytes for part in self.parts.values() for each in part.variables)
-        count = min(len(self.labels), MOST_SAMPLED, max(1, SAMPLED_BYTES // image_bytes))
-        for i in np.linspace(0, len(self.labels) - 1, count).astype(int).tolist():
+        for i in self._sampled:
             for part in self.parts.values():
                 for variable in part.variables:
                     with suppress(*BROKEN):  # its preparation reports it
                         digest.update(np.ascontiguousarray(variable.read(slice(i, i + 1))).tobytes())
         return digest.hexdigest()
+
+    @property
+    def _sampled(self) -> list[int]:
+        """Some images that stand for all."""
+        image_bytes = sum(each.image_bytes for part in self.parts.values() for each in part.variables)
+        count = min(len(self.labels), MOST_SAMPLED, max(1, SAMPLED_BYTES // image_bytes))
+        return np.linspace(0, len(self.labels) - 1, count).astype(int).tolist()
+
+    def centred(self) -> FieldSource:
+        """Return this source with the offsets of its fields in float16: the means of some images, in channels whose
+        mean is larger than their spread; of whole numbers whole ones, and none of what is float16 already.
+        """
+        parts, rows = dict(self.parts), self.rows()
+        halves = [name for name, part in parts.items() if part.stored.values == "float16"]
+        seen: dict[str, list[Moments]] = {name: [] for name in halves}
+        for i in self._sampled if halves else ():
+            with suppress(*BROKEN):  # its preparation reports it
+                for name, values in self._image(rows, i).items():
+                    if name in seen:
+                        seen[name].append(moments_of(values, masked=True))
+        for name, moments in seen.items():
+            if not moments:
+                continue
+            part, (count, mean, squares, *_) = parts[name], merged(np.stack(moments))
+            kinds = [kind for each in part.variables for kind in [each.dtype] * each.channels]
+            whole, half = np.array([(kind.kind in "iu", kind == np.float16 or kind.kind == "b") for kind in kinds]).T
+            with np.errstate(invalid="ignore"):
+                large = np.isfinite(squares) & ~half & (mean**2 * count > squares)
+            if large.any():
+                offset = np.where(large, np.where(whole, np.rint(mean), mean), 0.0).astype(np.float32)
+                stored = part.stored.model_copy(update={"offset": tuple(offset.tolist())})
+                parts[name] = replace(part, stored=stored)
+        return replace(self, parts=parts, fields={**self.fields, **{name: parts[name].stored for name in halves}})
+
+    def _image(self, rows: Mapping[str, Sequence[Rows]], i: int) -> dict[str, Array]:
+        """Return the fields of an image with its mask, before they are rounded; raises errors of :data:`BROKEN`."""
+        found = {
+            name: joined(self.parts[name].stored.wide, each, i) if name != MASK else np.asarray(each[0][i])
+            for name, each in rows.items()
+        }
+        self._mask(found, i)
+        return found
 
     def _chunk(self, rows: Mapping[str, Sequence[Rows]], numbers: range) -> Chunk:
         images: dict[str, list[memoryview]] = {name: [] for name in self.fields}
@@ -126,21 +166,22 @@ class FieldSource:
         labels, skipped = list[int](), list[tuple[str, str]]()
         for i in numbers:
             try:
-                found = {
-                    name: joined(self.parts[name].stored, each, i) if name != MASK else np.asarray(each[0][i])
-                    for name, each in rows.items()
-                }
+                found = self._image(rows, i)
             except BROKEN as error:
                 skipped.append((f"image {i}", one_line(error)))
                 continue
-            self._mask(found, i)
             for name, values in found.items():
-                images[name].append(values.data)
+                stored = self.fields[name]
+                rounded = stored.rounded(values)
+                images[name].append(rounded.data)
                 if name != MASK:
-                    measured = moments_of(values, masked=self._masks(name))
+                    read, masked = stored.read(rounded), self._masks(name)
+                    measured = moments_of(read, masked)
                     if not np.isfinite(measured).all():
                         raise self._unfit(name, rows[name], i)
                     moments.setdefault(name, []).append(measured)
+                    if stored.values == "float16":
+                        moments.setdefault(rounding_of(name), []).append(moments_of(read - values, masked))
             labels.append(int(self.labels[i]))
         others = {name: found for name, found in images.items() if name != IMAGES}
         kept = {name: merged(np.stack(parts)) for name, parts in moments.items() if name != VECTOR}
@@ -169,7 +210,7 @@ class FieldSource:
         part, before = self.parts[name], 0
         for row in rows:
             raw = np.asarray(row[i]).reshape(row.variable.channels, -1)
-            bad = ~np.isfinite(_converted(raw, part.stored)) & ~(np.isnan(raw) if self._masks(name) else False)
+            bad = ~np.isfinite(part.stored.rounded(raw, before)) & ~(np.isnan(raw) if self._masks(name) else False)
             if bad.any():
                 channel, place = np.unravel_index(bad.argmax(), bad.shape)
                 value = float(raw[channel, place])
@@ -239,19 +280,13 @@ def _for_each(arrays: Arrays, mask: Variable, count: int) -> Variable:
 def joined(stored: StoredField, rows: Sequence[Rows], i: int) -> Array:
     """Return a field of image ``i``, of the type that is stored."""
     if len(rows) == 1:
-        return _converted(rows[0][i].reshape(stored.shape), stored)
+        return stored.rounded(rows[0][i].reshape(stored.shape))
     found, first = np.empty(stored.shape, stored.dtype), 0
     for row in rows:
         last = first + row.variable.channels
-        found[first:last] = _converted(row[i].reshape(-1, *stored.shape[1:]), stored)
+        found[first:last] = stored.rounded(row[i].reshape(-1, *stored.shape[1:]), first)
         first = last
     return found
-
-
-def _converted(values: Array, stored: StoredField) -> Array:
-    """Return values of the type that is stored, without a copy if they are already; those beyond it are infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.ascontiguousarray(values, stored.dtype)
 
 
 def _coordinates(variable: Variable, arrays: Arrays) -> tuple[Coordinate, ...]:
@@ -333,13 +368,13 @@ def residuals(fields: DatasetCache, regression: Regression, numbers: range) -> I
     """
     unfilled = fields.meta.model_copy(update={"masked": False})  # masked values stay NaN, for the statistics
     stored = {name: StoredImages(fields.path, unfilled, None, name=name) for name in fields.fields}
-    together = max(1, PREDICTED_BYTES // fields.meta.field(IMAGES).nbytes)
+    together, dtype = max(1, PREDICTED_BYTES // fields.meta.field(IMAGES).nbytes), fields.meta.field(IMAGES).dtype
     for first in range(numbers.start, numbers.stop, together):
         positions = np.arange(first, min(first + together, numbers.stop))
         read = {name: images.read(positions) for name, images in stored.items()}
         predicted = regression.predict(fields, positions)
         with np.errstate(over="ignore"):
-            found = (read[IMAGES] - predicted).astype(read[IMAGES].dtype)
+            found = (read[IMAGES] - predicted).astype(dtype)
         bad = ~np.isfinite(predicted) | np.isinf(found)
         if bad.any():
             number, channel = (int(place[0]) for place in bad.nonzero()[:2])
@@ -349,7 +384,11 @@ def residuals(fields: DatasetCache, regression: Regression, numbers: range) -> I
                 "data.values=float32"
             )
         read[IMAGES] = found
-        others = {name: [each.data for each in values] for name, values in read.items() if name != IMAGES}
+        others = {
+            name: [fields.meta.field(name).rounded(each).data for each in values]
+            for name, values in read.items()
+            if name != IMAGES
+        }
         labels = fields.labels[positions].tolist()
         yield Chunk([each.data for each in found], labels, [], others, _moments(read, fields))
 

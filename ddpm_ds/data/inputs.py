@@ -144,7 +144,7 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
 
 def _row(arrays: Arrays, stored: StoredField, rows: list[Rows], said: str, i: int) -> Values:
     try:
-        return joined(stored, rows, i)
+        return stored.read(joined(stored, rows, i))
     except BROKEN as error:
         raise DataError(f"{OPTION} {arrays.path}: {said} can't be read at input {i} ({one_line(error)})") from error
 

@@ -286,7 +286,8 @@ def prepare_images(
         raise _unwritable(spec, error) from error
     made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
     if progress:
-        print(f"{path.name}: {made.summary}", file=sys.stderr)
+        for line in (made.summary, *made.rounding):
+            print(f"{path.name}: {line}", file=sys.stderr)
     check_fields(spec, made.meta)
     return made
 
@@ -467,6 +468,7 @@ def _build_residuals(path: Path, regression: Regression, fields: DatasetCache, s
     """Make the cache of the residuals of all ``fields``."""
     meta, sources = fields.meta, made_of(fields, regression)
     stored = {name: meta.field(name) for name in fields.fields}
+    stored[IMAGES] = stored[IMAGES].model_copy(update={"offset": ()})
     image_bytes = sum(each.nbytes for each in stored.values())
     plan = _plan("fields", stored, len(fields), image_bytes, _hash_of(sources))
     facts = Facts(meta.classes, sources, meta.origin, fields.constants, meta.coordinates, meta.masked)
@@ -492,7 +494,7 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
     looks, beside_looks = ({} if path is None else looks_of(path) for path in (spec.path, beside))  # before it is read
     source: FieldSource | Source
     if spec.reads_arrays:
-        source = fields = open_fields(spec)
+        source = fields = open_fields(spec).centred()
         content, encoded_bytes, keep_encoded = fields.content, None, False
         image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
     else:

@@ -42,6 +42,11 @@ class Statistics(BaseModel):
         )
 
 
+def rounding_of(name: str) -> str:
+    """Return the name under which moments of a field's rounding are gathered."""
+    return f"rounding of {name}"
+
+
 def moments_of(values: npt.NDArray[Any], masked: bool = False) -> Moments:
     """Return the moments of values (C, ...), of which NaN are left out if they are ``masked``.
 

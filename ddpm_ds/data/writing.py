@@ -31,7 +31,7 @@ from tqdm import tqdm
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache
-from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged
+from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged, rounding_of
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of, sync
 
@@ -440,8 +440,9 @@ def _describe(
         for name, checksum in record.sha256.items()
     }
     kept = [*files, *([] if facts.captions is None else [cache.CAPTIONS_FILE])]
-    measured = {name for record in records for name in record.moments}
+    measured = {name: _moments(records, name) for record in records for name in record.moments}
     constants = facts.constants
+    roundings = {name: measured[key] for name in sorted(plan.fields) if (key := rounding_of(name)) in measured}
     meta = cache.CacheMeta(
         format=cache.FORMAT,
         source=spec.source,
@@ -455,7 +456,8 @@ def _describe(
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
         origin=facts.origin,
         constants=None if constants is None else cache.StoredField(shape=constants.shape, values="float32"),
-        statistics={name: _statistics(records, name) for name in sorted(measured)},
+        statistics={name: Statistics.of(measured[name]) for name in sorted(plan.fields) if name in measured},
+        rounding={name: _shares(measured[name], errors) for name, errors in roundings.items()},
         coordinates=facts.coordinates,
         masked=facts.masked,
     )
@@ -467,6 +469,14 @@ def _describe(
     sync(folder)
 
 
-def _statistics(records: Sequence[Record], name: str) -> Statistics:
-    """Return the statistics of a field over all files."""
-    return Statistics.of(merged(np.array([record.moments[name] for record in records if name in record.moments])))
+def _moments(records: Sequence[Record], name: str) -> Moments:
+    """Return the moments of a field over all files."""
+    return merged(np.array([record.moments[name] for record in records if name in record.moments]))
+
+
+def _shares(values: Moments, errors: Moments) -> Numbers:
+    """Return the RMS of errors by channel as a share of the values' standard deviation; 0 where that is 0."""
+    count, mean, squares, *_ = errors
+    total = squares + count * mean**2
+    shares = np.sqrt(np.divide(total, values[2], out=np.zeros_like(total), where=values[2] > 0))
+    return tuple(shares.tolist())

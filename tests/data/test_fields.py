@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -141,6 +142,51 @@ def test_float16_and_whole_numbers_and_other_byte_orders_are_converted(tmp_path:
         np.save(tmp_path / f"{number}.npy", array)
         store = prepared(spec_of(source="arrays", path=tmp_path / f"{number}.npy", values="float16", channels=2))
         assert store.images.dtype == np.float16 and (store.images[:] == array.astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_costs(
+    tmp_path: Path, spec_of: SpecOf, masked: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By channel: far from 0, around it, of whole numbers, and so small that float16 has few steps there."""
+    arrays = {
+        "t2m": RANDOM.normal(280.0, 0.5, (COUNT, *SIZE)),
+        "wind": RANDOM.normal(0.0, 2.0, (COUNT, *SIZE)).astype(np.float32),
+        "number": RANDOM.integers(1990, 2010, (COUNT, *SIZE)),
+        "rain": RANDOM.normal(0.0, 1e-8, (COUNT, *SIZE)),
+        "coarse": RANDOM.normal(1e4, 3.0, (COUNT, 3, 5)).astype(np.float32),
+        "sea": (RANDOM.random((COUNT, *SIZE)) > 0.3).astype(np.uint8),
+    }
+    if masked:
+        arrays["t2m"][arrays["sea"] == 0] = 1e20
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 3 * 1000)
+    names = ("t2m", "wind", "number", "rain")
+    condition = {"kind": "stored", "variables": ["coarse"], "channels": 1}
+    asked: dict[str, Any] = {"image_size": SIZE, "channels": 4, "variables": names, "condition": condition}
+    spec = spec_of(source="arrays", path=write("arrays", tmp_path, arrays), values="float16", **asked)
+    spec = spec.model_copy(update={"mask": "sea" if masked else None})
+    store = pickle.loads(pickle.dumps(prepare.prepare(spec, progress=True)))
+    said = capsys.readouterr().err
+    assert "RMS of the rounding of images to float16, as a share of their spread: rain " in said
+    assert said.count("; --set data.values=float32 keeps more") == 1 and "of condition to float16" in said
+    assert store.images.dtype == store.others["condition"].dtype == np.float32 and len(store.meta.shards) > 1
+    for field, channels in (("images", names), ("condition", ("coarse",))):
+        offset, found = store.meta.field(field).offset, store.fields[field][:].astype(np.float64)
+        far = {name for name, number in zip(channels, offset, strict=True) if number}
+        assert far == {"t2m", "number", "coarse"} & {*channels}
+        for channel, name in enumerate(channels):
+            counts = arrays["sea"] > 0 if masked and field == "images" else np.ones(arrays[name].shape, bool)
+            values, read = arrays[name][counts], found[:, channel][counts]
+            # Half a step of float16, and a rounding of the difference, the sum and the values themselves to float32.
+            bound = np.maximum(2.0**-11 * np.abs(values - offset[channel]), 2.0**-25) + 3 * 2.0**-24 * np.abs(values)
+            assert (np.abs(read - values) <= bound).all()
+            assert store.meta.statistics[field].mean[channel] == pytest.approx(read.mean(), rel=1e-6)
+            errors = np.sqrt(np.mean((read - values.astype(np.float32)) ** 2)) / read.std()
+            assert store.meta.rounding[field][channel] == pytest.approx(errors, rel=1e-3, abs=1e-6)
+            assert (errors > 0.01) == (name == "rain") and (name != "number" or not errors)
+    batch = next(micro_batches(store, seed=0, batch_images=COUNT, micro_batch_images=COUNT, replicas=1, replica=0))
+    assert sorted(batch.images[:, 1].amax((1, 2)).tolist()) == sorted(store.images[:][:, 1].max((1, 2)).tolist())
+    assert (store.centre((4, 6)).images[:] == store.images[:][:, :, 1:5, 2:8]).all()
 
 
 def test_a_pair_of_files_has_images_and_condition_by_place(tmp_path: Path, spec_of: SpecOf) -> None:
