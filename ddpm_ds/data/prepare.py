@@ -103,8 +103,9 @@ CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
 """Maximum bytes of pixels, and images, in a chunk that one process decodes."""
 FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
-SAMPLED_IMAGES = 64
-"""Number of images by which a source is recognised, and from which the mean encoded size is estimated."""
+SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
+"""Number of images by which a source is recognised, and from which the mean encoded size is estimated; and size of a
+source of which all images count."""
 LOOKED_AT = 1000
 """Number of a source's folders, and of its files, whose sizes and times are compared before training."""
 DECODING_VERSION = "2"
@@ -539,21 +540,28 @@ class Reading:
 
 
 def _sampled(source: Source) -> tuple[str, float | None]:
-    """Return a hash of a source's names, labels and some images, and the mean bytes of these; None if it has pixels."""
+    """Return a hash of a source's names, labels and some images, or all if they are small, and the mean bytes of some;
+    None if it has pixels.
+    """
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
     if (captions := captions_of(source)) is not None:
         digest.update(written(captions.texts) + captions.table.tobytes())
-    count, sizes, encoded = len(source.labels), [], True
-    for i in np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int).tolist():
-        try:
-            content = source.read(i)
-        except Exception:  # decoding will report the reason
-            continue
-        encoded = isinstance(content, bytes)
-        digest.update(content if isinstance(content, bytes) else content.tobytes())
-        sizes.append(len(content))
+    count, sizes, encoded = len(source.labels), list[int](), True
+    some = np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int)
+    for part in (some, np.setdiff1d(np.arange(count), some)):
+        if part is not some and not 0 < sum(sizes) / max(1, len(sizes)) <= SMALL_BYTES / count:
+            break
+        for i in part.tolist():
+            try:
+                content = source.read(i)
+            except Exception:  # decoding will report the reason
+                continue
+            encoded = isinstance(content, bytes)
+            content = content if isinstance(content, bytes) else content.tobytes()
+            digest.update(content)
+            sizes.append(len(content))
     return digest.hexdigest(), sum(sizes) / max(1, len(sizes)) if encoded else None
 
 

@@ -26,7 +26,7 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import CacheMeta
-from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
+from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, decoding_of, prepare
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.errors import DataError
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
@@ -473,6 +473,22 @@ def test_a_source_that_was_replaced_is_said_and_a_resumed_run_goes_on_with_its_o
     assert prepare(spec, learned=before.meta.sha256).meta == before.meta == prepare(spec, verify=False).meta
     shutil.rmtree(before.path)  # what the line says
     assert prepare(spec).meta != before.meta
+
+
+def test_any_picture_of_a_small_source_that_changes_is_noticed(folder: Path, spec_of: SpecOf) -> None:
+    """Though its file keeps its size, and only some are read of a large source."""
+    for number in range(SAMPLED_IMAGES + 8):
+        Image.new("L", (8, 8), number).save(folder / f"{number:03}.bmp")
+    spec = spec_of(source="folder", path=folder)
+    made = prepare(spec)
+    for number in range(SAMPLED_IMAGES + 8):
+        path, before = folder / f"{number:03}.bmp", (folder / f"{number:03}.bmp").read_bytes()
+        Image.new("L", (8, 8), 255).save(path)
+        assert path.stat().st_size == len(before)
+        with pytest.raises(DataError, match="has other images than"):
+            prepare(spec)
+        path.write_bytes(before)
+    assert prepare(spec).meta == made.meta
 
 
 def test_a_copy_of_a_source_and_one_that_has_gone_have_not_changed(folder: Path, spec_of: SpecOf) -> None:
