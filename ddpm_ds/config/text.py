@@ -51,9 +51,9 @@ class TextSpec(Section):
     """Hidden states that the U-Net reads: the last, normalised (SD 1.5 and 2), or those before the last layer
     (SDXL)."""
     captions: Annotated[str, Field(min_length=1, max_length=200)] = "text"
-    """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column: a text, or a list
-    of texts, of which one is taken each time an image is seen. Other images have their caption in a .txt or .caption of
-    their name."""
+    """Name of the captions: a key of `metadata.jsonl`, `metadata.csv` or an image's .json, or a column: a text, or a
+    list of texts, of which one is taken each time an image is seen. Other images have their caption in a .txt or
+    .caption of their name."""
     drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of captions that are dropped in training, for guidance."""
     drop_to: Literal["empty", "zeros"] = "empty"

@@ -40,7 +40,9 @@ def test_every_list_of_the_unet_is_answered_at_any_length(key: str) -> None:
             lists: dict[str, Any] = {key: [value] * length}
             text = {"context_channels": 8, "blocks": [0, 1], "heads": [1, 1]} | lists
             of_text = {"text": {name: text[name] for name in ("context_channels", "blocks", "heads")}}
-            unet = {"attention_resolutions": []} | (of_text if key in ("blocks", "heads") else of_text | lists)
+            unet: dict[str, Any] = {"attention_resolutions": []} | (
+                of_text if key in ("blocks", "heads") else of_text | lists
+            )
             data = {"source": "folder", "path": Path("pictures"), "text": {"encoders": "encoders"}}
             for given, images in ((unet, data), ({**unet, "text": None}, {**data, "text": None})):
                 try:

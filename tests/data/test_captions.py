@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,17 @@ def test_captions_of_a_folder_are_in_its_metadata_or_beside_its_images(spec_of: 
     assert texts_of(cache)[0] == "" and len(texts_of(cache)) == 9, "equal captions are kept once, and the empty one"
 
 
-def opened(spec_of: SpecOf, root: Path, files: dict[str, str | None], **changes: Any) -> Any:
-    """The source of two pictures, a/1.png and 2.png, beside these files, of which None makes a named pipe."""
-    for name, text in ({"a/1.png": "", "2.png": ""} | files).items():
+def opened(spec_of: SpecOf, root: Path, files: Mapping[str, str | int | None], **changes: Any) -> Any:
+    """The source of two pictures, a/1.png and 2.png, beside these files, of which None makes a named pipe, and a number
+    a hole of so many bytes.
+    """
+    for name, text in {"a/1.png": "", "2.png": "", **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         if text is None:
             os.mkfifo(root / name)
+        elif isinstance(text, int):
+            (root / name).touch()
+            os.truncate(root / name, text)
         elif name.endswith(".png"):
             Image.new("RGB", (8, 8)).save(root / name)
         else:
@@ -133,7 +138,7 @@ ONE = {"2.txt": "two"}
     ],
 )
 def test_usual_places_of_captions_are_read(
-    spec_of: SpecOf, tmp_path: Path, files: dict[str, str | None], captions: list[list[str]]
+    spec_of: SpecOf, tmp_path: Path, files: Mapping[str, str], captions: list[list[str]]
 ) -> None:
     source = opened(spec_of, tmp_path / "few", files)
     table, texts = source.captions.table, [*source.captions.texts]
@@ -184,10 +189,13 @@ def test_usual_places_of_captions_are_read(
         ({"2.txt": None}, "2.txt can't be read (it is a named pipe, not a file); mend it"),
         ({"metadata.csv": None}, "metadata.csv, line 0: it is a named pipe, not a file"),
         ({"dataset.json": None, **ONE, "a/1.txt": ""}, "dataset.json of data.path"),
+        ({"metadata.jsonl": 2**40}, "line 1: Expecting value: line 1 column 1 (char 0); write it again"),
+        ({"metadata.csv": 2**40}, "line 1: field larger than field limit (131072); write it again"),
+        ({"2.caption": 2**40}, "2.caption can't be read (it has more than 16,777,216 bytes); mend it"),
     ],
 )
 def test_captions_that_are_not_read_are_named_with_the_key_that_reads_them(
-    spec_of: SpecOf, tmp_path: Path, files: dict[str, str | None], said: str
+    spec_of: SpecOf, tmp_path: Path, files: Mapping[str, str | int | None], said: str
 ) -> None:
     """And what advice sets is read."""
     with pytest.raises(DataError) as caught:

@@ -149,7 +149,7 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
     tmp_path: Path, spec_of: SpecOf, masked: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By channel: far from 0, around it, of whole numbers, and so small that float16 has few steps there."""
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "t2m": RANDOM.normal(280.0, 0.5, (COUNT, *SIZE)),
         "wind": RANDOM.normal(0.0, 2.0, (COUNT, *SIZE)).astype(np.float32),
         "number": RANDOM.integers(1990, 2010, (COUNT, *SIZE)),

@@ -5,6 +5,7 @@ processes are sent an array of the images' places and do not list it again.
 """
 
 import csv
+import functools
 import io
 import json
 import os
@@ -43,7 +44,7 @@ from ddpm_ds.data.sources.base import (
     under_other_keys,
 )
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular, parse_json, read_text
+from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_text
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files of captions in any folder, with a line for each image below it."""
@@ -196,7 +197,9 @@ def _listed_captions(root: Path, places: Sequence[str], key: str) -> dict[str, l
         lines: Any = ()
         try:
             with open_regular(root / place) as file:
-                lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True) if rows else file
+                text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+                limited = iter(functools.partial(text.readline, MOST_RECORD_BYTES), "")
+                lines = csv.DictReader(limited, strict=True) if rows else limited
                 for content in lines:
                     line += 1
                     if not rows and not content.strip():
