@@ -169,6 +169,7 @@ def test_usual_places_of_captions_are_read(
             {"meta_lat.json": '{"a/1": {"caption": "one"}}'},
             'meta_lat.json is not read: give each a .txt of its name, or a line {"file_name": "2.png", "text": "its',
         ),
+        ({"metadata.jsonl": '{"file_name": "no/9.png"}', **ONE, "a/1.txt": ""}, "1 of 3 images"),
         ({}, "2 of 2 images of data.source = folder have no caption, first 2.png; give each a .txt of its name, or a"),
         (
             {"metadata.jsonl": LINES + LINES[: LINES.index("\n")]},

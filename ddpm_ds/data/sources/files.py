@@ -6,6 +6,7 @@ processes are sent an array of the images' places and do not list it again.
 
 import csv
 import functools
+import glob
 import io
 import json
 import os
@@ -52,7 +53,7 @@ TEXTS = (".txt", ".caption", ".json")
 """Extensions of an image's file of captions, after its name with its own extension or without. The first one counts."""
 MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
-REPEATED = re.compile(r"\d+_.+")
+REPEATED = re.compile(r"\d{1,3}_.+")
 """Folders whose number asks sd-scripts for repeats."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
@@ -104,7 +105,7 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     if os.path.exists(root / LABELS):
         labels = listed_labels(root, lambda: read_file(root / LABELS), files)
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
-    if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
+    if progress and captions is not None and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
         say(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
     return FolderSource(*classed, root, Names(files), captions)
 
@@ -167,9 +168,9 @@ def _advice(root: Path, name: str, others: Mapping[str, str], key: str) -> str:
         return under_other_keys(others, key)
     folder, image = os.path.split(name)
     stem = os.path.splitext(image)[0]
-    near = [other for other in os.listdir(root / folder) if other.startswith(f"{stem}.") and not is_image(other)]
-    far = [other for other in os.listdir(root) if other.endswith((".json", ".jsonl", ".csv", ".tsv", ".parquet"))]
-    unread = sorted(map(printable, near or {*far} - {*METADATA, LABELS}))
+    near = {path.name for path in (root / folder).glob(f"{glob.escape(stem)}.*") if not is_image(path.name)}
+    far = {path.name for path in root.iterdir() if path.suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet")}
+    unread = sorted(map(printable, near or far - {*METADATA, LABELS}))
     there = f"{', '.join(unread[:MOST_NAMED])} {'is' if len(unread) == 1 else 'are'} not read: " if unread else ""
     line = json.dumps({"file_name": printable(name), key: "its caption"}, ensure_ascii=False)
     return f"{there}give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
