@@ -253,3 +253,10 @@ def test_draws_on_cuda_are_those_of_the_cpu() -> None:
         # a magnitude up to 6.8 times an angle up to 2 pi, each rounded by a unit of the last place on either device
         tolerance = 2 * 6.8 * 2 * math.pi * 2.0**-23 if name == "normal" else 0.0
         torch.testing.assert_close(draw(images.cuda(), 1001).cpu(), draw(images, 1001), rtol=tolerance, atol=tolerance)
+
+
+def test_keys_of_draws_stay_where_a_cuda_graph_reads_them() -> None:
+    """However many sizes of images there are: buckets of aspect may be 41, and each has a graph of its own."""
+    for made in (keyed._columns, keyed._codes):
+        kept = [made(((0, 4), (1, blocks)), torch.device("cpu")) for blocks in range(1, 101)]
+        assert all(made(((0, 4), (1, blocks)), torch.device("cpu")) is kept[blocks - 1] for blocks in range(1, 101))

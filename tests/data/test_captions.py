@@ -211,6 +211,7 @@ def test_captions_that_are_not_read_are_named_with_the_key_that_reads_them(
 def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, tmp_path: Path) -> None:
     """As those in a dataset.json."""
     lines = LINES + '{"file_name": "a/9.png", "text": "nine"}'
+    labels = json.dumps({"labels": [[name, 1] for name in ("2.png", "3.png", "a/1.png", "a/9.png", "b/0.png")]})
     opened(spec_of, tmp_path / "few", {"metadata.jsonl": lines, "3.png": None, "3.txt": "a pipe"})
     spec = spec_of(path=tmp_path / "few", max_bad_fraction=0.5)
     cache = prepare_images(spec)
@@ -219,6 +220,12 @@ def test_images_that_are_named_but_missing_are_unreadable_ones(spec_of: SpecOf, 
     assert "3.png\tit is a named pipe, not a file\n" in skipped and "a/9.png\tNo such file" in skipped
     with pytest.raises(DataError, match=r"data\.max_bad_fraction = 0\.4 is passed: 2 of 4 images are unreadable"):
         prepare_images(spec.model_copy(update={"max_bad_fraction": 0.4, "store_root": tmp_path / "anew"}))
+    (tmp_path / "few" / "dataset.json").write_text(labels)  # which names one more that is missing
+    (tmp_path / "few" / "b").mkdir()
+    (tmp_path / "few" / "b" / "0.txt").write_text("none")
+    spec = spec.model_copy(update={"max_bad_fraction": 0.7, "store_root": tmp_path / "labelled"})
+    cache = prepare_images(spec)
+    assert captioned(cache) == [["two", "too"], ["one"]] and cache.meta.skipped == 3 and cache.labels.tolist() == [1, 1]
 
 
 def test_what_other_trainers_mean_by_names_gets_a_line(

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,10 @@ ENCRYPTED = 1
 """Flag of an encrypted member."""
 
 
+_Listed: TypeAlias = dict[str, list[str] | dict[str, str]]
+"""Captions by image, or other keys of its line."""
+
+
 @dataclass
 class FolderSource:
     """Image files sorted by their path relative to ``root``; the first folder of a path is the class, unless a
@@ -98,13 +102,15 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
             "of images with --set data.path=FOLDER"
         )
-    captions = None
-    if spec.text is not None and texts is not None:
-        captions = _captions(root, files, texts, spec.text.captions, progress)
+    listed = {} if spec.text is None else _listed_captions(root, texts or {}, spec.text.captions)
+    files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
     labels = None
     if os.path.exists(root / LABELS):
         labels = listed_labels(root, lambda: read_file(root / LABELS), files)
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
+    captions = None
+    if spec.text is not None:
+        captions = _captions(root, files, texts or {}, listed, spec.text.captions, progress)
     if progress and captions is not None and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
         say(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
     return FolderSource(*classed, root, Names(files), captions)
@@ -120,16 +126,12 @@ def _without_masks(names: Iterable[str], progress: bool) -> list[str]:
     return images
 
 
-def _captions(root: Path, files: list[str], texts: Mapping[str, str], key: str, progress: bool) -> Captions:
-    """Return the captions of each image: those under ``key`` in a :data:`METADATA`, or else those in the file of its
-    name among ``texts``. Images that metadata name, but that are not in ``files``, are added there: reading them fails,
-    so they are reported.
-
-    Raises:
-        DataError: a file can't be read, or an image is named twice.
+def _captions(
+    root: Path, files: Sequence[str], texts: Mapping[str, str], listed: _Listed, key: str, progress: bool
+) -> Captions:
+    """Return the captions of each image: those that are ``listed``, or else those in the file of its name among
+    ``texts``; raises DataError.
     """
-    listed = _listed_captions(root, [place for place in texts.values() if os.path.basename(place) in METADATA], key)
-    files += sorted(listed.keys() - set(files))
     others = dict[str, str]()
 
     def found() -> Iterator[Sequence[str] | None]:
@@ -188,12 +190,17 @@ def _caption_file(path: Path, key: str) -> list[str] | dict[str, str]:
         raise DataError(f"data.path: {path} can't be read ({one_line(error)}); mend it") from error
 
 
-def _listed_captions(root: Path, places: Sequence[str], key: str) -> dict[str, list[str] | dict[str, str]]:
-    """Return what :func:`texts_of` does of files of lines such as ``{"file_name": "a.png", "text": "a cat"}``, or of a
-    header and rows, by the image's path.
+def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
+    """Return what :func:`texts_of` does of lines like ``{"file_name": "a.png", "text": "a cat"}``, or of rows below a
+    header, by the image's path, in the :data:`METADATA` among ``texts``.
+
+    Raises:
+        DataError: a file can't be read, or an image is named twice.
     """
-    found: dict[str, list[str] | dict[str, str]] = {}
-    for place in places:
+    found: _Listed = {}
+    for place in texts.values():
+        if os.path.basename(place) not in METADATA:
+            continue
         folder, line, rows = os.path.dirname(place), 0, place.endswith(".csv")
         lines: Any = ()
         try:
