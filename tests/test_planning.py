@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.fit import predicted
 from ddpm_ds.planning import decided, plan_run
 from tests.launching import REPOSITORY
 
@@ -47,7 +45,12 @@ def test_graphs_that_are_asked_for_without_a_gpu_are_refused_and_the_advice_is_a
 
 
 @pytest.mark.parametrize(
-    "change", ["ds.pipeline.gradients=deepspeed", "ds.zero_optimization.stage=0", "ds.optimizer.params.fused=false"]
+    "change",
+    [
+        "ds.zero_optimization.offload_optimizer.device=cpu",
+        "ds.zero_optimization.stage=0",
+        "ds.optimizer.params.fused=false",
+    ],
 )
 def test_graphs_of_what_no_graph_can_hold_are_refused_unless_they_are_off(change: str) -> None:
     config = [change, "ds.bf16.enabled=false"]
@@ -62,25 +65,3 @@ def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan(monkeypatch
     layout = decided(plan, torch.device("cpu")).ds.layout
     assert (layout.checkpoint_interval, layout.in_flight, layout.across_hosts) == (0, 4, "stages")
     assert (plan.ds.layout.checkpoint_interval, plan.ds.layout.across_hosts) == ("auto", "auto")
-
-
-def test_a_run_is_decided_and_predicted_for_the_gradients_that_its_json_asks_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rank of two replicas needs other memory for ``deepspeed`` than for ``flat``."""
-    flat, deepspeed = (
-        plan_run(DIGITS, [f"ds.pipeline.gradients={way}"], ZERO_2, world_size=2, stages=1)
-        for way in ("flat", "deepspeed")
-    )
-    assert predicted(flat, "cpu", 2**40) != predicted(deepspeed, "cpu", 2**40)
-    seen: list[bool] = []
-
-    def noted(job: Any, layout: Any, *_: Any) -> Any:
-        seen.append(job.flat_gradients)
-        return layout
-
-    monkeypatch.setattr("ddpm_ds.predict.decisions.fitted", noted)
-    for plan in (flat, deepspeed):
-        decided(plan, torch.device("cpu"))
-        seen.append(plan.predictor().job.flat_gradients)
-    assert seen == [True, True, False, False]

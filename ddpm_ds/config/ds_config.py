@@ -183,14 +183,15 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
         if variant in params.model_fields_set and not params.torch_adam and not eight_bit:
             needs = "it needs torch_adam = true, or remove it" if getattr(params, variant) else "remove it"
             faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
+    for variant in ("torch_adam", "fused") if zero.offload_optimizer.device != "none" else ():
+        if getattr(params, variant) is False and variant in params.model_fields_set:
+            fault = "= false, but PyTorch's fused AdamW steps what is offloaded; remove it"
+            faults.add(f"optimizer.params.{variant}", fault, device)
     if params.fused and params.foreach:
         faults.add("optimizer.params.fused", "and foreach are both true; keep one")
     if eight_bit and zero.offload_optimizer.device != "none":
         fault = f"= {EIGHT_BIT} steps on the device; write AdamW, or remove zero_optimization.offload_optimizer"
         faults.add("optimizer.type", fault, device)
-    elif eight_bit and pipeline.gradients == "deepspeed":
-        fault = f'= {EIGHT_BIT} needs pipeline.gradients = "flat"; write that, or AdamW'
-        faults.add("optimizer.type", fault, "pipeline.gradients")
     if config.graphs is True:
         _check_graphs(config, faults)
     _check_tensor(config, faults)
@@ -211,7 +212,6 @@ def _check_graphs(config: DsConfig, faults: _Faults) -> None:
     zero, params = config.zero_optimization, config.optimizer.params
     needs = {
         "zero_optimization.offload_optimizer.device": (zero.offload_optimizer.device == "none", "no offload"),
-        "pipeline.gradients": (config.pipeline.gradients == "flat", 'pipeline.gradients = "flat"'),
         "zero_optimization.stage": (zero.stage > 0 or config.bf16.enabled, "zero_optimization.stage = 1 or 2"),
         "optimizer.params.fused": (
             config.optimizer.type == EIGHT_BIT or (params.torch_adam and params.fused),
@@ -226,8 +226,7 @@ def _check_graphs(config: DsConfig, faults: _Faults) -> None:
 
 def _check_tensor(config: DsConfig, faults: _Faults) -> None:
     """Find keys that tensor groups can't be trained with, and two answers to what is split."""
-    tensor, gradients = config.pipeline.tensor, "pipeline.gradients"
-    device = "zero_optimization.offload_optimizer.device"
+    tensor = config.pipeline.tensor
     if tensor.layers and tensor.levels != "all":
         fault = f"= {shown(tensor.layers)} and pipeline.tensor.levels both say what is split; use --set "
         fault += "ds.pipeline.tensor.levels=all, or remove layers"
@@ -237,15 +236,6 @@ def _check_tensor(config: DsConfig, faults: _Faults) -> None:
         fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
         fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key.rpartition('.')[2]}"
         faults.add(key, fault, "pipeline.tensor.size")
-    if tensor.size in (1, "auto"):
-        return
-    needs = f"= {tensor.size} needs flat gradients, in which parts of gradients are summed over a group; use --set "
-    needs += "ds.pipeline.tensor.size=1"
-    if config.zero_optimization.offload_optimizer.device != "none":
-        fault = f"{needs} or --set ds.{device}=none"
-        faults.add("pipeline.tensor.size", fault, device, gradients)
-    elif config.pipeline.gradients == "deepspeed":
-        faults.add("pipeline.tensor.size", f"{needs} or --set ds.{gradients}=flat", gradients)
 
 
 def _check_planned(pipeline: dict[str, Any], schedule: str, faults: _Faults) -> None:
@@ -493,8 +483,6 @@ class ResolvedDsConfig:
     compile: bool
     blocks: Mapping[str, Any]
     """Keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging, and its own part of ``pipeline``."""
-    gradients: Literal["flat", "deepspeed"] = "flat"
-    """Who adds up, reduces and clips gradients: this project, or DeepSpeed by parameter."""
     graphs: Literal["auto"] | bool = "auto"
 
     @property
@@ -533,7 +521,6 @@ class ResolvedDsConfig:
             "in_flight": layout.in_flight,
             "replan": self.replan,
             "across_hosts": layout.across_hosts,
-            "gradients": self.gradients,
             "activation_checkpoint_interval": layout.checkpoint_interval,
             "use_reentrant": self.use_reentrant,
             **layout.tensor.as_json(),
@@ -558,7 +545,7 @@ class ResolvedDsConfig:
         ours = ("compile", "kernels", "graphs", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
         config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
-        for name in ("in_flight", "replan", "gradients", "tensor"):
+        for name in ("in_flight", "replan", "tensor"):
             config["pipeline"].pop(name, None)
         config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
         if self.eight_bit_settings:
@@ -659,7 +646,6 @@ def resolve(
         partition=_given(pipeline, "partition", "flops"),
         replan=pipeline.get("replan", False),
         use_reentrant=pipeline.get("use_reentrant", False),
-        gradients="deepspeed" if layout.offload else pipeline.get("gradients", "flat"),
         kernels=blocks.pop("kernels", "auto"),
         compile=blocks.pop("compile", False),
         graphs=blocks.pop("graphs", "auto"),
@@ -841,6 +827,8 @@ def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
             zero.pop(name, None)
         elif zero.setdefault(name, "auto") == "auto":
             zero[name] = BUCKET_ELEMENTS
+    if offloads(config):
+        config["optimizer"].setdefault("params", {}).update(torch_adam=True, fused=True)
     timed = config.get("wall_clock_breakdown", False)
     if config.get("steps_per_print", "auto" if timed else None) == "auto":
         config["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)

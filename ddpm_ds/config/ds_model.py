@@ -101,7 +101,7 @@ class DataTypes(Section):
 
 
 class OffloadOptimizer(Section):
-    """Adam's state in host memory. Only with ZeRO 1 or 2."""
+    """Adam's state in host memory, where PyTorch's fused AdamW steps it. Only with ZeRO 1 or 2."""
 
     device: Annotated[Literal["none", "cpu"], _why("NVMe is not tested here")] = "none"
     """Where the state is."""
@@ -128,8 +128,7 @@ class Zero(Section):
     reduce_scatter: Annotated[bool, ZERO_ONLY] = True
     """false: all-reduce instead. Only with ZeRO 1 or 2."""
     use_multi_rank_bucket_allreduce: Annotated[bool, ZERO_ONLY] = True
-    """One reduction for all ranks; flat gradients have it in ZeRO-2 only, since ZeRO-1 scatters them. Only with ZeRO 1
-    or 2."""
+    """One reduction for all ranks; ZeRO-1 scatters instead. Only with ZeRO 1 or 2."""
     offload_optimizer: Annotated[OffloadOptimizer, ZERO_ONLY] = OffloadOptimizer()
     """Adam's state in host memory."""
     overlap_comm: Annotated[No | None, _why("DeepSpeed turns it off under a pipeline")] = None
@@ -263,10 +262,6 @@ class Pipeline(Section):
     )
     """This project's key: layers that are split among the ranks of tensor groups. Without it nothing is split; "auto"
     leaves it to the planner."""
-    gradients: Literal["flat", "deepspeed"] = "flat"
-    """This project's key: "flat" adds up, reduces and clips a stage's gradients in one flat tensor; "deepspeed" handles
-    one parameter after the other, as DeepSpeed does, which takes far more work on the host. With offload it is always
-    "deepspeed"."""
     activation_checkpoint_interval: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | Auto = "auto"
     """Layers between kept activations; 0 keeps all. "auto" is chosen from memory when the run starts."""
     use_reentrant: bool = False

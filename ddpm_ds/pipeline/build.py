@@ -103,7 +103,7 @@ def build_engine(
     if isinstance(engine.basic_optimizer, Adam8bit):
         engine.basic_optimizer.own(insides.owned_pieces(engine))
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
-    engine.gradients = gradients_of(engine, engine.wanted_gradients, resolved.gradients)
+    engine.gradients = gradients_of(engine, engine.wanted_gradients)
     engine.graph = StepGraph(engine, resolved.graphs)
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(

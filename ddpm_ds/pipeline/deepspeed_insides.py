@@ -9,7 +9,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
-from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
@@ -191,48 +189,12 @@ def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:
     engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
 
 
-@contextlib.contextmanager
-def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the one ``torch.autograd.backward`` of a micro-batch on this stage.
+def reduce_accumulated(engine: pipe_engine.PipelineEngine) -> None:
+    """Average the flat gradient of DeepSpeed's optimizer for bf16 over the replicas.
 
-    Assumes that a ZeRO optimizer's gradient hooks must run between ``enter_backward`` and ``exit_backward``; that
-    ``_running_engine_backward`` disables the engine's own post-backward hook; that under ZeRO-2
-    ``overlapping_partition_gradients_reduce_epilogue`` reduces this backward's remaining gradients and adds them to the
-    owner's partition as long as the optimizer is not at an accumulation boundary; and that a BF16 or ZeRO-1 optimizer
-    moves low-precision gradients to their accumulators in ``backward_epilogue``.
-
-    Only DeepSpeed's own way of handling gradients needs this.
+    Assumes that ``_exec_reduce_grads`` reduces it once a step.
     """
-    optimizer = engine.optimizer
-    engine._running_engine_backward = True
-    try:
-        if isinstance(optimizer, ZeROOptimizer):
-            optimizer.clear_backward_seen_flag()
-            optimizer.set_gradient_accumulation_boundary(False)
-            optimizer.backward_prologue()
-            optimizer.enter_backward()
-        yield
-        if engine.zero_optimization_partition_gradients():
-            optimizer.overlapping_partition_gradients_reduce_epilogue()
-        if isinstance(optimizer, ZeROOptimizer):
-            optimizer.backward_epilogue()
-    finally:
-        if isinstance(optimizer, ZeROOptimizer):
-            optimizer.exit_backward()
-        engine._running_engine_backward = False
-
-
-def reduce_gradients(engine: pipe_engine.PipelineEngine) -> None:
-    """Average the step's gradients over the replicas as DeepSpeed does, in its own way or in its optimizer for bf16.
-
-    Assumes that under ZeRO-2 ``finalize_gradient_accumulation_boundary`` builds ``averaged_gradients`` (or the
-    offloaded gradient) from the micro-batches' sum, without another reduction, and that ``_exec_reduce_grads`` reduces
-    everything else once a step.
-    """
-    if engine.zero_optimization_partition_gradients():
-        engine.optimizer.finalize_gradient_accumulation_boundary()
-    else:
-        engine._exec_reduce_grads()
+    engine._exec_reduce_grads()
 
 
 def offloads(engine: DeepSpeedEngine) -> bool:
@@ -270,6 +232,8 @@ class FlatOptimizer:
     """Whether a rank needs the sums of its own partition only, as ``reduce_scatter`` says."""
     to_owners: bool
     """Whether each partition's sum goes to its owner alone."""
+    host_gradient: Tensor | None
+    """fp32 gradient of this rank's partition in host memory; None if the optimizer steps on the device."""
 
 
 def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
@@ -279,10 +243,12 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
     that partitions are equal slices of it, by the rank in the group of replicas; that ``_grad_acc_hooks`` are all their
     hooks on parameters; that nothing but their hooks, their backward's prologue and epilogue and their step reads
     gradients; and that ``lp_fragment`` and the BF16 optimizer's flat weights, made of the parameters by autograd, are
-    only read and written as data.
+    only read and written as data. With ``offload_optimizer`` that the master's ``grad`` is the host's memory for the
+    partition's gradient, and that only the backward uses the buffers for a gradient on its way there.
     """
     optimizer: Any = engine.optimizer
-    assert not offloads(engine)
+    if offloads(engine):
+        optimizer.temp_grad_buffer_for_gpu_offload = None
     zero = isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer)
     (parameters,) = optimizer.bit16_groups if zero else optimizer.bf16_groups
     (weights,) = optimizer.bit16_groups_flat if zero else optimizer.bf16_groups_flat
@@ -313,6 +279,7 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
         bucket=optimizer.reduce_bucket_size if zero else BUCKET_ELEMENTS,
         scatters=zero and optimizer.reduce_scatter,
         to_owners=zero and optimizer.reduce_scatter and not optimizer.use_multi_rank_bucket_allreduce,
+        host_gradient=master.grad if offloads(engine) else None,
     )
 
 
@@ -334,10 +301,13 @@ def fragments(engine: DeepSpeedEngine, own: Tensor) -> list[Tensor]:
 def show_fragments(engine: DeepSpeedEngine, pieces: list[Tensor] | None) -> None:
     """Let ``safe_get_full_grad`` find these pieces, or no gradient.
 
-    Assumes that ``_hp_mapping`` looks gradients up in ZeRO's ``averaged_gradients``.
+    Assumes that ``_hp_mapping`` looks gradients up in ZeRO's ``averaged_gradients``, or with ``offload_optimizer`` in
+    ``offload_gradient_dict``.
     """
-    if isinstance(engine.optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
-        engine.optimizer.averaged_gradients[0] = pieces
+    optimizer: Any = engine.optimizer
+    if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+        shown = optimizer.offload_gradient_dict if offloads(engine) else optimizer.averaged_gradients
+        shown[0] = pieces
 
 
 def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
@@ -352,21 +322,6 @@ def checks_gradients(engine: DeepSpeedEngine) -> bool:
     Assumes that only the optimizers for bf16 can be told not to check, by ``check_grad_overflow``.
     """
     return not engine.bfloat16_enabled() or bool(getattr(engine.optimizer, "check_grad_overflow", True))
-
-
-def take_step(engine: pipe_engine.PipelineEngine) -> None:
-    """Step the optimizer, count the step and set the next learning rate as DeepSpeed does, also after a skipped step.
-
-    Assumes that ``_take_model_step`` does that once ``_force_grad_boundary`` says that gradients are complete, but
-    advances the scheduler in steps only that were taken.
-    """
-    engine._force_grad_boundary = True
-    try:
-        engine._take_model_step(None)
-    finally:
-        engine._force_grad_boundary = False
-    if not engine._step_applied and engine.lr_scheduler is not None:
-        engine.lr_scheduler.step()
 
 
 def count_step(engine: DeepSpeedEngine) -> None:
@@ -384,19 +339,6 @@ def count_step(engine: DeepSpeedEngine) -> None:
         engine._report_progress(engine.global_steps)
 
 
-def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
-    """Clear the host's gradient buffers before a step, since an offloading optimizer would add to them.
-
-    Assumes that ZeRO with an offloaded optimizer adds a parameter's gradient to ``accumulated_grads_in_cpu`` in all
-    backwards but the first of a step. In a fold the first backward does not reach the parameters of phase 0, so their
-    gradients would be added to the previous step's.
-
-    Only DeepSpeed's own way of handling gradients needs this.
-    """
-    for buffer in getattr(engine.optimizer, "accumulated_grads_in_cpu", {}).values():
-        buffer.zero_()
-
-
 def loss_scale(engine: DeepSpeedEngine) -> float:
     """Return the factor on the loss before backward; 1 in fp32 and bf16.
 
@@ -404,122 +346,6 @@ def loss_scale(engine: DeepSpeedEngine) -> float:
     optimizers scale the loss, while FP16_UnfusedOptimizer still unscales.
     """
     return float(getattr(engine.optimizer, "loss_scale", 1.0)) if engine.fp16_enabled() else 1.0
-
-
-def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
-    """Return the global norm of the last step's gradients over all stages before clipping; NaN or inf on overflow.
-
-    ``scale`` is the loss scale of that step. Assumes that ZeRO optimizers store the unscaled norm in
-    ``_global_grad_norm`` and the unfused fp16 one the scaled norm.
-    """
-    norm = engine.get_global_grad_norm()
-    if norm is None:
-        return float("nan")
-    return float(norm) / (1.0 if isinstance(engine.optimizer, ZeROOptimizer) else scale)
-
-
-def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:
-    """Keep the ZeRO loss scaler from raising at its floor; the engine counts such steps instead.
-
-    Assumes ``loss_scaler.raise_error_at_min_scale``, which only ZeRO's dynamic scaler has.
-    """
-    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
-    if hasattr(scaler, "raise_error_at_min_scale"):
-        scaler.raise_error_at_min_scale = False
-
-
-@contextlib.contextmanager
-def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the optimizer step, so that gradients are unscaled by the loss scale with which they were computed.
-
-    Assumes that the fp16 optimizers call ``_update_scale`` before they unscale, so that the stock optimizers halve the
-    gradients when the scale grows.
-
-    Only DeepSpeed's own way of handling gradients needs this.
-    """
-    optimizer = engine.optimizer
-    if not engine.fp16_enabled():
-        yield
-        return
-    update = optimizer._update_scale
-    overflows: list[bool] = []
-    optimizer._update_scale = overflows.append
-    try:
-        yield
-    finally:
-        optimizer._update_scale = update
-    for overflow in overflows:
-        update(overflow)
-
-
-@contextlib.contextmanager
-def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the optimizer step, so that the host waits for the device only once, to learn whether the gradients are
-    finite; or never in fp32 and bf16 with PyTorch's fused Adam, which skips the step by itself.
-
-    The stock optimizers wait two to four times, the unfused fp16 one for each parameter. No number changes.
-    :func:`skips` counts the steps that the fused Adam skips; the learning-rate schedule, which the host keeps,
-    advances in them.
-
-    Assumes that the optimizers use these names of DeepSpeed's utils as globals of their modules; that an overflow that
-    their checks would find makes the norm over all stages and replicas infinite or NaN; that a ZeRO optimizer calls
-    ``is_invalid_grad_norm`` on one norm to decide whether to skip, and again while clipping; that masking turns an
-    invalid norm into -1; that no parameters are tied; and that PyTorch's fused Adam leaves parameters and state
-    unchanged if its ``found_inf`` is 1. An offloading optimizer works on the host and is not changed.
-
-    Only DeepSpeed's own way of handling gradients needs this.
-    """
-    optimizer = engine.optimizer
-    if offloads(engine):
-        yield
-        return
-    asked: list[tuple[Tensor, bool]] = []
-    skips_itself = not engine.fp16_enabled() and engine.basic_optimizer.param_groups[0].get("fused")
-    stock_answer = deepspeed_utils.is_invalid_grad_norm
-
-    def is_invalid(norm: Any) -> bool:
-        if not torch.is_tensor(norm):
-            return bool(stock_answer(norm))
-        if not any(norm is known for known, _ in asked):
-            asked.append((norm, answer(norm)))
-        return next(invalid for known, invalid in asked if known is norm)
-
-    def answer(norm: Tensor) -> bool:
-        if engine.bfloat16_enabled() and not getattr(optimizer, "check_grad_overflow", True):
-            return False
-        invalid = ~norm.isfinite() | (norm < 0)
-        if not skips_itself:
-            return bool(invalid)
-        norm.masked_fill_(invalid, float("inf"))
-        engine.basic_optimizer.found_inf = invalid.float()
-        engine.unread_skips = getattr(engine, "unread_skips", 0) + invalid
-        return False
-
-    with contextlib.ExitStack() as changed:
-        for module in (stage_1_and_2, bf16_optimizer):
-            changed.enter_context(_replaced(module, "is_invalid_grad_norm", is_invalid))
-        for module in (stage_1_and_2, deepspeed_utils):
-            changed.enter_context(_replaced(module, "mask_nan_or_inf_with_val_inplace", _mask_invalid))
-        changed.enter_context(_replaced(bf16_optimizer, "clip_tensors_by_global_norm", _clip))
-        changed.enter_context(_replaced(unfused_optimizer, "get_weight_norm", _norm_of))
-        if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
-            changed.enter_context(_replaced(optimizer, "check_overflow", lambda partition_gradients=True: None))
-        if isinstance(optimizer, FP16_UnfusedOptimizer):
-            changed.enter_context(_replaced(optimizer.overflow_checker, "check", lambda param_groups=None: False))
-        try:
-            yield
-        finally:
-            vars(engine.basic_optimizer).pop("found_inf", None)
-
-
-def skips(engine: DeepSpeedEngine) -> int:
-    """Return the steps that the fused Adam has skipped inside :func:`one_wait` since the last call; waits.
-
-    Only DeepSpeed's own way of handling gradients needs this.
-    """
-    skipped = int(getattr(engine, "unread_skips", 0))
-    engine.unread_skips = 0
-    return skipped
 
 
 @contextlib.contextmanager
@@ -532,35 +358,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before) if own else delattr(owner, name)
-
-
-def _mask_invalid(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Set a norm that is not finite to -1; the stock function, which :func:`one_wait` replaces, copies the -1 from the
-    host.
-    """
-    norm.masked_fill_(~norm.isfinite(), -1.0)
-
-
-def _clip(
-    input_tensors: Sequence[Tensor], max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6
-) -> Tensor:
-    """Scale gradients down to a norm; the stock function tests the norm on the host, this one multiplies by 1."""
-    coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
-    for tensor in input_tensors:
-        tensor.detach().mul_(coefficient)
-    return global_norm
-
-
-def _norm_of(parameters: Sequence[Tensor], norm_type: int = 2, mpu: Any = None) -> float:
-    """Return the norm of gradients over all stages, -1 if it is not finite; the stock function waits before and after
-    the sum.
-    """
-    squared = torch.stack([gradient.data.float().norm(2.0) for gradient in parameters]).square()
-    total = sum(squared.unbind(), start=torch.zeros_like(squared[0]))
-    if mpu is not None:
-        dist.all_reduce(total, group=mpu.get_model_parallel_group())
-    norm = float(total) ** 0.5
-    return norm if norm < float("inf") else -1.0
 
 
 def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
@@ -696,23 +493,6 @@ def scale_settings(engine: DeepSpeedEngine) -> ScaleSettings:
         getattr(scaler, "delayed_shift", 1),
         getattr(scaler, "consecutive_hysteresis", False),
     )
-
-
-def scaler_state(engine: DeepSpeedEngine) -> dict[str, float]:
-    """Return the state of the dynamic loss scaler; empty outside fp16.
-
-    Assumes that the ZeRO scaler and the unfused optimizer's ``loss_scale_config`` use the same names.
-    """
-    scaler = _scaler(engine)
-    return {field: getattr(scaler, field) for field in SCALER_FIELDS if hasattr(scaler, field)}
-
-
-def load_scaler_state(engine: DeepSpeedEngine, state: dict[str, float]) -> None:
-    """Restore the state of :func:`scaler_state`, as far as this optimizer's scaler has it."""
-    scaler = _scaler(engine)
-    for field, value in state.items():
-        if hasattr(scaler, field):
-            setattr(scaler, field, value)
 
 
 def _scaler(engine: DeepSpeedEngine) -> Any:

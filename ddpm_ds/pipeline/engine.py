@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -105,7 +104,7 @@ class UnetPipelineEngine(PipelineEngine):
     data_iterator: Any
     objective: Objective
     gradients: Gradients
-    """What is done with gradients, as the JSON says; set by :func:`build_engine`."""
+    """What is done with gradients; set by :func:`build_engine`."""
     graph: StepGraph
     """Graph of the steps; set by :func:`build_engine`."""
     averages: Averages | None = None
@@ -133,7 +132,6 @@ class UnetPipelineEngine(PipelineEngine):
         if module.get_tied_weights_and_groups():
             raise RuntimeError("tied layers are not supported: ZeRO-2 frees their gradients before they are shared")
         insides.leave_forward_and_timing_to_us(self)
-        insides.tolerate_scale_floor(self)
         insides.forget_first_optimizer_step(self)
         module.activation_checkpoint_func = functools.partial(
             checkpoint, use_reentrant=self._config.pipeline["use_reentrant"], preserve_rng_state=False
@@ -557,16 +555,3 @@ class UnetPipelineEngine(PipelineEngine):
     def _step(self, _: Instruction) -> None:
         with contextlib.nullcontext() if self.averages is None else self.averages.stepping():
             self.gradients.step()
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip by the global norm under ZeRO-0 in fp32, and keep the norm.
-
-        The stock clipping only counts the parameters of the first stage, and does not store the norm. Only DeepSpeed's
-        own way of handling gradients needs this.
-        """
-        parameters = insides.masters(self)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        squared = torch.nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(squared, group=self.grid.get_model_parallel_group())
-        self._global_grad_norm = squared.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)

@@ -1,4 +1,4 @@
-"""What an engine does with its gradients: in one flat tensor, parameter by parameter, or as DeepSpeed does.
+"""What an engine does with its gradients: in one flat tensor, or parameter by parameter where DeepSpeed has none.
 
 DeepSpeed's optimizers with flat weights handle gradients parameter by parameter: a hook, two copies, a norm and new
 views for each. :class:`FlatGradients` takes their place, so that the work of a step on the host does not grow with the
@@ -9,7 +9,8 @@ number of parameters::
                               ▼
     flat sum ─▶ norm ─▶ fp32 gradient of the own partition, unscaled and clipped ─▶ AdamW ─▶ weights
 
-Weights, fp32 masters and the optimizer's state stay where DeepSpeed puts them.
+Weights, fp32 masters and the optimizer's state stay where DeepSpeed puts them: with ``offload_optimizer`` masters and
+state are in host memory, the fp32 gradient is copied there a bucket at a time, and AdamW steps there.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from deepspeed import comm
@@ -29,7 +30,6 @@ from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.unet.tensor_group import is_alike, is_partial
-from ddpm_ds.unet.weight_gradients import through_autograd
 
 PassKind = Literal["whole", "inputs", "weights"]
 """What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
@@ -80,7 +80,7 @@ class FlatGradients(OwnStep):
         flat = self._flat = insides.take_over_gradients(engine)
         self._reduces = flat.partitions and flat.replicas > 1
         self._owned = flat.elements // flat.replicas
-        device, kept = flat.master.device, self._owned if self._reduces else flat.elements
+        device, kept = engine.device, self._owned if self._reduces else flat.elements
         if flat.accumulator is None:
             self._sum = torch.zeros(kept, dtype=flat.dtype, device=device)
         else:
@@ -159,6 +159,7 @@ class FlatGradients(OwnStep):
             self._keep_last_hooks()
 
     def give(self, weight: Tensor, gradient: Tensor) -> None:
+        """Take the gradient of a weight in a weight-gradient pass, in the weight's dtype."""
         assert self._running is not None and weight.grad is None
         weight.grad = gradient.contiguous()
         bucket = self._running.buckets[self._running.done]
@@ -255,9 +256,10 @@ class FlatGradients(OwnStep):
 
     @torch.no_grad()
     def reduce(self) -> None:
+        """Finish the step's gradients, averaged over the replicas."""
         flat = self._flat
         if flat.replicas > 1 and flat.accumulator is not None:
-            insides.reduce_gradients(self._engine)
+            insides.reduce_accumulated(self._engine)
         elif flat.replicas > 1 and not self._reduces:
             self._scatter()
         self._tensor.agree(self._partial, self._alike)
@@ -293,6 +295,9 @@ class FlatGradients(OwnStep):
                 factor = self._factor(norm)
                 if self._widens:
                     self._take([self._own], factor)
+                elif self._flat.host_gradient is not None:
+                    self._offload(self._flat.host_gradient, factor)
+                    self._take()
                 else:
                     self._flat.master.grad = gradient = self._fp32_gradient()
                     if factor is not None:
@@ -310,6 +315,12 @@ class FlatGradients(OwnStep):
         gradient = self._own.to(torch.float32, copy=True)
         self._release()
         return gradient
+
+    def _offload(self, target: Tensor, factor: Tensor | None) -> None:
+        """Copy the own partition's gradient in fp32, times ``factor``, to host memory, a bucket at a time."""
+        for own, there in zip(self._own.split(self._bucket), target.split(self._bucket), strict=True):
+            part = own.to(torch.float32, copy=True)
+            there.copy_(part if factor is None else part.mul_(factor))
 
     def _release(self) -> None:
         """Give the memory of the sum back, unless it is DeepSpeed's or a graph's; views of it stay valid."""
@@ -347,113 +358,6 @@ def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
     squared = norm.square()
     comm.all_reduce(squared, group=engine.grid.get_model_parallel_group())
     return squared.sqrt_()
-
-
-class Gradients(Protocol):
-    """What an engine does with its gradients in a step, and what the host may ask of the step afterwards."""
-
-    @property
-    def scale(self) -> Tensor | float:
-        """Factor on the loss before the backward."""
-
-    def begin_step(self) -> None:
-        """Set the numbers of a step that the host knows: the learning rate of the optimizer's groups."""
-
-    def clear(self) -> None:
-        """Forget the gradients of the step before."""
-
-    def gathering(self, phase: int, kind: PassKind) -> AbstractContextManager[None]:
-        """Surround a pass that gives gradients."""
-
-    def give(self, weight: Tensor, gradient: Tensor) -> None:
-        """Take the gradient of a weight in a weight-gradient pass, in the weight's dtype."""
-
-    def reduce(self) -> None:
-        """Finish the step's gradients, averaged over the replicas."""
-
-    def step(self) -> None:
-        """Clip and step the optimizer, or skip a step whose gradients are not finite."""
-
-    def end_step(self) -> None:
-        """Count the step, and set the learning rate of the next if DeepSpeed's scheduler does."""
-
-    def was_applied(self) -> bool:
-        """Return whether the last step was taken."""
-
-    def norm(self) -> float:
-        """Return the norm of the last step's gradients over all stages before clipping; not finite if skipped."""
-
-    def skipped_steps(self) -> int:
-        """Return the number of skipped steps since the last call."""
-
-    def overflows_at_floor(self) -> int:
-        """Return how many steps up to the last overflowed in fp16 although the loss scale could fall no further."""
-
-    def scaler_state(self) -> dict[str, float]:
-        """Return the state of the loss scaler; empty unless it moves."""
-
-    def load_scaler_state(self, state: dict[str, float]) -> None:
-        """Restore a loss scaler's state, and forget overflows."""
-
-
-def gradients_of(engine: PipelineEngine, wanted: Wanted, way: Literal["flat", "deepspeed"]) -> Gradients:
-    """Return what an engine does with its gradients, as the resolved ``pipeline.gradients`` says."""
-    if way == "deepspeed":
-        return DeepSpeedGradients(engine)
-    if insides.is_partitioned(engine):
-        return FlatGradients(engine, wanted)
-    return SeparateGradients(engine)
-
-
-class DeepSpeedGradients:
-    """DeepSpeed's own way: hooks of each parameter, its reductions and its optimizer's step."""
-
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
-        self.scale = 1.0
-        self._overflows_at_floor = 0
-
-    def clear(self) -> None:
-        insides.forget_offloaded_gradients(self._engine)
-
-    def begin_step(self) -> None:
-        self.scale = insides.loss_scale(self._engine)
-
-    def gathering(self, phase: int, kind: PassKind) -> AbstractContextManager[None]:
-        return insides.micro_batch_backward(self._engine)
-
-    def give(self, weight: Tensor, gradient: Tensor) -> None:
-        through_autograd(weight, gradient)
-
-    def reduce(self) -> None:
-        insides.reduce_gradients(self._engine)
-
-    def step(self) -> None:
-        with insides.scale_updated_afterwards(self._engine), insides.one_wait(self._engine):
-            insides.take_step(self._engine)
-
-    def end_step(self) -> None:
-        stuck = not self.was_applied() and self.scale <= insides.scale_settings(self._engine).floor
-        self._overflows_at_floor = self._overflows_at_floor + 1 if stuck else 0
-
-    def was_applied(self) -> bool:
-        return bool(PipelineEngine.was_step_applied(self._engine))
-
-    def norm(self) -> float:
-        return insides.gradient_norm(self._engine, self.scale)
-
-    def skipped_steps(self) -> int:
-        return insides.skips(self._engine)
-
-    def overflows_at_floor(self) -> int:
-        return self._overflows_at_floor
-
-    def scaler_state(self) -> dict[str, float]:
-        return insides.scaler_state(self._engine)
-
-    def load_scaler_state(self, state: dict[str, float]) -> None:
-        self._overflows_at_floor = 0
-        insides.load_scaler_state(self._engine, state)
 
 
 class SeparateGradients(OwnStep):
@@ -543,6 +447,17 @@ class SeparateGradients(OwnStep):
 
     def _release(self) -> None:
         self._flat.untyped_storage().resize_(0)
+
+
+Gradients = FlatGradients | SeparateGradients
+"""What an engine does with its gradients in a step."""
+
+
+def gradients_of(engine: PipelineEngine, wanted: Wanted) -> Gradients:
+    """Return what an engine does with its gradients, by DeepSpeed's optimizer."""
+    if insides.is_partitioned(engine):
+        return FlatGradients(engine, wanted)
+    return SeparateGradients(engine)
 
 
 def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:

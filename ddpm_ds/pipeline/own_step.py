@@ -282,13 +282,13 @@ class LossScale:
 class OwnStep:
     """Step of DeepSpeed's optimizer, clipped, or skipped if its gradients are not finite.
 
-    With PyTorch's fused Adam and :class:`Adam8bit` the device decides whether a step is skipped. Other optimizers can't
-    skip by themselves: then the host waits for the norm.
+    With PyTorch's fused Adam and :class:`Adam8bit` the device decides whether a step is skipped. Other optimizers, and
+    those in host memory, can't skip by themselves: then the host waits for the norm.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._optimizer = engine, engine.basic_optimizer
-        self.decides_itself = bool(self._optimizer.param_groups[0].get("fused"))
+        self.decides_itself = bool(self._optimizer.param_groups[0].get("fused")) and not insides.offloads(engine)
         """Whether the optimizer takes the learning rate and whether to skip a step from the device."""
         self._widens = isinstance(self._optimizer, Adam8bit)
         """Whether the optimizer takes gradients as they were added up, and the factor on them."""

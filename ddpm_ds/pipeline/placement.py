@@ -124,19 +124,17 @@ def sharing(
     precision: Literal["fp32", "fp16", "bf16"],
     zero_stage: int,
     micro_batches: int,
-    flat: bool = True,
 ) -> Sharing:
-    """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON; ``flat`` says
-    whether gradients are.
+    """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
     Without ZeRO gradients are all-reduced once, as by DeepSpeed's optimizer for bf16, which ZeRO-1 has that adds bf16
     gradients up in fp32. ZeRO all-reduces too, although only the owner of a gradient needs it, unless
-    ``use_multi_rank_bucket_allreduce`` is off; flat gradients are scattered under ZeRO-1. ZeRO gathers the weights
+    ``use_multi_rank_bucket_allreduce`` is off; under ZeRO-1 gradients are scattered. ZeRO gathers the weights
     that each replica has stepped, as the optimizer for bf16 does without it.
     """
     zero = config.get("zero_optimization", {})
     wide = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    to_owner = (flat and zero_stage == 1) or not zero.get("use_multi_rank_bucket_allreduce", True)
+    to_owner = zero_stage == 1 or not zero.get("use_multi_rank_bucket_allreduce", True)
     everywhere = zero_stage == 0 or (zero_stage == 1 and precision == "bf16" and wide)
     return Sharing(
         reductions=micro_batches if zero_stage == 2 else 1,
@@ -268,7 +266,6 @@ def run_exchange(
             precision=ds.precision,
             zero_stage=layout.zero_stage,
             micro_batches=layout.micro_batches,
-            flat=ds.gradients == "flat",
         ),
         reductions=reductions,
         grouping=Grouping(

@@ -85,10 +85,7 @@ def planned_costs(
     copying = min(machine.host_bandwidth, PCIE_BANDWIDTH)
 
     def reduce(rank: int, parameters: int) -> float:
-        seconds = ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
-        if layout.zero_stage == 2 and layout.offload:  # added up on the host, through the device
-            seconds += 2 * parameters / replicas * job.stored_bytes / copying
-        return seconds
+        return ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
@@ -285,7 +282,6 @@ def shared(job: Workload, layout: Layout) -> Sharing:
         precision=job.precision,
         zero_stage=layout.zero_stage,
         micro_batches=layout.micro_batches,
-        flat=job.flat_gradients and not layout.offload,
     )
 
 

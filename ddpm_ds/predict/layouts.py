@@ -26,7 +26,6 @@ from ddpm_ds.config.ds_config import (
     fp16_needs_zero,
     is_8bit,
     leaves_tensor_open,
-    offloads,
     precision,
     tensor_split,
 )
@@ -303,7 +302,7 @@ class Workload:
 
     def takes_graphs(self, *, whole: bool) -> bool:
         """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
-        asked, able = self.config.get("graphs", "auto"), self.flat_gradients and (self.is_fused or self.is_8bit)
+        asked, able = self.config.get("graphs", "auto"), self.is_fused or self.is_8bit
         return able and not self.on_cpu and (asked is True or (asked == "auto" and whole))
 
     def is_replayed(self, layout: Layout) -> bool:
@@ -336,11 +335,6 @@ class Workload:
         return tuple(sizes)
 
     @property
-    def flat_gradients(self) -> bool:
-        """Whether gradients are flat in layouts without offload."""
-        return bool(self.config.get("pipeline", {}).get("gradients", "flat") == "flat")
-
-    @property
     def bucket_elements(self) -> int:
         """Number of gradient elements that ZeRO reduces at a time."""
         given = self.config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
@@ -351,7 +345,7 @@ def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]
     """Yield the ways to split a job's layers among tensor groups inside of nodes: groups of each size, with the first
     levels of the U-Net, of which each has layers that can be split.
     """
-    for size in divisors(devices_per_node, LARGEST_GROUP)[1:] if job.flat_gradients else []:
+    for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
         yield from _first_levels(job, size)
 
 
@@ -365,7 +359,7 @@ def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
         return [given]
     if given.size > 1:
         return [*_first_levels(job, given.size)] or [given]
-    return [given, *(tensor_splits(job, devices_per_node) if not offloads(job.config) else ())]
+    return [given, *tensor_splits(job, devices_per_node)]
 
 
 def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
@@ -385,7 +379,7 @@ def layouts(
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
     batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
-    zeros = _zero_choices(job, devices, offload and tensor.size == 1)
+    zeros = _zero_choices(job, devices, offload)
     for stages in divisors(devices // tensor.size):
         replicas = devices // tensor.size // stages
         if stages > len(job.layers) or batch % replicas:

@@ -25,8 +25,6 @@ from ddpm_ds.unet.layers import (
 
 ACTIVATION_SHARE = 0.5
 """Largest share of a device's memory for activations; beyond it "auto" recomputes them."""
-STOCK_BUCKET_ELEMENTS = 500_000_000
-"""Number of gradient elements that DeepSpeed's own way reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
 EIGHT_BIT_INTERMEDIATES = 17
@@ -175,15 +173,7 @@ class _State:
         # self.bucket: bytes of gradients on their way to the sum
         # self.update: bytes of gradients and their reduction or Adam's step, without activations
         elements = min(job.bucket_elements if zero else BUCKET_ELEMENTS, parameters)
-        if layout.offload:
-            self.bucket = self._deepspeed_bucket(job, layout, parameters)
-            self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
-            self.optimizer = self.ema = 0
-            self.gradients = 0 if zero == 2 else self.gradients
-            self.update = self.gradients + self.bucket + owned * stored
-        elif not job.flat_gradients:
-            self._deepspeed(job, layout, parameters, owned)
-        elif not partitioned:
+        if not partitioned:
             self.bucket = 0
             averaged = elements * stored if layout.replicas > 1 else 0
             wide = 4 * parameters if job.precision == "fp16" and not job.is_8bit else 0
@@ -200,29 +190,11 @@ class _State:
             widening = self.gradients if alias else self.gradients + 4 * owned
             stepping = self._intermediates + (self.gradients if alias else 4 * owned + released)
             scattering = elements * summed if zero == 1 and layout.replicas > 1 else 0
+            if layout.offload:  # the gradient in 16 bits, in fp32 a bucket at a time, and the stepped weights
+                self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
+                self.optimizer = self.ema = 0
+                widening = stepping = self.gradients + 4 * min(elements, owned)
             self.update = max(self.gradients + scattering, widening, stepping) + scratch
-
-    def _deepspeed(self, job: Workload, layout: Layout, parameters: int, owned: int) -> None:
-        """Count gradients that DeepSpeed handles by parameter."""
-        stored, zero = job.stored_bytes, layout.zero_stage
-        self.bucket = self._deepspeed_bucket(job, layout, parameters)
-        if zero:
-            # ZeRO-2: a micro-batch's gradients, which are added to the sum after its activations are freed
-            again = owned * stored if zero == 2 and layout.micro_batches > 1 else 0
-            reducing = self.gradients + self.bucket + max(again, owned * stored if zero == 1 else 0)
-            self.update = max(reducing, 4 * owned + self._intermediates)  # gradients are in fp32 by then
-            return
-        self.gradients += parameters * stored if job.precision == "bf16" else 0  # BF16_Optimizer has a sum besides
-        flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
-        wide = 4 * owned if stored < 4 else 0
-        intermediates = 0 if job.on_cpu else self._intermediates
-        self.update = self.gradients + max(flat, wide + intermediates)
-
-    @staticmethod
-    def _deepspeed_bucket(job: Workload, layout: Layout, parameters: int) -> int:
-        bucket = job.bucket_elements * job.stored_bytes if layout.zero_stage else 0
-        # untouched memory of a CPU is not allocated
-        return min(bucket, parameters * job.stored_bytes) if job.on_cpu else bucket
 
 
 # ---------------------------------------------------------------- activations

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 ENOUGH_PIXELS = {"cpu": 512, "cuda": 8192}
 """Pixels over all images beyond which a product gets no more efficient; micro-batches are joined up to this number.
@@ -31,11 +30,6 @@ class Waiting(NamedTuple):
     """Input."""
     gradient: Tensor
     """Gradient of the output, the outputs of several layers side by side."""
-
-
-def through_autograd(weight: Tensor, gradient: Tensor) -> None:
-    """Accumulate a weight's gradient as a backward does, so that the weight's hooks run once."""
-    torch.autograd.backward([get_gradient_edge(weight)], [gradient])
 
 
 class WaitingGradients:
@@ -80,10 +74,7 @@ class WaitingGradients:
             queued[layer] = Waiting(layers, x, gradient)
 
     def compute(
-        self,
-        layers: Iterable[Weighted],
-        numbers: Sequence[int],
-        give: Callable[[Tensor, Tensor], None] = through_autograd,
+        self, layers: Iterable[Weighted], numbers: Sequence[int], give: Callable[[Tensor, Tensor], None]
     ) -> None:
         """Compute the weight gradients of some layers for several micro-batches at once, and ``give`` each weight its
         sum, which is computed in the arithmetic's dtype, in its own. Layers of one product are computed with its first.

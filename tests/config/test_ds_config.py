@@ -264,17 +264,10 @@ def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
     assert "pipeline.in_flight = 0 should be a whole number from 1 to 2^20" in refusal(config(pipeline__in_flight=0))
 
 
-def test_gradients_are_flat_unless_the_json_or_offload_says_otherwise() -> None:
-    offload = {"device": "cpu"}
-    for run, way in (
-        (filled(config()), "flat"),
-        (filled(config(pipeline__gradients="deepspeed")), "deepspeed"),
-        (filled(config(zero_optimization__offload_optimizer=offload)), "deepspeed"),
-    ):
-        assert run.gradients == way
-        assert run.as_json()["pipeline"]["gradients"] == run.gradients and filled(run.as_json()) == run
-        assert "gradients" not in run.for_deepspeed()["pipeline"]
-    assert "pipeline.gradients" in refusal(config(pipeline__gradients="views"))
+def test_what_is_offloaded_is_stepped_by_pytorchs_fused_adam() -> None:
+    found = filled(config(zero_optimization__offload_optimizer={"device": "cpu"}, optimizer__params=REMOVED))
+    params = found.for_deepspeed()["optimizer"]["params"]
+    assert params["torch_adam"] is params["fused"] is True and filled(found.as_json()) == found
 
 
 def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> None:
@@ -474,8 +467,8 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
             "optimizer.type = AdamW8bit steps on the device; write AdamW, or remove zero_optimization.offload_",
         ),
         (
-            {"optimizer__type": "adamw8BIT", "pipeline__gradients": "deepspeed"},
-            'optimizer.type = AdamW8bit needs pipeline.gradients = "flat"; write that, or AdamW',
+            {"zero_optimization__offload_optimizer": {"device": "cpu"}, "optimizer__params__fused": False},
+            "optimizer.params.fused = false, but PyTorch's fused AdamW steps what is offloaded; remove it",
         ),
         ({"scheduler__type": REMOVED}, "scheduler.type is missing"),
         (

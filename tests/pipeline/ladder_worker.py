@@ -105,7 +105,6 @@ class Case:
     eight_bit: bool = False
     kernels: Literal["reference", "fused"] = "reference"
     process: Process = "plain"
-    gradients: Literal["flat", "deepspeed"] = "flat"
     random_programs: int | None = None
     """Seed of programs in the place of the schedule's own."""
     cuts: tuple[int, ...] = ()
@@ -123,14 +122,13 @@ class Case:
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
         zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
-        adamw = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, **({"fused": True} if self.fused else {})}
+        adamw = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": self.fused or self.offload}
         blocks: dict[str, Any] = {
             "optimizer": {"type": "AdamW8bit", "params": EIGHT_BIT}
             if self.eight_bit
             else {"type": "AdamW", "params": adamw},
             "gradient_clipping": 1.0,
             "zero_optimization": {**zero, **({"offload_optimizer": {"device": "cpu"}} if self.offload else {})},
-            "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1 if self.wall_clock else None,
             "wall_clock_breakdown": self.wall_clock,
         }
@@ -162,7 +160,6 @@ class Case:
             kernels=self.kernels,
             compile=self.compile,
             blocks=blocks,
-            gradients="deepspeed" if self.offload else self.gradients,
         )
 
     def bounds(self, layers: tuple[Layer, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import json
 import sys
 import unittest.mock
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,19 +126,16 @@ LONG = [case for case in ALL if (case.zero, case.precision) in ((0, "bf16"), (1,
 ONE = [pytest.param(case, marks=pytest.mark.long) if case in LONG else pytest.param(case) for case in ALL]
 WIDE = Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=1, fp32_accumulation=True)
 SEVERAL = [Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=3), WIDE]
-TWO_STAGES = Case(2, 1, 2, "bf16", 0, schedule="folded", fused=True, micro_batches=4)
 
 
 def name_of(case: Case, blocks: int = 2) -> str:
     """A case in a report."""
     wide = "-wide" if case.fp32_accumulation else ""
-    return f"zero{case.zero}-{case.precision}{wide}-{case.micro_batches} x {blocks} blocks-{case.gradients}"
+    return f"zero{case.zero}-{case.precision}{wide}-{case.micro_batches} x {blocks} blocks"
 
 
 def cases_of(what: str) -> list[tuple[Case, int]]:
-    """The quick or the long cases of one process, or those of two, each with the U-Net's blocks per level."""
-    if what == "two":
-        return [(replace(TWO_STAGES, gradients=way), 2) for way in ("flat", "deepspeed")]
+    """The quick or the long cases, each with the U-Net's blocks per level."""
     found = [(case, blocks) for case in ALL if (case in LONG) == (what == "long") for blocks in PARAMETERS]
     return found + [(case, 2) for case in SEVERAL if what == "quick"]
 
@@ -182,14 +179,6 @@ def test_what_the_engine_costs_more_does_not_grow_with_the_parameters(costs: Cos
         loop, engine = costs[name_of(case, blocks)]
         more.append((engine.operators - loop.operators, engine.launches - loop.launches))
     assert more[0] == more[1]
-
-
-@pytest.mark.launch
-def test_ranks_of_a_pipeline_launch_half_of_what_they_do_with_deepspeeds_gradients(tmp_path: Path) -> None:
-    found = report(tmp_path, 2, "two")
-    flat, deepspeed = (found[name_of(replace(TWO_STAGES, gradients=way))] for way in ("flat", "deepspeed"))
-    for own, other in zip(flat, deepspeed, strict=True):
-        assert own.launches <= 0.5 * other.launches and own.slow == 0, (own, other)
 
 
 def main() -> None:

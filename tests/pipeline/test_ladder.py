@@ -53,6 +53,7 @@ BY_TWO = [
     Case(2, 1, 2, "fp16", 2, schedule="folded", random_programs=21, process="buckets", cuts=(4, 8, 14)),
     # layers that two ranks compute together
     Case(1, 1, 2, "fp16", 1, micro_batches=2, process="caption", tensor=2),
+    Case(1, 1, 1, "bf16", 0, micro_batches=2, process="heads", tensor=2, offload=True),
     Case(1, 1, 0, "fp32", 2, process="buckets", tensor=2, split=("up.*", "middle.block.0")),
 ]
 BY_FOUR = [

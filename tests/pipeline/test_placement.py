@@ -202,10 +202,6 @@ def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage:
     assert sharing(config, precision=precision, zero_stage=zero_stage, micro_batches=8) == expected
 
 
-def test_deepspeeds_own_zero_1_reduces_for_all_replicas() -> None:
-    assert sharing({}, precision="fp16", zero_stage=1, micro_batches=8, flat=False) == Sharing(1, 2, 2, 2)
-
-
 # -------------------------------------------------------------------------------- before the ranks have met
 
 

@@ -89,7 +89,8 @@ def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() ->
 
 
 def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
-    job, machine = small_job(pipeline={"gradients": "deepspeed"}), small_machine(8, **RATES)
+    machine = small_machine(8, **RATES)
+    job = small_job(zero_optimization={"reduce_scatter": False})
     bounds, times = (0, len(job.layers)), [LayerSeconds(1.0, 10.0)] * len(job.layers)
     once, each, scattered = (
         planned_costs(own, machine, Layout(1, 8, "1f1b", 1, 2, 0, stage, False), bounds, times)[0]
@@ -115,7 +116,7 @@ def test_every_average_is_read_and_written_in_a_step() -> None:
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (4, 1), (16, 1), (8, 2)])
 def test_all_devices_of_a_host_share_its_memory_when_adam_steps_there(devices: int, nodes: int) -> None:
-    """With DeepSpeed's Adam a host steps one to two billion parameters a second, however many processes it has."""
+    """A host steps one to two billion parameters a second, however many processes it has."""
     job = small_job()
     layout = Layout(1, devices, "1f1b", 1, 1, 0, 1, True)
     parameters = sum(layer.parameters for layer in job.layers)
@@ -123,5 +124,5 @@ def test_all_devices_of_a_host_share_its_memory_when_adam_steps_there(devices: i
     gpus = replace(gpus, network_bandwidth=1e30)
     (costs,) = planned_costs(job, gpus, layout, (0, len(job.layers)), [LayerSeconds(0.0, 0.0)] * len(job.layers))
     copying = parameters / devices * 8 / min(gpus.host_bandwidth, 2.2e10)
-    latency = costs.reduce_seconds / 2
+    latency = costs.reduce_seconds
     assert 1e9 < parameters / nodes / (costs.optimizer_seconds - copying - latency) < 2e9

@@ -74,16 +74,13 @@ def test_bytes_of_a_parameter(
         ("bf16", 0, 1, 2 + 4 + 8),  # the sum is DeepSpeed's and stays
     ],
 )
-def test_a_step_on_flat_gradients_takes_no_more_than_deepspeeds(
-    precision: str, zero: int, replicas: int, expected: float
-) -> None:
+def test_what_a_step_on_flat_gradients_takes(precision: str, zero: int, replicas: int, expected: float) -> None:
     config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
     config |= {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
     layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=zero, replicas=replicas)
-    found = {way: memory(small_job(**config, pipeline={"gradients": way}), layout) for way in ("flat", "deepspeed")}
-    update = found["flat"].gradients + found["flat"].activations + found["flat"].buffers
+    found = memory(small_job(**config), layout)
+    update = found.gradients + found.activations + found.buffers
     assert update == pytest.approx(whole(small_job())[0] * expected, abs=50)
-    assert found["flat"].total <= found["deepspeed"].total + 50
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_averages_on_the_host_take_nothing_of_the_device_and_a_copy_of_the_weigh
 def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:
     job = small_job(fp16={"enabled": True})
     found = memory(job, replace(ONE, zero_stage=2, offload=True))
-    assert (found.optimizer, found.ema, found.gradients) == (0, 0, 0)
+    assert (found.optimizer, found.ema) == (0, 0) and found.gradients == pytest.approx(whole(job)[0] / 4 * 2, abs=2)
     # 12 for weights and moments, 4 for the average, 4 + 2 + 2 for gradients and the weights on their way
     assert found.host == pytest.approx(whole(job)[0] / 4 * 24, abs=24)
 

@@ -77,7 +77,6 @@ def test_groups_are_in_a_node_and_each_level_that_is_added_splits_something() ->
         (size, levels) for size in (2, 4) for levels in ((0,), (0, 1))
     }
     assert not [*tensor_splits(job_of(), 1)]
-    assert not [*tensor_splits(job_of(pipeline={"gradients": "deepspeed"}), 2)]
 
 
 def test_where_links_are_fast_and_there_is_one_image_at_a_time_groups_are_proposed_and_accepted() -> None:

@@ -34,17 +34,16 @@ class Layout:
     accumulation: int
     recompute: int = 0
     schedule: str = "1f1b"
-    gradients: str = "flat"
     optimizer: str = "AdamW"
     on_host: bool = False
 
 
 LAYOUTS = {
     "1x1": Layout(1, 1, zero=0, accumulation=2),
-    "2x1": Layout(2, 1, zero=1, accumulation=2, recompute=1, gradients="deepspeed"),
+    "2x1": Layout(2, 1, zero=1, accumulation=2, recompute=1),
     "1x2": Layout(1, 2, zero=2, accumulation=2),
     "2x2": Layout(2, 2, zero=2, accumulation=2),
-    "1x4": Layout(1, 4, zero=1, accumulation=1, gradients="deepspeed"),
+    "1x4": Layout(1, 4, zero=1, accumulation=1),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
 GRIDS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -89,7 +88,6 @@ class Courses:
         config["pipeline"] |= {
             "activation_checkpoint_interval": layout.recompute,
             "schedule": layout.schedule,
-            "gradients": layout.gradients,
         }
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
         if precision == "fp32":

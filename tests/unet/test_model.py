@@ -81,7 +81,7 @@ import torch
 from torch._dynamo.utils import counters
 from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
-from tests.unet.variants import batch, layers_of, random_unet, rounding
+from tests.unet.variants import accumulate, batch, layers_of, random_unet, rounding
 
 torch.set_num_threads(1)
 layers = layers_of("bare")
@@ -102,7 +102,7 @@ for step in range(int(sys.argv[2])):
     own = [part for layer in some for part in weighted_parts(layer)]
     queued = [tensor for part in own for tensor in waiting._queued[0][part][1:]]
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in queued), "keeps more alive"
-    waiting.compute(parts, [0])
+    waiting.compute(parts, [0], accumulate)
     graphs.append(counters["stats"]["unique_graphs"])
     for own, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert (own.grad - other.grad).norm() <= 2 * rounding(layers) * (other.grad.norm() + 1e-3)

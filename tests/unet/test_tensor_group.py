@@ -14,7 +14,7 @@ from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup, part_of, shard_of
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
-from tests.unet.variants import batch, layers_of, random_unet
+from tests.unet.variants import accumulate, batch, layers_of, random_unet
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_weight_gradients_that_have_a_pass_of_their_own_are_not_computed_beside_
     prediction.sum().backward()
     parts = [part for module in split for part in weighted_parts(module)]
     assert "weight gradients" not in events and all(part.weight.grad is None for part in parts)
-    waiting.compute(parts, [0])
+    waiting.compute(parts, [0], accumulate)
     assert all(part.weight.grad is not None for part in parts)
 
 

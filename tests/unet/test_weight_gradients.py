@@ -17,6 +17,7 @@ from ddpm_ds.unet.model import UNet, compile_layers
 from ddpm_ds.unet.operations import set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.launching import tiny_spec, tiny_text_spec
+from tests.unet.variants import accumulate
 
 SPEC = tiny_spec()
 LAYERS = unet_layers(SPEC.unet, SPEC.data.interface)
@@ -112,15 +113,15 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
         part.weight.register_post_accumulate_grad_hook(lambda _, part=part: given.update({part: given[part] + 1}))
     backwards(split, waiting, recompute=recompute)
     assert set(given.values()) == {1}, "by the whole backward"
-    waiting.compute(large, [2, 0])
-    waiting.compute(large, [1])
+    waiting.compute(large, [2, 0], accumulate)
+    waiting.compute(large, [1], accumulate)
     with pytest.raises(RuntimeError, match=r"of micro-batches \[3\] were never computed"):
         waiting.check_empty()
-    waiting.compute(large, [3])
+    waiting.compute(large, [3], accumulate)
     waiting.check_empty()
     assert set(given.values()) == {4}, "a hook of a weight runs once a pass"
     with pytest.raises(KeyError):  # once more
-        waiting.compute(large, [3])
+        waiting.compute(large, [3], accumulate)
     limit = ROUNDINGS[dtype] * torch.finfo(dtype).eps
     found = gradients(split)
     for name, expected in whole_gradients(dtype, layers).items():
@@ -133,7 +134,7 @@ def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors()
     for part in large:
         part.waiting = waiting
     with pytest.raises(KeyError):
-        waiting.compute(large, [0])
+        waiting.compute(large, [0], accumulate)
     waiting.put(large[:2], torch.zeros(1), torch.zeros(1))
     with pytest.raises(RuntimeError, match="is used twice in a micro-batch"):
         waiting.put(large[1:], torch.zeros(1), torch.zeros(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.text import CrossAttentionSpec
@@ -14,6 +15,12 @@ from ddpm_ds.unet.operations import set_image_index
 
 INTERFACE = Interface(channels=3, size=(16, 16))
 RECTANGLES = Interface(channels=3, size=(8, 16))
+
+
+def accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add a weight gradient as a backward does, so that the weight's hooks run once."""
+    torch.autograd.backward([get_gradient_edge(weight)], [gradient])
+
 
 VARIANTS = {
     # google/ddpm-cifar10-32, shrunk
