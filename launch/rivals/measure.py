@@ -1,4 +1,4 @@
-"""Measurements of rows: equal results, times in turn, seconds of computing, bytes sent, memory."""
+"""Measurements of rows: equal results, times in turn, seconds of computing, bytes sent, what a step costs the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import cProfile
 import os
 import pstats
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -25,12 +23,8 @@ from tqdm import tqdm
 
 from ddpm_ds.device import wait_for_device, wait_for_stream
 from ddpm_ds.errors import BadNumbersError
-from ddpm_ds.pipeline.module import forget_peaks
-from ddpm_ds.processes.process_group import decided_by_rank_0
-from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.unet.weight_gradients import WaitingGradients
-from rivals.rows import Probe, Row
+from rivals.rows import Row
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 """Relative difference that rounding explains, by precision. Over 50 steps of the digits it made 1e-7, 3e-4
@@ -59,30 +53,33 @@ BACKWARDS: tuple[tuple[Any, str], ...] = (
     (WaitingGradients, "compute"),
 )
 """Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
-PEAK = "peak bytes: "
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
 """Operators that hand values, or sizes that depend on values, to the host, which waits for the device."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that launch nothing, beside views."""
 
 
-def check_losses(names: Sequence[str], losses: Sequence[Sequence[float]], tolerance: float) -> list[float]:
-    """Return each row's largest relative difference from the first row's loss; ``losses`` are by row and step.
+def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed: float) -> list[float | None]:
+    """Return each row's largest relative difference from the loss of the first that can be compared, None for those
+    that can't; ``losses`` are by row and step.
 
     Raises:
-        BadNumbersError: a row does not train the same; its time would mean nothing.
+        BadNumbersError: a row does not train the same, or has a loss that is not finite; its time would mean nothing.
     """
-    largest = []
-    for name, own in zip(names, losses, strict=True):
-        differences = [abs(loss - other) / abs(other) for loss, other in zip(own, losses[0], strict=True)]
-        step = next((step for step, value in enumerate(differences) if not value <= tolerance), None)  # or NaN
+    largest: list[float | None] = []
+    comparable = ((row.name, own) for row, own in zip(rows, losses, strict=True) if row.comparable)
+    first, reference = next(comparable, ("", []))
+    for row, own in zip(rows, losses, strict=True):
+        others = reference if row.comparable else own
+        differences = [abs(loss - other) / abs(other) for loss, other in zip(own, others, strict=True)]
+        step = next((step for step, value in enumerate(differences) if not value <= allowed), None)  # or NaN
         if step is not None:
             raise BadNumbersError(
-                f"loss {own[step]:.6g} in step {step} of {name}, where {names[0]} has {losses[0][step]:.6g}: they "
+                f"loss {own[step]:.6g} in step {step} of {row.name}, where {first} has {others[step]:.6g}: they "
                 f"don't train the same, so nothing is timed; where fp16 skipped a step, try a lower "
                 f"fp16.initial_scale_power"
             )
-        largest.append(max(differences))
+        largest.append(max(differences) if row.comparable else None)
     return largest
 
 
@@ -90,28 +87,6 @@ def tolerance(precision: str, device: torch.device) -> float:
     """Return the relative difference that rounding explains on a device."""
     rounded = precision == "fp32" and device.type == "cuda" and torch.backends.cudnn.allow_tf32
     return TF32_TOLERANCE if rounded else LOSS_TOLERANCE[precision]
-
-
-def check_probe(name: str, probe: Probe, first: str, reference: Probe, allowed: float) -> dict[str, float]:
-    """Return the relative differences of row ``name`` from row ``first``, which has seen the same micro-batch.
-
-    "prediction" is the norm of the difference over the norm; the others are "loss" and "gradients' norm".
-
-    Raises:
-        BadNumbersError: the row does not compute the same; its time would mean nothing.
-    """
-    differences = {
-        "prediction": float((probe.prediction - reference.prediction).norm() / reference.prediction.norm()),
-        "loss": abs(probe.loss - reference.loss) / abs(reference.loss),
-        "gradients' norm": abs(probe.gradient_norm - reference.gradient_norm) / abs(reference.gradient_norm),
-    }
-    for what, value in differences.items():
-        if not value <= allowed:  # NaN differs too
-            raise BadNumbersError(
-                f"{what} of {name} differs from that of {first} by {value:.2g} (relative; rounding explains "
-                f"{allowed:g}): they don't compute the same, so nothing is timed"
-            )
-    return differences
 
 
 def all_done(device: torch.device) -> None:
@@ -307,32 +282,6 @@ def observe(row: Row, steps: int, device: torch.device) -> tuple[int, int, float
             row.step()
     all_done(device)
     return sent.message_bytes, round(sent.collective_bytes), 1 - busy.seconds / (time.perf_counter() - begin)
-
-
-def peak_in_child(row: str) -> int:
-    """Return the peak bytes of ``row`` in a child of this process that trains nothing else, since rows in one process
-    reuse each other's freed memory. Every process calls this; the children find each other at a port of their own.
-
-    Raises:
-        RuntimeError: a child failed; the message has the end of its output.
-    """
-    port = decided_by_rank_0(free_port, int)
-    command, environment = [sys.executable, *sys.argv, "--memory-of", row], {**os.environ, "MASTER_PORT": str(port)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    found = [line.removeprefix(PEAK) for line in done.stdout.splitlines() if line.startswith(PEAK)]
-    if done.returncode or len(found) != 1:
-        raise RuntimeError(f"the process that measures the memory of {row} failed:\n{done.stderr[-2000:]}")
-    return int(found[0])
-
-
-def print_peak(build: Callable[[], Row], device: torch.device) -> None:
-    """Print, in the child, a row's peak bytes: of its tensors on a GPU, the growth of its resident set on a CPU."""
-    before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
-    row = build()
-    for _ in range(2):  # the second has the optimizer's state and the gradients at once
-        forget_peaks(device)  # on a GPU the first step tries algorithms
-        row.step()
-    print(f"{PEAK}{max(peak_memory_bytes(device) - before, 0)}", flush=True)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class TorchPipeline:
     1F1B has this project's cuts. The others have two stages on each rank, cut evenly by flops.
     """
 
-    is_pipeline = True
+    is_pipeline = comparable = True
 
     def __init__(self, setting: Setting, schedule: str) -> None:
         plan = setting.plan
@@ -71,9 +71,7 @@ class TorchPipeline:
         self._objective = setting.objective()
         self._batches = setting.batches(layout.replicas, replica)
         self._micro_batches, self._replicas, self._device = layout.micro_batches, layout.replicas, setting.device
-        ranks = layout.stages
-        second = stage + ranks if schedule == "ScheduleInterleaved1F1B" else count - 1 - stage
-        own = [stage] if single else [stage, second]
+        own = [stage] if single else [stage, count - 1 - stage]
         self._first, self._last = 0 in own, count - 1 in own
         modules, stages = nn.ModuleList(), []
         for index in own:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rivals import measure
-from rivals.measure import RING_SHARE, BusyTime, SentBytes, check_losses, check_probe, ratios
-from rivals.rows import Probe
+from rivals.measure import RING_SHARE, BusyTime, SentBytes, check_losses, ratios
 from torch import Tensor, nn
 
 from ddpm_ds.errors import BadNumbersError
@@ -48,28 +47,14 @@ def test_rounds_take_rows_in_turn_and_time_is_taken_when_the_device_has_caught_u
 
 
 def test_a_row_that_trains_something_else_is_named_with_its_step_and_loss() -> None:
-    losses = [[1.0, 1.0, 1.0], [1.0, 1.001, 1.0005]]
-    assert check_losses(["plain", "other"], losses, 1e-2) == pytest.approx([0.0, 1e-3])
+    rows: Any = [SimpleNamespace(name=name, comparable=name != "random") for name in ("random", "plain", "other")]
+    losses = [[7.0, 8.0, 9.0], [1.0, 1.0, 1.0], [1.0, 1.001, 1.0005]]
+    assert check_losses(rows, losses, 1e-2) == [None, 0.0, pytest.approx(1e-3)]
     for loss in (0.98, math.nan):
         with pytest.raises(BadNumbersError, match="in step 1 of other, where plain has 1: they don't train the same"):
-            check_losses(["plain", "other"], [[1.0, 1.0], [1.0, loss]], 1e-2)
-
-
-PROBE = Probe(torch.tensor([[3.0, 4.0]]), 1.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"prediction": torch.tensor([[3.0, 4.1]])}, "prediction of all"),
-        ({"loss": 1.1}, "loss of all"),
-        ({"gradient_norm": math.nan}, "gradients' norm of all"),
-    ],
-)
-def test_a_row_that_computes_something_else_is_refused(changes: dict[str, Any], what: str) -> None:
-    with pytest.raises(BadNumbersError, match=f"{what} differs from that of plain by .*nothing is timed"):
-        check_probe("all", replace(PROBE, **changes), "plain", PROBE, 1e-2)
-    assert check_probe("all", replace(PROBE, loss=1.001), "plain", PROBE, 1e-2)["loss"] == pytest.approx(1e-3)
+            check_losses(rows, [losses[0], [1.0, 1.0], [1.0, loss]], 1e-2)
+    with pytest.raises(BadNumbersError, match="loss nan in step 0 of random"):
+        check_losses(rows, [[math.nan], [1.0], [1.0]], 1e-2)
 
 
 def test_what_rounding_explains_depends_on_precision_and_on_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
