@@ -38,9 +38,6 @@ from ddpm_ds.evaluate.inception import Array, Pixels, frechet_distance, gaussian
 
 LAUNCH = Path(__file__).resolve().parent
 SCORES = ("Fréchet, features", "held-out loss", "recognised", "class balance")
-SIDE_PIXELS = 8
-GAMMA, BASES, INVERSE_PENALTY = 0.2, 600, 100.0
-"""Kernel width, number of basis functions and inverse penalty, chosen for the likelihood of held-out digits."""
 
 
 class DigitsClassifier:
@@ -53,10 +50,8 @@ class DigitsClassifier:
         """Train on ``images`` (N, C, H, W) uint8 with ``labels`` (N,)."""
         places = np.arange(len(labels))
         known, self.held_out = train_test_split(places, test_size=0.25, stratify=labels, random_state=0)
-        self._model = make_pipeline(
-            Nystroem(gamma=GAMMA, n_components=min(BASES, len(known)), random_state=0),
-            LogisticRegression(C=INVERSE_PENALTY, max_iter=1000),
-        )
+        bases = Nystroem(gamma=0.2, n_components=min(600, len(known)), random_state=0)  # best likelihood of held-out
+        self._model = make_pipeline(bases, LogisticRegression(C=100.0, max_iter=1000))
         self._model.fit(_grey(images[known]), labels[known])
         self._real = gaussian(self._features(images))
 
@@ -66,8 +61,7 @@ class DigitsClassifier:
 
     def scores(self, images: Pixels) -> dict[str, float]:
         """Return how near uint8 images (N, C, H, W) are to the real digits: the Fréchet distance of the regression's
-        inputs, the share of images with a class more probable than not, and the entropy of the shares of the classes
-        relative to that of equal shares.
+        inputs, the share of images with a class more probable than not, and the balance of the classes.
         """
         probabilities = self.probabilities(images)
         shares = np.bincount(probabilities.argmax(1), minlength=probabilities.shape[1]) / len(images)
@@ -89,16 +83,14 @@ def classifier() -> DigitsClassifier:
 
 
 def balance(shares: Array) -> float:
-    """Return the entropy of the shares of classes, relative to that of equal shares: 1 if all classes are equally
-    frequent, 0 if there is only one.
-    """
+    """Return the entropy of the shares of classes, relative to that of equal shares."""
     return float(0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
 
 
 def _grey(images: Pixels) -> Array:
     """Return the images averaged to 8 x 8 grey values in [0, 1], as (N, 64)."""
     grey = torch.from_numpy(np.array(images)).double().mean(1, keepdim=True) / 255
-    return np.asarray(F.adaptive_avg_pool2d(grey, SIDE_PIXELS).flatten(1).numpy())
+    return np.asarray(F.adaptive_avg_pool2d(grey, 8).flatten(1).numpy())
 
 
 FIRST = "ddpm"
@@ -135,14 +127,15 @@ def ddpm_ds(log: Path, words: Sequence[str]) -> None:
     with log.open("a") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
         command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
-        code = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
-    if code:
+        done = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False)
+    if code := done.returncode:
         raise SystemExit(f"quality.py: a run ended with code {code}; {log} says why")
 
 
-def result(name: str, seed: int, out: Path, images: int, count: int) -> Run:
-    """Train a row with a seed, score ``count`` samples, and return the result; what is there is not done again."""
-    folder = out / f"{name.replace(' ', '-')}-{seed}-{images}"
+def result(name: str, seed: int, options: argparse.Namespace) -> Run:
+    """Train a row with a seed, score its samples, and return the result; what is there is not done again."""
+    images, count = options.images, options.count
+    folder = options.out / f"{name.replace(' ', '-')}-{seed}-{images}"
     file = folder.with_name(f"{folder.name}-{count}.json")
     if not file.exists():
         samples, log = file.with_suffix(".npz"), folder.with_suffix(".log")
@@ -162,7 +155,7 @@ def table(results: Mapping[str, Sequence[Run]]) -> str:
     """Return a line for each row: mean over its runs, least to most, and for layouts of the first row the largest
     relative difference between their training losses and those of the same seeds.
     """
-    lines = [("", "seeds", *SCORES, "loss differs by")]
+    lines: list[tuple[str, ...]] = [("", "seeds", *SCORES, "loss differs by")]
     for name, runs in results.items():
         cells = []
         for values in ([run.scores[score] for run in runs] for score in SCORES):
@@ -193,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for processes in (1, 2):
         jobs = [(name, seed) for name in names for seed in range(options.seeds) if ROWS[name][0] == processes]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // processes)) as pool:
-            runs = pool.map(lambda job: result(*job, options.out, options.images, options.count), jobs)
+            runs = pool.map(lambda job: result(job[0], job[1], options), jobs)
             for (name, _), run in zip(jobs, runs, strict=True):
                 results[name].append(run)
     print(f"{options.images:,} images seen, {options.count:,} samples; mean over the seeds, and the least to the most.")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ddpm_ds.command_line import aligned, writing
 from ddpm_ds.config.ds_config import Schedule
+from ddpm_ds.device import described
 from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.planning import RunPlan
@@ -94,12 +95,14 @@ def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespac
         losses.append([sum(of_ranks) for of_ranks in zip(*parts, strict=True)])
     differences = measure.check_losses(built, losses, measure.tolerance(setting.plan.ds.precision, device))
     gc.collect()
-    seconds = measure.time_rounds([row.step for row in built], options.rounds, steps, lambda: measure.all_done(device))
+    seconds = measure.time_rounds([row.step for row in built], options.rounds, steps, device)
     found = []
     for place, (name, row) in enumerate(zip(names, built, strict=True)):
         host = HostCost.of(row.step) if options.host else None
-        observed = all_gather_objects(measure.observe(row, steps, device), tuple[int, int, float])
-        messages, collectives, idle = map(list, zip(*observed, strict=True))
+        with measure.SentBytes() as sent:
+            row.step()
+        messages = all_gather_objects(sent.message_bytes, int)
+        collectives = all_gather_objects(round(sent.collective_bytes), int)
         step_seconds = Spread.of(seconds[place])
         found.append(
             {
@@ -108,13 +111,12 @@ def _measured(setting: Setting, names: Sequence[str], options: argparse.Namespac
                 "note": row.note,
                 "images_per_second": images / step_seconds.median,
                 "step_seconds": step_seconds,
-                "ratio": Spread.of(measure.ratios(seconds[place], seconds[0])),
+                "ratio": Spread.of([own / other for own, other in zip(seconds[place], seconds[0], strict=True)]),
                 "round_step_seconds": seconds[place],
                 "first_losses": losses[place],
                 "largest_loss_difference": differences[place],
                 "rank_message_bytes": messages,
                 "rank_collective_bytes": collectives,
-                "bubble": sum(idle) / len(idle) if row.is_pipeline else None,
                 "peak_bytes": peaks[place],
                 "host": host,
             }
@@ -136,7 +138,7 @@ def about(
         "batch": f"{layout.batch_images} images = {layout.micro_batch_images} x {layout.micro_batches} micro-batches"
         f" x {layout.replicas} replicas",
         "recomputed": f"{layout.checkpoint_interval} layers at a time" if layout.checkpoint_interval else "nothing",
-        "machine": rows.machine(setting.device),
+        "machine": f"{described(1)[0]}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process",
         "versions": {"ddpm_ds": __version__, "python": platform.python_version(), **versions},
         "times": f"{options.rounds} rounds of {options.steps_per_round} steps, rows in turn: medians (quartiles)",
         "command": shlex.join(["deepspeed", "--num_gpus", os.environ["LOCAL_WORLD_SIZE"], *words]),
@@ -160,7 +162,6 @@ def table(facts: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
                 "images/s": f"{row['images_per_second']:,.4g}",
                 "time ratio": "1" if first else row["ratio"].as_ratio(),
                 "sent MB": f"{sent:.2f}" if sent else "",
-                "bubble": "" if row["bubble"] is None else f"{row['bubble']:.1%}",
                 "peak MB": "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}",
                 **{cost: "" if host is None else f"{getattr(host, cost):,}" for cost in costs},
                 "loss difference": "" if first or difference is None else f"{difference:.1e}",

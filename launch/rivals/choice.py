@@ -34,11 +34,7 @@ TORCH_SCHEDULES = {
     "torch-dualpipev": "ScheduleDualPipeV",
 }
 """Schedules of PyTorch, by the rows that have them."""
-PACKAGES = {
-    "diffusers": "diffusers",
-    "diffusers-randn": "diffusers",
-    "lucidrains": "denoising_diffusion_pytorch",
-}
+PACKAGES = {"diffusers": "diffusers", "diffusers-randn": "diffusers", "lucidrains": "denoising_diffusion_pytorch"}
 """Package that a row imports."""
 NAMED = (*PACKAGES, "ours-dim64")
 """Rows of one process that run only if ``--rows`` names them, since 16 bits under autocast take minutes on a CPU."""
@@ -78,8 +74,8 @@ def why_not(row: str, plan: RunPlan) -> str | None:
         return "needs 2 stages"
     if row in ("folded", "stock-dualpipev", "torch-dualpipev") and layout.micro_batches < 2 * stages:
         return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
-    if row in ("torch-zbv", "torch-dualpipev") and layout.replicas > 1:
-        return "DistributedDataParallel misses the weight gradients of a split backward, so replicas would differ"
+    if row in TORCH_SCHEDULES and layout.replicas > 1:
+        return "has no replicas"
     if row in ("folded", "planned", "stock-dualpipev"):
         try:
             bounds_of(plan, "folded")

@@ -14,33 +14,36 @@ from ddpm_ds.processes.ranks import print_once, set_environment
 from rivals.choice import NAMED, ROWS, choose
 
 DESCRIPTION = """\
-Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
-processes that were started, under this project's engines, DeepSpeed's own and PyTorch's own, and in one process under
-plain loops.
-
-First all rows take a few steps and their losses are compared; if one does not train the same, nothing is timed. Then
-they take turns, round after round, so that other work on the machine slows all alike. A ratio of 1.1 says that a row's
-step takes 1.1 times the first row's: the median over the rounds, with quartiles in brackets. Finally each row takes a
-step in which the bytes that it sends are counted, and some steps in which its processes' idle time is measured.
+Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates. First all rows
+take a few steps and their losses are compared; if one does not train the same, nothing is timed. Then they take turns,
+round after round, so that other work on the machine slows all alike. A ratio of 1.1 says that a row's step takes 1.1
+times the first row's: the median over the rounds, with quartiles in brackets. Finally the bytes that each sends in a
+step are counted.
 """
 
 EXAMPLES = f"""\
   Without --rows these are left out, since 16 bits under autocast take minutes on a CPU: {", ".join(NAMED)}.
   The losses of diffusers-randn, lucidrains and ours-dim64 are not compared: other draws, or another U-Net.
+  Only this project's engines recompute activations, where the JSON asks for it.
 
 examples
   OMP_NUM_THREADS=1 deepspeed --num_gpus 4 launch/bench.py -p 4 --deepspeed_config ds_configs/zero1_fp32.json \\
       --spec launch/specs/cifar10.yaml --set data.source=digits --set data.workers=0 \\
       --set train.batch_images=32 --set train.accumulation=16 --rounds 5 --steps-per-round 2 --compared-steps 3
-      the U-Net of DDPM in 4 stages, on digits made larger, so that nothing is downloaded
   python launch/bench.py --deepspeed_config ds_configs/zero1_fp32.json --spec launch/specs/cifar10.yaml \\
       --set data.source=digits --set data.workers=0 --set unet.dropout=0 --set train.batch_images=8 \\
       --rows plain,1f1b,diffusers --rounds 3 --steps-per-round 2 --compared-steps 3
-      the same U-Net on one device, beside diffusers; some minutes on two cores
 
 exit codes
   0 done   2 bad input, nothing was started   3 the losses differ   1 a bug
 """
+
+
+NUMBERS = (
+    ("--rounds", 15, "turns of each row"),
+    ("--steps-per-round", 20, "steps of each row in a round"),
+    ("--compared-steps", 50, "first steps, whose losses are compared"),
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,29 +60,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add_run_options(parser)
 
-    def number(option: str, explanation: str, default: int) -> None:
+    parser.add_argument("--rows", metavar="ROW,...", help="which rows (default: all that can run)")
+    for option, default, explanation in NUMBERS:
         parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{explanation} ({default})")
-
-    parser.add_argument(
-        "--rows",
-        type=lambda text: [name.strip() for name in text.split(",")],
-        metavar="ROW,ROW,...",
-        help="which rows, see below (default: all that can run)",
-    )
-    number("--rounds", "turns of each row", 15)
-    number("--steps-per-round", "steps of each row in a round", 20)
-    number("--compared-steps", "first steps, whose losses are compared", 50)
-    parser.add_argument(
-        "--host",
-        action="store_true",
-        help="also count what a step costs the host of rank 0: operators, launches, Python calls and waits",
-    )
+    parser.add_argument("--host", action="store_true", help="also count operators, launches, Python calls and waits")
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
     add_overwrite(parser)
     options = parser.parse_args(arguments)
-    for name in options.rows or ():
-        if name not in ROWS:
-            raise SpecError(f"argument --rows: {name!r} is no row; rows are {', '.join(ROWS)}")
+    options.rows = [name.strip() for name in options.rows.split(",")] if options.rows else []
+    if unknown := [name for name in options.rows if name not in ROWS]:
+        raise SpecError(f"argument --rows: {unknown[0]!r} is no row; rows are {', '.join(ROWS)}")
     return options
 
 

@@ -28,16 +28,8 @@ from rivals.rows import Setting
 
 
 def layout_of(grid: Any | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which DeepSpeed's layout of the processes is ``grid``, of which it has one for the whole
-    process, that of the pipeline built last.
-    """
+    """Return a context in which DeepSpeed's layout of the processes, of which it has but one, is ``grid``."""
     return mock.patch.object(groups, "mpu", grid)
-
-
-def with_zero_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
-    """Return the JSON with another ZeRO stage; buckets are given, since DeepSpeed's own would take gigabytes."""
-    buckets = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS} if stage else {}
-    return {**config, "zero_optimization": {**buckets, **config.get("zero_optimization", {}), "stage": stage}}
 
 
 class OurPipeline:
@@ -48,21 +40,12 @@ class OurPipeline:
         how = ("1F1B" if schedule == "1f1b" else schedule) + ("" if graphs else ", eager")
         self.name = f"ddpm_ds {how}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
         self.note, self.comparable = "", True
-        self.is_pipeline = plan.ds.layout.stages > 1
         self._replicas = plan.ds.layout.replicas
-        bounds = bounds_of(plan, schedule)
-        plan = replace(plan, ds=plan.ds.with_layout(schedule=schedule), bounds=bounds)
+        plan = replace(plan, ds=plan.ds.with_layout(schedule=schedule), bounds=bounds_of(plan, schedule))
         with layout_of(None):
             plan = cut_and_ordered(plan, setting.device)
-            self._engine = build_engine(
-                plan.layers,
-                plan.bounds,
-                plan.ds,
-                setting.objective(),
-                seed=plan.spec.train.seed,
-                programs=plan.programs,
-                verbose=setting.verbose,
-            )
+            parts, seed = (plan.layers, plan.bounds, plan.ds, setting.objective()), plan.spec.train.seed
+            self._engine = build_engine(*parts, seed=seed, programs=plan.programs, verbose=setting.verbose)
         replica = self._engine.grid.get_data_parallel_id()
         self._batches = setting.batches(self._replicas, replica) if self._engine.reads_data else None
 
@@ -74,10 +57,8 @@ class OurPipeline:
 class TupleLayer(nn.Module):
     """Layer of the list as a function from tuple to tuple, which the stock engine needs.
 
-    The images' index, which dropout needs on every stage, travels as the first tensor, and encoded text, if the U-Net
-    reads any, as the second. Tensors are made contiguous, since gloo refuses others. The last layer uses the embedding
-    and the text, since the engine sends a gradient for every tensor that a stage received, and the last stage may not
-    use them otherwise.
+    The images' index, which dropout needs, travels as the first tensor, and encoded text as the second. Tensors are
+    contiguous, which gloo needs. The last layer uses embedding and text, since the engine sends a gradient of each.
     """
 
     def __init__(self, layer: Layer, index: int, seed: int, reads_text: bool) -> None:
@@ -115,18 +96,16 @@ class FoldedCutModule(DualPipeVModule, CutModule):
 
 
 class StockPipeline:
-    """``deepspeed.PipelineEngine``, or ``DualPipeVEngine``, and its ``train_batch`` as they are, used as DeepSpeed's
-    documentation says.
-    """
+    """``deepspeed.PipelineEngine``, or ``DualPipeVEngine``, used as DeepSpeed's documentation says."""
 
     def __init__(self, setting: Setting, *, folded: bool) -> None:
         plan, seed = setting.plan, setting.plan.spec.train.seed
         zero_stage, why = stock_zero_stage(plan)
-        crash = "no activation checkpointing, whose default crashes it on several outputs"
-        self.note = "; ".join(part for part in (why, crash if plan.ds.layout.checkpoint_interval else "") if part)
-        self.is_pipeline, self.comparable = plan.ds.layout.stages > 1, True
+        self.note, self.comparable = why, True
         self._objective, text = setting.objective(), plan.spec.unet.text is not None
-        config = with_zero_stage(plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), zero_stage)
+        config, sizes = plan.ds.with_layout(checkpoint_interval=0).for_deepspeed(), ("reduce", "allgather")
+        buckets = {f"{size}_bucket_size": BUCKET_ELEMENTS for size in sizes if zero_stage}  # its own take gigabytes
+        config["zero_optimization"] = {**buckets, **config.get("zero_optimization", {}), "stage": zero_stage}
         with layout_of(None), quiet_deepspeed(setting.verbose):
             module = (FoldedCutModule if folded else CutModule)(
                 bounds_of(plan, "folded" if folded else "1f1b"),
@@ -167,8 +146,6 @@ def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
     asked, clips = plan.ds.layout.zero_stage, plan.ds.blocks.get("gradient_clipping", 1.0)
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"
-    if asked == 0 and plan.ds.precision == "fp16":
-        return 1, "ZeRO-1, since without ZeRO it forgets the loss scale"
-    if asked == 0 and plan.ds.layout.stages > 1 and clips:
-        return 1, "ZeRO-1, since without ZeRO it clips by the first stage's norm alone"
+    if asked == 0 and (plan.ds.precision == "fp16" or (plan.ds.layout.stages > 1 and clips)):
+        return 1, "ZeRO-1, since without ZeRO it forgets the loss scale, and clips by the first stage's norm alone"
     return asked, ""

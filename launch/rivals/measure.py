@@ -1,10 +1,8 @@
-"""Measurements of rows: equal results, times in turn, seconds of computing, bytes sent, what a step costs the host."""
+"""Measurements of rows: equal results, times in turn, bytes sent, what a step costs the host."""
 
 from __future__ import annotations
 
-import contextlib
 import cProfile
-import os
 import pstats
 import statistics
 import sys
@@ -16,43 +14,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
-from ddpm_ds.device import wait_for_device, wait_for_stream
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import BadNumbersError
-from ddpm_ds.unet.weight_gradients import WaitingGradients
 from rivals.rows import Row
 
-LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-"""Relative difference that rounding explains, by precision. Over 50 steps of the digits it made 1e-7, 3e-4
-and 1e-3."""
-TF32_TOLERANCE = 1e-2
-"""Tolerance for fp32 on a GPU whose convolutions round their factors to TF32's 10 bits."""
+LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
+"""Relative difference that rounding explains. Over 50 steps of the digits fp32 made 1e-7, fp16 3e-4 and bf16 1e-3."""
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
     **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
     **dict.fromkeys(
-        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
-        lambda outputs, inputs, n: inputs * (n - 1),
+        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), lambda _, own, n: own * (n - 1)
     ),
     **dict.fromkeys(
         ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-        lambda outputs, inputs, n: outputs * (n - 1),
+        lambda own, _, n: own * (n - 1),
     ),
 }
 """Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, as a ring of
 processes does it; a library may use another algorithm of about the same cost."""
 SILENT = ("recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 """Operators that send nothing worth counting."""
-BACKWARDS: tuple[tuple[Any, str], ...] = (
-    (torch.autograd, "backward"),
-    (torch.autograd, "grad"),
-    (WaitingGradients, "compute"),
-)
-"""Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
 """Operators that hand values, or sizes that depend on values, to the host, which waits for the device."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -60,8 +45,8 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 
 
 def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed: float) -> list[float | None]:
-    """Return each row's largest relative difference from the loss of the first that can be compared, None for those
-    that can't; ``losses`` are by row and step.
+    """Return each row's largest relative difference from the first whose ``losses``, by row and step, can be compared,
+    or None.
 
     Raises:
         BadNumbersError: a row does not train the same, or has a loss that is not finite; its time would mean nothing.
@@ -86,96 +71,30 @@ def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], allowed
 def tolerance(precision: str, device: torch.device) -> float:
     """Return the relative difference that rounding explains on a device."""
     rounded = precision == "fp32" and device.type == "cuda" and torch.backends.cudnn.allow_tf32
-    return TF32_TOLERANCE if rounded else LOSS_TOLERANCE[precision]
-
-
-def all_done(device: torch.device) -> None:
-    """Wait until this process's device and all other processes have finished their work."""
-    wait_for_device(device)
-    dist.barrier()
+    return LOSS_TOLERANCE["tf32" if rounded else precision]
 
 
 def time_rounds(
-    steps: Sequence[Callable[[], object]],
-    rounds: int,
-    steps_per_round: int,
-    synchronize: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
+    steps: Sequence[Callable[[], object]], rounds: int, steps_per_round: int, device: torch.device
 ) -> list[list[float]]:
     """Return the seconds of each kind of step in each round: ``[step][round]``. Rounds start with different kinds."""
     seconds: list[list[float]] = [[] for _ in steps]
-    hidden = os.environ.get("RANK", "0") != "0"
-    for number in tqdm(range(rounds), desc="measuring", unit="round", disable=hidden):
+    for number in range(rounds):
         for turn in range(len(steps)):
             which = (number + turn) % len(steps)
-            synchronize()
-            begin = clock()
+            wait_for_device(device)
+            dist.barrier()
+            begin = time.perf_counter()
             for _ in range(steps_per_round):
                 steps[which]()
-            synchronize()
-            seconds[which].append((clock() - begin) / steps_per_round)
+            wait_for_device(device)
+            dist.barrier()
+            seconds[which].append((time.perf_counter() - begin) / steps_per_round)
     return seconds
 
 
-def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Return the seconds of one row over those of another, round by round."""
-    return [own / other for own, other in zip(seconds, reference, strict=True)]
-
-
-class BusyTime:
-    """While entered, adds up the seconds in modules' forwards and in :data:`BACKWARDS`; nested calls count once.
-
-    ``synchronize`` waits for the stream on which a call has only queued its work; not for the whole device, which may
-    have a message to receive that depends on what this process is about to send.
-    """
-
-    def __init__(
-        self, synchronize: Callable[[], object] = lambda: None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.seconds = 0.0
-        self._synchronize, self._clock = synchronize, clock
-        self._depth, self._begin = 0, 0.0
-        self._undo = contextlib.ExitStack()
-
-    def __enter__(self) -> BusyTime:
-        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                self._begin_call()
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    self._end_call()
-
-            return timed
-
-        for owner, name in BACKWARDS:
-            self._undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, watched(getattr(owner, name)))
-        before = register_module_forward_pre_hook(lambda module, inputs: self._begin_call())
-        after = register_module_forward_hook(lambda module, inputs, outputs: self._end_call(), always_call=True)
-        for hook in (before, after):
-            self._undo.callback(hook.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._undo.close()
-
-    def _begin_call(self) -> None:
-        if self._depth == 0:
-            self._synchronize()
-            self._begin = self._clock()
-        self._depth += 1
-
-    def _end_call(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._synchronize()
-            self.seconds += self._clock() - self._begin
-
-
 class SentBytes(TorchDispatchMode):
-    """While entered, counts what this process sends, at the operators of ``torch.distributed``: Python calls,
-    DeepSpeed's and those that DistributedDataParallel makes in C++ all go through them. Slows everything down."""
+    """While entered, counts what this process sends, at the operators of ``torch.distributed``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +103,7 @@ class SentBytes(TorchDispatchMode):
         self.collective_bytes = 0.0
         """Bytes of this process's share of collectives, by :data:`RING_SHARE`."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             self._count(func._schema, args)
         return func(*args, **(kwargs or {}))
@@ -237,9 +154,7 @@ class CountedOperators(TorchDispatchMode):
         super().__init__()
         self._cost = cost
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self._cost.operators += 1
         self._cost.launches += not func.is_view and name not in ALLOCATIONS
@@ -267,21 +182,6 @@ def in_optimizer() -> bool:
 def _bytes(tensors: Any) -> int:
     """Return the bytes of every tensor in a list of any depth."""
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
-
-
-def observe(row: Row, steps: int, device: torch.device) -> tuple[int, int, float]:
-    """Return the bytes that one step of ``row`` sends from here in messages and in collectives, and the share of
-    ``steps`` further steps outside of forward and backward; every process calls this.
-    """
-    with SentBytes() as sent:
-        row.step()
-    all_done(device)
-    begin = time.perf_counter()
-    with BusyTime(lambda: wait_for_stream(device)) as busy:
-        for _ in range(steps):
-            row.step()
-    all_done(device)
-    return sent.message_bytes, round(sent.collective_bytes), 1 - busy.seconds / (time.perf_counter() - begin)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
@@ -42,11 +38,8 @@ class Row(Protocol):
 
     name: str
     note: str
-    """Remark for comparing the row; may be empty."""
     comparable: bool
-    """Whether its losses can be compared with those of other rows."""
-    is_pipeline: bool
-    """Whether processes wait for each other within a step: whether it has a bubble."""
+    """Whether its losses can be compared: random draws, and other U-Nets, have their own."""
 
     def step(self) -> Tensor:
         """Take one optimizer step on the next batch; every process calls it, and none need wait for its device.
@@ -87,10 +80,6 @@ class Setting:
         spec, layout = self.plan.spec, self.plan.ds.layout
         text = spec.unet.text is not None
         return replica_batches(spec, layout, self.store, self.device, replicas=replicas, replica=replica, text=text)
-
-    def unchecked(self) -> str:
-        """Return the note of a row that recomputes nothing, if the configuration asks for it."""
-        return "no activation checkpointing" if self.plan.ds.layout.checkpoint_interval else ""
 
 
 class Optimizer:
@@ -171,14 +160,11 @@ class RandomDenoising(Denoising):
 class Loop:
     """Row that trains a U-Net in its own loop, in one process."""
 
-    is_pipeline = False
-
     def __init__(
         self, setting: Setting, model: nn.Module, name: str, *, fused: bool = False, objective: Denoising | None = None
     ) -> None:
-        self.name, self.note, self.model = name, setting.unchecked(), model
+        self.name, self.note, self.model = name, "", model
         self.comparable = objective is None
-        """Whether its losses are those of other rows; random draws, and other U-Nets, have their own."""
         self.optimizer = Optimizer(setting, model.parameters(), fused=fused, scaled=setting.plan.ds.precision == "fp16")
         self._batches, self._micro_batches = setting.batches(1, 0), setting.plan.ds.layout.micro_batches
         self._device, self._objective = setting.device, objective or setting.objective()
@@ -201,9 +187,7 @@ class Loop:
 
 
 def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
-    """Return the loop of our U-Net, or of that of :data:`DIM64`, as the engine holds it under this JSON: weights in the
-    run's precision, fp32 masters, kernels, ``compile`` and fused AdamW.
-    """
+    """Return the loop of our U-Net, or of that of :data:`DIM64`, as the engine holds it under this JSON."""
     plan, ds, layers = setting.plan, setting.plan.ds, setting.plan.layers
     if dim64:
         layers = unet_layers(load_spec(DIM64, []).unet, plan.spec.data.interface)
@@ -259,24 +243,10 @@ def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
 
 def lucidrains_loop(setting: Setting) -> Loop:
     """Return the loop of denoising-diffusion-pytorch's ``Unet`` as of 2023, with the widths of :data:`DIM64`."""
-    with warnings.catch_warnings():  # it decorates with an autocast that PyTorch has renamed
-        warnings.simplefilter("ignore", FutureWarning)
-        from denoising_diffusion_pytorch import Unet
+    from denoising_diffusion_pytorch import Unet
 
     widths = load_spec(DIM64, []).unet
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(setting.plan.spec.train.seed)
-        model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=setting.plan.spec.data.channels)
+    model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=setting.plan.spec.data.channels)
     loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model)
     loop.comparable = False
     return loop
-
-
-def machine(device: torch.device) -> str:
-    """Return the GPU, or the processor, with its cores and the threads that compute."""
-    path = Path("/proc/cpuinfo")  # Python knows the name on few systems
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
-    host = f"{names[0] if names else platform.machine()}, {cores} cores, {torch.get_num_threads()} threads per process"
-    return f"{torch.cuda.get_device_name(device)} ({host})" if device.type == "cuda" else host

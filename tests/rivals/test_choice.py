@@ -48,8 +48,9 @@ PIPED = dict.fromkeys(("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES)
             PLAIN
             | {
                 "folded": "needs 4 micro-batches, and the batch has 3",
-                "torch-zbv": "misses the weight gradients of a split backward",
                 "stock-dualpipev": "needs 4 micro-batches",
+                "torch": "has no replicas",
+                "torch-zbv": "has no replicas",
                 "torch-dualpipev": "needs 4 micro-batches",
             },
         ),
@@ -94,7 +95,7 @@ def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedules() -
     ("config", "stages", "zero_stage", "why"),
     [
         ("zero2_fp16.json", 2, 1, "refuses ZeRO-2"),
-        ("zero0_fp32.json", 2, 1, "first stage's norm alone"),
+        ("zero0_fp32.json", 2, 1, "clips by the first stage's norm alone"),
         ("zero0_fp32.json", 1, 0, ""),
     ],
 )
