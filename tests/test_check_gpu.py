@@ -25,6 +25,11 @@ time.sleep(600)
 """
 
 
+@pytest.fixture(autouse=True)
+def _logs_beside_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 def passes(machine: Any) -> Iterator[Any]:
     yield Finding("a limit", "1 second | of two", "pass", "< 2")
     yield Finding("not here", "one GPU", "skipped")
