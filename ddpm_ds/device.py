@@ -175,12 +175,6 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def wait_for_stream(device: torch.device) -> None:
-    """Wait until a device has finished the work on the current stream, but not messages on other streams."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def _keep_freed_memory() -> None:
     """Apply :data:`KEPT_MEMORY` to glibc's malloc, except settings that the user's environment has."""
     with contextlib.suppress(OSError, AttributeError):  # another C library

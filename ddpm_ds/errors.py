@@ -70,10 +70,6 @@ class DsConfigError(UserError):
     """The DeepSpeed JSON has a key or value that is unknown, ignored or broken under a pipeline."""
 
 
-class DeviceLostError(DsConfigError):
-    """A failed kernel has made the GPU unusable for this process, which can't even leave its process group cleanly."""
-
-
 class DataError(UserError):
     """A data source or a data-set cache is missing, damaged or empty."""
 

@@ -33,7 +33,6 @@ from ddpm_ds.errors import (
     RAN_OUT,
     BadNumbersError,
     CheckpointError,
-    DeviceLostError,
     PeerLostError,
     Preempted,
     SpecError,
@@ -297,9 +296,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         _conclude(ended, prepared)
     except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print_to_stderr(f"{ERROR}{error}")
-        os._exit(record_exit(error.exit_code))
-    except DeviceLostError as error:  # nothing may wait for the device
-        print_once(f"{ERROR}{error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
         print_once(textwrap.indent(str(error), "ddpm_ds: " if isinstance(error, Preempted) else ERROR))

@@ -479,7 +479,7 @@ class ResolvedDsConfig:
     replan: bool
     """Whether a planned schedule is recomputed from traced steps."""
     use_reentrant: bool
-    kernels: Literal["fused", "masks", "reference", "auto"]
+    kernels: Literal["fused", "reference", "auto"]
     compile: bool
     blocks: Mapping[str, Any]
     """Keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging, and its own part of ``pipeline``."""

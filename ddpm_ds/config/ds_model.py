@@ -378,9 +378,9 @@ class DsConfig(Section):
         bool, _why("DeepSpeed's block, for DeepCompile, replaces the backward that the pipeline schedules")
     ] = False
     """In this project: compile each layer's arithmetic by torch.compile, once per shape."""
-    kernels: Literal["fused", "masks", "reference", "auto"] = "auto"
-    """This project's key: Triton kernels for group normalisations with SiLU and dropout masks, for the masks alone, or
-    PyTorch's operations. "auto" is the faster one, timed when the run starts (docs/performance.md)."""
+    kernels: Literal["fused", "reference", "auto"] = "auto"
+    """This project's key: Triton kernels for group normalisations with SiLU and dropout masks, or PyTorch's operations.
+    "auto" is "fused" where steps are CUDA graphs; elsewhere only masks have their kernel (docs/performance.md)."""
     graphs: Literal["auto"] | bool = "auto"
     """This project's key: replay each step as one CUDA graph, after a trial. "auto" does so where each process has the
     whole U-Net, alone or as one of several replicas; true also in tensor groups and, as one graph for each part between

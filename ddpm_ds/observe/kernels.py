@@ -1,40 +1,23 @@
-"""Kernel profile: PyTorch's profiler over some optimizer steps, and the time of each operator and kernel.
+"""Kernel profile: PyTorch's profiler over some optimizer steps, and the time of each kind of work.
 
     kernels/groups.txt             the groups of all ranks together
-    kernels/rank{r}.txt            a rank's groups, and PyTorch's own table of its operators
+    kernels/rank{r}.txt            PyTorch's own table of a rank's operators
     kernels/rank{r}.trace.json.gz  every event, for https://ui.perfetto.dev
 
-Rank 0 gathers and writes them all, since other hosts may share no folder with it.
-
-Ten groups of operators and kernels have times that sum to the profile's. Only self times count, an event's time less
-that of its children, so that nothing counts twice. An event belongs to the first of these groups:
-
-1. a group by its own name alone: launches, synchronisation;
-2. the group of its nearest ancestor, itself included, that is a convolution, attention, a normalisation, a message, or
-   a piece of the optimizer's step;
-3. attention, if PyTorch's sequence numbers say that it is the backward of an attention operator;
-4. copies, if it or an ancestor is one;
-5. ``other``.
-
-A node of autograd's graph has no group by its name, since a checkpoint may recompute other operators within it.
+Only self times count, an event's time less that of its children, so that the groups add up to the profile. An event
+belongs to the first group of :data:`GROUPS` whose pattern its own name or that of an event around it matches.
 """
 
 import atexit
 import contextlib
-import gzip
-import json
 import os
 import re
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 import torch.distributed as dist
-from pydantic import Base64Encoder, EncodedBytes
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from ddpm_ds.command_line import aligned
@@ -46,165 +29,70 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import Instruction
 
-TABLE_ROWS = 100
-WIDEST_NAME = 60
+TABLE_ROWS, WIDEST_NAME = 100, 60
 SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
-MOST_TRACE_BYTES, MOST_TRACES_BYTES = 2**25, 2**29  # of one rank's compressed trace, and of all ranks' together
-
-Group = Literal[
-    "convolution_forward",
-    "convolution_backward",
-    "attention",
-    "normalisation",
-    "copies",
-    "optimizer",
-    "communication",
-    "launch_overhead",
-    "synchronisation",
-    "other",
-]
-GROUPS: tuple[Group, ...] = get_args(Group)
-
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
 """Names of our own ranges in a profile: an instruction of the pipeline's schedule, work between two steps, and a wait
 of the host for a message or a collective.
 """
-
-LEFT_OUT = (SPAN + "sampling", SPAN + "checkpoint")
-"""Ranges that are not training; neither they nor the operators within them belong to a group."""
-
-RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")  # pattern of calls into the device's driver, on the host
-
-_BY_NAME_ALONE: tuple[tuple[Group, re.Pattern[str]], ...] = (
-    ("synchronisation", re.compile(rf"{WAIT}$|(cuda|cu|hip)\w*Synchronize")),
-    ("launch_overhead", RUNTIME_CALL),
-)
-
-_WITH_DESCENDANTS: tuple[tuple[Group, re.Pattern[str]], ...] = (
-    ("communication", re.compile(r"c10d::|gloo:|nccl|mpi:|record_param_comms|_c10d_functional::")),
-    ("attention", re.compile(r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)")),
-    ("convolution_backward", re.compile(r"(aten|ddpm_ds)::\w*conv\w*_backward")),
-    ("convolution_forward", re.compile(r"aten::\w*conv(olution|\dd|_transpose|_depthwise)")),
-    ("normalisation", re.compile(r"aten::\w*(group|layer|batch|instance|rms)_norm|ddpm_ds::norm_silu")),
-    ("optimizer", re.compile(rf"{INSTRUCTION}OptimizerStep$|Optimizer\.(step|zero_grad)#")),
-)
-
-_COPIES = re.compile(
-    r"aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_foreach_copy_?|_copy_from\w*|flatten_dense_tensors)$"
-    r"|Memcpy |void at::native::\w*(Cat|copy)"
-)
-Shares = dict[Group, dict[str, float]]
-"""Seconds of each name in each group; every group has an entry."""
+OF_HOST = ("synchronisation", "launch_overhead")
+"""Groups whose time is the host's also where there is a device, beside whose work it runs."""
+GROUPS = {
+    "left_out": re.compile(rf"{SPAN}(sampling|checkpoint)$"),
+    "synchronisation": re.compile(rf"{WAIT}$|(cuda|cu|hip)\w*Synchronize"),
+    "launch_overhead": re.compile(r"(cuda|cu|hip)[A-Z]"),
+    "communication": re.compile(r"c10d::|gloo:|nccl|mpi:|record_param_comms|_c10d_functional::"),
+    "optimizer": re.compile(rf"{INSTRUCTION}OptimizerStep$|Optimizer\.(step|zero_grad)#"),
+    "loader": re.compile(rf"{INSTRUCTION}LoadMicroBatch$"),
+    "attention": re.compile(r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
+    "convolution_backward": re.compile(r"(aten|ddpm_ds)::\w*conv\w*_backward"),
+    "convolution_forward": re.compile(r"aten::\w*conv(olution|\dd|_transpose|_depthwise)"),
+    "normalisation": re.compile(r"aten::\w*(group|layer|batch|instance|rms)_norm|ddpm_ds::norm_silu"),
+    "copies": re.compile(
+        r"aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_foreach_copy_?|_copy_from\w*|flatten_dense_tensors)$"
+        r"|Memcpy |void at::native::\w*(Cat|copy)"
+    ),
+    "other": re.compile(""),
+}
+"""Pattern of each group; the first is no training, and is not reported."""
+Shares = dict[str, dict[str, float]]
+"""Seconds of each name of an event, by group; every group has an entry."""
 
 
-@dataclass(frozen=True)
-class ProfiledOperation:
-    """Event of a profile with its self time."""
-
-    name: str
-    seconds: float
-    """Self time in seconds."""
-    parent: int | None = None
-    """Position of the event that this one ran within, which comes earlier."""
-    forward: int | None = None
-    """Position of the forward operator, for a node of autograd's graph."""
+def group_of(names: Sequence[str]) -> str:
+    """Return the group of an event by its name and those of the events around it."""
+    return next(group for group, pattern in GROUPS.items() if any(map(pattern.match, names)))
 
 
-@cache
-def _found(table: tuple[tuple[Group, re.Pattern[str]], ...], name: str) -> Group | None:
-    return next((group for group, pattern in table if pattern.match(name)), None)
+def shares(events: Iterable[Any], *, on_device: bool) -> Shares:
+    """Return the self times of ``torch.profiler.profile.events()`` by group and name.
 
-
-def group_of_each(operations: Sequence[ProfiledOperation]) -> list[Group | None]:
-    """Return the group of every operation; None for those left out."""
-    inherited: list[tuple[bool, Group | None, bool, int | None]] = []  # by an operation's children as well
-    for operation in operations:
-        name, above = operation.name, operation.parent
-        out, strong, copies, forward = (False, None, False, None) if above is None else inherited[above]
-        inherited.append(
-            (
-                out or name in LEFT_OUT,
-                _found(_WITH_DESCENDANTS, name) or strong,
-                copies or bool(_COPIES.match(name)),
-                forward if operation.forward is None else operation.forward,
-            )
-        )
-    groups: list[Group | None] = []
-    for operation, (out, strong, copies, forward) in zip(operations, inherited, strict=True):
-        group = _found(_BY_NAME_ALONE, operation.name) or strong
-        if group is None and forward is not None and inherited[forward][1] == "attention":
-            group = "attention"
-        groups.append(None if out else group or ("copies" if copies else "other"))
-    return groups
-
-
-def shares(operations: Sequence[ProfiledOperation]) -> Shares:
-    """Return the self times of all operations by group and name."""
-    names: Shares = {group: defaultdict(float) for group in GROUPS}
-    for operation, group in zip(operations, group_of_each(operations), strict=True):
-        if group is not None:
-            names[group][operation.name] += operation.seconds
-    return {group: dict(found) for group, found in names.items()}
-
-
-def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOperation]:
-    """Return the operations of ``torch.profiler.profile.events()``.
-
-    Without a device an operation's time is the host's. With one, each kernel is an operation within the one that
-    launched it. Then only calls into the driver and waits have a time of the host, which runs beside the device's.
+    Without a device an operator's time is the host's. With one it is that of the kernels that it launched; kernels that
+    no operator launched count under their own names.
     """
-    host = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
-    host.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
-    positions = {id(event): position for position, event in enumerate(host)}
-    # An operator that makes no node of the backward carries the sequence number of the next one that does: of all with
-    # one number, the last has made the node. Only events of the backward know the thread of their forward.
-    made = {(event.sequence_nr, event.thread): positions[id(event)] for event in host if not event.fwd_thread}
-    operations = [
-        ProfiledOperation(
-            event.name,
-            event.self_cpu_time_total * 1e-6 if not on_device or _found(_BY_NAME_ALONE, event.name) else 0.0,
-            None if event.cpu_parent is None else positions[id(event.cpu_parent)],
-            made.get((event.sequence_nr, event.fwd_thread)) if event.fwd_thread and event.sequence_nr >= 0 else None,
-        )
-        for event in host
-    ]
-    return operations + _kernels(events, host) if on_device else operations
-
-
-def _kernels(events: Iterable[Any], host: Sequence[Any]) -> list[ProfiledOperation]:
-    """Return the device's events, each under the host's operation that launched it; the rest under none."""
-    left: dict[str, float] = defaultdict(float)
+    found: Shares = {group: defaultdict(float) for group in GROUPS}
+    kernels: dict[str, float] = defaultdict(float)
     for event in events:
         if event.device_type.name != "CPU" and not event.is_user_annotation:
-            left[event.name] += event.self_device_time_total * 1e-6
-    linked = [
-        ProfiledOperation(kernel.name, kernel.duration * 1e-6, position)
-        for position, event in enumerate(host)
-        for kernel in event.kernels
-        if kernel.name in left  # others are ranges, which have kernels of their own
-    ]
-    for kernel in linked:
-        left[kernel.name] -= kernel.seconds
-    return linked + [ProfiledOperation(name, seconds) for name, seconds in left.items() if seconds > 1e-9]
-
-
-@dataclass(frozen=True)
-class RankProfile:
-    """Profile of one rank."""
-
-    steps: int
-    shares: Shares
-    table: str
-    """PyTorch's own table of operators."""
-    trace: Annotated[bytes, EncodedBytes(Base64Encoder)]
-    """Compressed Chrome trace."""
-    kept: float
-    """Share of the trace's events that were kept."""
-
-    def seconds(self, group: str) -> float:
-        """Return seconds per step of a group, or of all groups if ``group`` is ``total``."""
-        names = [self.shares[one] for one in GROUPS if group in (one, "total")]
-        return sum(sum(seconds.values()) for seconds in names) / self.steps
+            kernels[event.name] += event.self_device_time_total * 1e-6
+    for event in events:
+        if event.device_type.name != "CPU" or event.is_async:
+            continue
+        names, above = [event.name], event.cpu_parent
+        while above is not None:
+            names.append(above.name)
+            above = above.cpu_parent
+        group = group_of(names)
+        if not on_device or group_of(names[:1]) in OF_HOST:
+            found[group][event.name] += event.self_cpu_time_total * 1e-6
+        for kernel in event.kernels:
+            if kernel.name in kernels:  # others are ranges, which have kernels of their own
+                found[group][event.name] += kernel.duration * 1e-6
+                kernels[kernel.name] -= kernel.duration * 1e-6
+    for name, seconds in kernels.items():
+        found[group_of([name])][name] += max(seconds, 0.0)
+    del found["left_out"]
+    return found
 
 
 class KernelProfile(Observer):
@@ -219,17 +107,19 @@ class KernelProfile(Observer):
         self._engine, self._steps, self._folder, self._report = engine, steps, folder, report
         self._profiler: profile | None = None
         self._recorded = self._last = 0
+        self._on_device = False
         self._labels = contextlib.ExitStack()
 
     def begin_step(self, step: int) -> None:
         if self._profiler is not None:
             if step in self._steps and step == self._profiler.step_num + 1:
                 self._profiler.step()
-                self._count(step)
-                return
-            self._stop()
-        if not self._recorded and (step in self._steps or step + 1 == self._steps.start):
+            else:
+                self._stop()
+        if self._profiler is None and not self._recorded and (step in self._steps or step + 1 == self._steps.start):
             self._start(step)
+        if self._profiler is not None and step in self._steps:
+            self._recorded, self._last = self._recorded + 1, step
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return record_function(SPAN + name) if self._profiler is not None else contextlib.nullcontext()
@@ -243,32 +133,21 @@ class KernelProfile(Observer):
                 "was started or resumed"
             )
 
-    @property
-    def _on_device(self) -> bool:
-        return self._engine.device.type == "cuda"
-
     def _start(self, step: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])],
-            schedule=self._action,
-            profile_memory=True,
-        )
+        self._on_device = self._engine.device.type == "cuda"
+
+        def action(step: int) -> ProfilerAction:
+            return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
+
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
+        self._profiler = profile(activities=activities, schedule=action, profile_memory=True)
         self._profiler.step_num = step  # by which steps are named in the trace
-        self._profiler.current_action = self._action(step)  # type: ignore[assignment]
-        self._labels.enter_context(instructions_wrapped(self._engine, _labelled))
-        self._labels.enter_context(labelled_waits())
-        self._labels.enter_context(self._engine.watched())
+        self._profiler.current_action = action(step)  # type: ignore[assignment]
+        for labels in (instructions_wrapped(self._engine, _labelled), labelled_waits(), self._engine.watched()):
+            self._labels.enter_context(labels)
         self._profiler.start()
         atexit.register(self._profiler.stop)
-        self._count(step)
-
-    def _action(self, step: int) -> ProfilerAction:
-        return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
-
-    def _count(self, step: int) -> None:
-        if step in self._steps:
-            self._recorded, self._last = self._recorded + 1, step
 
     def _stop(self) -> None:
         assert self._profiler is not None
@@ -279,37 +158,47 @@ class KernelProfile(Observer):
         self._labels.close()
         if not self._recorded:
             return
-        ranks = gather_objects(self._read(profiler), RankProfile)
+        keep(self._report, "kernels", lambda: self._write(profiler))
+        ranks = gather_objects(shares(profiler.events() or (), on_device=self._on_device), Shares)
         if ranks is not None:
             with fault_said("kernel profile", self._report.log):
                 self._report_ranks(ranks)
 
-    def _report_ranks(self, ranks: Sequence[RankProfile]) -> None:
-        for number, rank in enumerate(ranks):
-            if rank.kept < 1.0:
-                self._report.log(
-                    f"the kernel trace of rank {number} was cut to the first {rank.kept:.0%} of its events, "
-                    f"{len(rank.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
-                )
-        if keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last)):
-            first = self._last - self._recorded + 1
-            self._report.log(f"kernels of steps {first}-{self._last}: {self._folder / 'groups.txt'}")
-        self._report.observed(metrics(ranks), self._last)
+    def _report_ranks(self, ranks: Sequence[Shares]) -> None:
+        steps = f"steps {self._last - self._recorded + 1}-{self._last}"
+        seconds = {group: [sum(rank[group].values()) / self._recorded for rank in ranks] for group in list(GROUPS)[1:]}
+        seconds["total"] = [sum(of_rank) for of_rank in zip(*seconds.values(), strict=True)]
+        means = {group: sum(of_ranks) / len(ranks) for group, of_ranks in seconds.items()}
+        rows = [("self time, seconds per step", "mean", "share", "least", "most", "largest")]
+        for group in sorted(means, key=lambda group: (group == "total", -means[group])):
+            names: Counter[str] = Counter()
+            for rank in ranks:
+                names.update(rank.get(group, {}))
+            largest = ", ".join(name[:WIDEST_NAME] for name, seconds in names.most_common(3) if seconds > 0)
+            share = "" if group == "total" else f"{means[group] / (means['total'] or 1):.1%}"
+            bounds = (f"{min(seconds[group]):.4f}", f"{max(seconds[group]):.4f}")
+            rows.append((group.replace("_", " "), f"{means[group]:.4f}", share, *bounds, largest))
+        groups = self._folder / "groups.txt"
 
-    def _read(self, profiler: profile) -> RankProfile:
-        events = profiler.events()
-        assert events is not None
-        table = profiler.key_averages().table(
-            sort_by="self_device_time_total" if self._on_device else "self_cpu_time_total",
-            row_limit=TABLE_ROWS,
-            max_name_column_width=WIDEST_NAME,
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            trace, kept = bounded(path.read_bytes(), min(MOST_TRACE_BYTES, MOST_TRACES_BYTES // dist.get_world_size()))
-        own = shares(operations_of(events, on_device=self._on_device))
-        return RankProfile(self._recorded, own, table, trace, kept)
+        def write() -> list[Path]:
+            table = "\n".join(aligned(rows, left={0, 5}))
+            replace_file(groups, f"{steps}, all ranks\n\n{table}\n".encode())
+            return sorted(self._folder.iterdir())
+
+        if keep(self._report, "kernels", write):
+            self._report.log(f"kernels of {steps}: {groups}")
+        self._report.observed({f"kernels/{group}_seconds": mean for group, mean in means.items()}, self._last)
+
+    def _write(self, profiler: profile) -> Sequence[Path]:
+        """Write this rank's table and trace, which rank 0 keeps with the run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files = [self._folder / f"rank{dist.get_rank()}{ending}" for ending in (".txt", ".trace.json.gz")]
+        key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        table = averages.table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
+        replace_file(files[0], table.encode())
+        profiler.export_chrome_trace(str(files[1]))
+        return ()
 
 
 def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
@@ -331,56 +220,3 @@ def labelled_waits() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
-
-
-def bounded(trace: bytes, most_bytes: int) -> tuple[bytes, float]:
-    """Return a Chrome trace compressed to at most ``most_bytes``, and the share of events kept (the earliest)."""
-    compressed, kept = gzip.compress(trace, 6, mtime=0), 1.0
-    if len(compressed) <= most_bytes:
-        return compressed, kept
-    whole = json.loads(trace)
-    events = sorted(whole["traceEvents"], key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
-    while len(compressed) > most_bytes and kept > 0.001:
-        kept *= min(0.9, 0.95 * most_bytes / len(compressed))
-        whole["traceEvents"] = events[: int(kept * len(events))]
-        compressed = gzip.compress(json.dumps(whole).encode(), 6, mtime=0)
-    return compressed, kept
-
-
-def metrics(ranks: Sequence[RankProfile]) -> dict[str, float]:
-    """Return seconds per step of each group and in total, mean over the ranks."""
-    return {
-        f"kernels/{group}_seconds": sum(rank.seconds(group) for rank in ranks) / len(ranks)
-        for group in (*GROUPS, "total")
-    }
-
-
-def write(ranks: Sequence[RankProfile], folder: Path, last_step: int) -> list[Path]:
-    """Write every file and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    steps = ranks[0].steps
-    recorded = f"{steps} optimizer {'step' if steps == 1 else 'steps'} up to number {last_step}"
-    groups = folder / "groups.txt"
-    replace_file(groups, f"{recorded}, all ranks\n\n{group_table(ranks)}\n".encode())
-    paths = [groups]
-    for number, rank in enumerate(ranks):
-        text, trace = folder / f"rank{number}.txt", folder / f"rank{number}.trace.json.gz"
-        replace_file(text, f"{recorded}, rank {number}\n\n{group_table([rank])}\n\n{rank.table}".encode())
-        replace_file(trace, rank.trace)
-        paths += [text, trace]
-    return paths
-
-
-def group_table(ranks: Sequence[RankProfile]) -> str:
-    """Return a table of every group's seconds per step (mean, minimum, maximum over ranks) and largest operators."""
-    means = metrics(ranks)
-    rows = [("self time, seconds per step", "mean", "share", "least", "most", "largest")]
-    for group in (*sorted(GROUPS, key=lambda group: -means[f"kernels/{group}_seconds"]), "total"):
-        own, mean = [rank.seconds(group) for rank in ranks], means[f"kernels/{group}_seconds"]
-        names: Counter[str] = Counter()
-        for rank in ranks:
-            names.update(dict(rank.shares).get(group, {}))  # type: ignore[arg-type]
-        largest = ", ".join(name[:WIDEST_NAME] for name, seconds in names.most_common(3) if seconds > 0)
-        share = "" if group == "total" else f"{mean / (means['kernels/total_seconds'] or 1):.1%}"
-        rows.append((group.replace("_", " "), f"{mean:.4f}", share, f"{min(own):.4f}", f"{max(own):.4f}", largest))
-    return "\n".join(aligned(rows, left={0, 5}))

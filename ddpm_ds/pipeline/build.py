@@ -21,12 +21,11 @@ from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.gradients import gradients_of
 from ddpm_ds.pipeline.graph import StepGraph
-from ddpm_ds.pipeline.messages import all_gather_objects_by_store
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.own_step import Adam8bit
 from ddpm_ds.pipeline.schedule import Program, program
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.model import KernelTimes, choose_kernels, compile_layers
+from ddpm_ds.unet.model import choose_kernels, compile_layers
 from ddpm_ds.unet.operations import use_kernels
 
 
@@ -87,7 +86,7 @@ def build_engine(
 
     Raises:
         HostError: a build that another process of this host began does not end; raised on one rank.
-        DsConfigError: requested fused kernels fail, or have made a GPU unusable; raised on all ranks.
+        DsConfigError: requested fused kernels can't run here.
     """
     gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):
@@ -105,18 +104,8 @@ def build_engine(
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
     engine.gradients = gradients_of(engine, engine.wanted_gradients)
     engine.graph = StepGraph(engine, resolved.graphs)
-    dtype = next(engine.module.parameters()).dtype
-    engine.kernels, engine.why_kernels = choose_kernels(
-        resolved.kernels,
-        layers,
-        engine.device,
-        dtype,
-        engine.micro_batch_size,
-        lambda trial: all_gather_objects_by_store(trial, KernelTimes),
-        captured=not engine.graph.why_eager,
-    )
     modules = list(engine.own_layers().values())
-    use_kernels(modules, engine.kernels)
+    use_kernels(modules, choose_kernels(resolved.kernels, engine.device, captured=not engine.graph.why_eager))
     if resolved.compile:
         engine.compiled = True
         compile_layers(modules, cache_folder() / "compiled")

@@ -53,7 +53,7 @@ from ddpm_ds.pipeline.schedule import (
     split_passes,
 )
 from ddpm_ds.unet.blocks import Carry, set_context, transformer_blocks
-from ddpm_ds.unet.operations import EmbeddingProjection, Kernels, KeyedDropout, arithmetic_dtype, set_image_index
+from ddpm_ds.unet.operations import EmbeddingProjection, KeyedDropout, arithmetic_dtype, set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 
@@ -109,9 +109,6 @@ class UnetPipelineEngine(PipelineEngine):
     """Graph of the steps; set by :func:`build_engine`."""
     averages: Averages | None = None
     """Averages that a step updates."""
-    kernels: Kernels = "reference"
-    """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
-    why_kernels = ""
     schedule: Schedule = "1f1b"
     """The JSON's schedule; set by :func:`build_engine`."""
     rate: Callable[[int, int], float] | None = None

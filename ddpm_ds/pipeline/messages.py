@@ -56,7 +56,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddpm_ds.unet.blocks import Carry
 
-_numbers = itertools.count()
 Kind = Literal["activations", "gradients", "predictions"]
 
 
@@ -89,23 +88,9 @@ def broadcast_object(value: Any, kind: Any) -> Any:
     return _unpacked(message, kind)
 
 
-def all_gather_objects_by_store(value: Any, kind: Any) -> list[Any]:
-    """Return all ranks' values of type ``kind``, by rank, through the process group's store, so that a rank with a
-    broken GPU can report it.
-    """
-    assert dist.group.WORLD is not None
-    store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())
-    store.set(str(dist.get_rank()), _text(value, kind))
-    said = store.multi_get([str(rank) for rank in range(dist.get_world_size())])
-    return [TypeAdapter(kind).validate_python(json.loads(text)) for text in said]
-
-
-def _text(value: Any, kind: Any) -> str:
-    return json.dumps(TypeAdapter(kind).dump_python(value, mode="json"))
-
-
 def _packed(value: Any, kind: Any) -> Tensor:
-    return torch.frombuffer(bytearray(_text(value, kind).encode()), dtype=torch.uint8).to(_device())
+    text = json.dumps(TypeAdapter(kind).dump_python(value, mode="json"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
 
 
 def _unpacked(message: Tensor, kind: Any) -> Any:

@@ -11,7 +11,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ddpm_ds import errors
-from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, DeviceLostError, HostError, UserError
+from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
@@ -57,8 +57,6 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
         _join()
         try:
             yield
-        except DeviceLostError:  # nothing on the device works any more
-            raise
         except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
             dist.barrier()
             dist.destroy_process_group()

@@ -55,7 +55,6 @@ from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of
 from ddpm_ds.train.saving import Saver, described
 from ddpm_ds.train.start import Asked, Prepared
 from ddpm_ds.train.validation import Previews, Validation, prompts_of
-from ddpm_ds.unet.operations import Kernels
 
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
@@ -295,10 +294,8 @@ def run_training(
             engine.size_of = lambda index: numbers[order.bucket_at(index)]
     recording: contextlib.AbstractContextManager[Recorder] = contextlib.nullcontext(Recorder(progress))
     if progress is not None and sender is not None:
-        recording = _recorded(prepared, engine.kernels, asked, progress, files, sender)
+        recording = _recorded(prepared, asked, progress, files, sender)
     with disk_errors_said(prepared.claim.run_dir), recording as recorder:
-        if plan.ds.kernels == "auto" and device.type == "cuda":
-            recorder.log(engine.why_kernels)
         engine.graph.say = recorder.log
         if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
@@ -317,15 +314,14 @@ def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
 
 def _recorded(
     prepared: Prepared,
-    kernels: Kernels,
     asked: Asked,
     line: ProgressLine,
     files: Mapping[str, str],
     sender: Popen[bytes],
 ) -> contextlib.AbstractContextManager[Recorder]:
-    """Return what records the run on rank 0, with the ``kernels`` that were chosen for it."""
+    """Return what records the run on rank 0."""
     plan, store = prepared.plan, prepared.images.store
-    spec, config = plan.spec.model_dump(mode="json"), replace(plan.ds, kernels=kernels).as_json()
+    spec, config = plan.spec.model_dump(mode="json"), plan.ds.as_json()
     kept: dict[str, str | bytes] = {
         SPEC: yaml.safe_dump(spec, sort_keys=False),
         DS_CONFIG: json.dumps(config, indent=2) + "\n",

@@ -143,15 +143,13 @@ class Convolution(Weighted):
         self.stride = stride
         self.padding = kernel // 2 if padding is None else padding
         self.starts_at_zero = starts_at_zero
-        self.memory_format = torch.channels_last
-        """Memory format of images and weights in the arithmetic; tensors in another one are copied."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.contiguous(memory_format=self.memory_format))
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
-        weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)  # (out, in, k, k)
+        weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)  # (out, in, k, k)
         return convolution(x, weight, bias, self.stride, self.padding)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
@@ -376,12 +374,6 @@ def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
     for module in _all_of(modules, nn.Module):
         if isinstance(module, GroupNorm | KeyedDropout):
             module.kernels = kernels
-
-
-def use_memory_format(modules: Iterable[nn.Module], memory_format: torch.memory_format) -> None:
-    """Set the memory format of images for every convolution in `modules`; weights stay channels-last."""
-    for module in _all_of(modules, Convolution):
-        module.memory_format = memory_format
 
 
 def _all_of(roots: Iterable[nn.Module], kind: type[Kind]) -> Iterator[Kind]:

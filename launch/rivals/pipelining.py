@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.train.objective import Noised
@@ -49,12 +48,9 @@ class StageModule(nn.Module):
 
 
 class TorchPipeline:
-    """Schedule of PyTorch; DistributedDataParallel around a stage averages replicas, if there are any.
+    """Schedule of PyTorch, without replicas: 1F1B with this project's cuts, others with two stages on each rank."""
 
-    1F1B has this project's cuts. The others have two stages on each rank, cut evenly by flops.
-    """
-
-    is_pipeline = True
+    comparable, note = True, ""
 
     def __init__(self, setting: Setting, schedule: str) -> None:
         plan = setting.plan
@@ -62,42 +58,18 @@ class TorchPipeline:
         self.name = f"torch.distributed.pipelining {schedule.removeprefix('Schedule')}, fp32"
         count = layout.stages * (1 if single else 2)
         bounds = bounds_of(plan, "1f1b") if single else partition(plan.layers, count, "flops")
-        mesh = init_device_mesh(
-            setting.device.type, (layout.stages, layout.replicas), mesh_dim_names=("stage", "replica")
-        )
-        stage, replica = mesh.get_local_rank("stage"), mesh.get_local_rank("replica")
-        self.note = setting.unchecked()
-        self._stage_group = mesh.get_group("stage")
-        self._objective = setting.objective()
-        self._batches = setting.batches(layout.replicas, replica)
-        self._micro_batches, self._replicas, self._device = layout.micro_batches, layout.replicas, setting.device
-        ranks = layout.stages
-        second = stage + ranks if schedule == "ScheduleInterleaved1F1B" else count - 1 - stage
-        own = [stage] if single else [stage, second]
+        self._objective, self._batches = setting.objective(), setting.batches(1, 0)
+        self._micro_batches, self._device = layout.micro_batches, setting.device
+        own = [dist.get_rank()] if single else [dist.get_rank(), count - 1 - dist.get_rank()]
         self._first, self._last = 0 in own, count - 1 in own
         modules, stages = nn.ModuleList(), []
         for index in own:
-            module: nn.Module = StageModule(plan.layers, bounds[index], bounds[index + 1], plan.spec.train.seed)
-            module.to(setting.device)
-            if layout.replicas > 1:
-                module = DistributedDataParallel(module, process_group=mesh.get_group("replica"))
-            modules.append(module)
-            stages.append(
-                PipelineStage(
-                    module,
-                    index,
-                    count,
-                    setting.device,
-                    input_args=_like_crossing(setting, bounds[index]),
-                    output_args=_like_crossing(setting, bounds[index + 1]),
-                    group=self._stage_group,
-                )
-            )
+            module = StageModule(plan.layers, bounds[index], bounds[index + 1], plan.spec.train.seed)
+            modules.append(module.to(setting.device))
+            received, sent = (_like_crossing(setting, cut) for cut in bounds[index : index + 2])
+            stages.append(PipelineStage(module, index, count, setting.device, input_args=received, output_args=sent))
         self._schedule: Any = getattr(schedules, schedule)(
-            stages[0] if single else stages,
-            n_microbatches=layout.micro_batches,
-            loss_fn=self._loss,
-            scale_grads=False,
+            stages[0] if single else stages, n_microbatches=self._micro_batches, loss_fn=self._loss, scale_grads=False
         )
         self._optimizer = Optimizer(setting, modules.parameters())
         self._prepared: list[Noised] = []
@@ -115,21 +87,18 @@ class TorchPipeline:
             losses=losses if self._last else None,
             return_outputs=False,
         )
-        self._optimizer.step(norm_group=self._stage_group)
+        self._optimizer.step(norm_group=dist.group.WORLD)
         if not self._last:
             return torch.zeros((), device=self._device)
-        return torch.stack(losses).detach().sum() / self._replicas
+        return torch.stack(losses).detach().sum()
 
     def _loss(self, prediction: Tensor, number: Tensor) -> Tensor:
-        """Return a micro-batch's part of the replica's mean loss; a target has to be one tensor, so it is a number."""
+        """Return a micro-batch's part of the mean loss; a target has to be one tensor, so it is a number."""
         return self._objective.loss(prediction, self._prepared[int(number)]) / self._micro_batches
 
 
 def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
-    """Return meta tensors like those of a micro-batch that cross before layer ``cut``, or the U-Net's own at its ends.
-
-    Given these, a stage does not have to find out by running, and expects contiguous gradients, which gloo needs.
-    """
+    """Return meta tensors like those of a micro-batch that cross before layer ``cut``, or of the U-Net's ends."""
     plan = setting.plan
     layers, images = plan.layers, plan.ds.layout.micro_batch_images
     with torch.device("meta"):

@@ -1,36 +1,36 @@
-"""Rows of a benchmark: their common parts, and plain PyTorch loops: draw, forward, backward, clip, AdamW."""
+"""Rows of a benchmark: their common parts, and plain PyTorch loops of our U-Net and of other people's."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-from unittest import mock
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ddpm_ds.command_line import cache_folder
+from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.device import share_threads
+from ddpm_ds.device import DTYPES, share_threads
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
 from ddpm_ds.planning import RunPlan, decided
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.start import check_store
-from ddpm_ds.unet.model import UNet
-from ddpm_ds.unet.operations import KeyedDropout
-from rivals.choice import replica_micro_batches
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet, choose_kernels, compile_layers
+from ddpm_ds.unet.operations import use_kernels
 
-SCALES = 32
-"""Number of loss scales that are tried, each half of the one before, before gradients count as infinite or NaN."""
+DIM64 = SPECS / "cifar10_dim64.yaml"
+"""Spec of another U-Net, of the widths that denoising-diffusion-pytorch's has here."""
 
 
 class Row(Protocol):
@@ -38,9 +38,8 @@ class Row(Protocol):
 
     name: str
     note: str
-    """Remark for comparing the row; may be empty."""
-    is_pipeline: bool
-    """Whether processes wait for each other within a step: whether it has a bubble."""
+    comparable: bool
+    """Whether its losses can be compared: random draws, and other U-Nets, have their own."""
 
     def step(self) -> Tensor:
         """Take one optimizer step on the next batch; every process calls it, and none need wait for its device.
@@ -58,8 +57,6 @@ class Setting:
     store: DatasetCache
     device: torch.device
     verbose: bool = False
-    load_before: float = 0.0
-    """Processes that wanted a core in the minute before (Unix load average), this one's start-up included."""
 
     @classmethod
     def prepare(cls, plan: RunPlan, device: torch.device, *, verbose: bool) -> Setting:
@@ -68,12 +65,11 @@ class Setting:
         Raises:
             UserError: something given is wrong.
         """
-        load_before = os.getloadavg()[0]
         use_host_accelerator()
         share_threads(device)
         store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
         check_store(store, plan.spec)
-        return cls(decided(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose, load_before)
+        return cls(decided(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose)
 
     def objective(self) -> Denoising:
         store = self.store
@@ -84,21 +80,6 @@ class Setting:
         spec, layout = self.plan.spec, self.plan.ds.layout
         text = spec.unet.text is not None
         return replica_batches(spec, layout, self.store, self.device, replicas=replicas, replica=replica, text=text)
-
-    def unchecked(self) -> str:
-        """Return the note of a row that recomputes nothing, if the configuration asks for it."""
-        return "no activation checkpointing" if self.plan.ds.layout.checkpoint_interval else ""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Prediction, loss and gradient norm of a row on one micro-batch with dropout switched off."""
-
-    prediction: Tensor
-    """(N, C, H, W) fp32, on the CPU"""
-    loss: float
-    gradient_norm: float
-    """Norm over all parameters, before clipping."""
 
 
 class Optimizer:
@@ -159,18 +140,8 @@ class Optimizer:
             self._scheduler.step()
         if self.masters:
             torch._foreach_copy_(tuple(self._parameters), tuple(self.masters))
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-    def gradient_norm(self, loss: Tensor, scale: float) -> float:
-        """Return the norm of ``loss``'s gradient and change nothing; not finite if ``scale`` makes it overflow."""
-        (loss * scale).backward()
-        gradients = [one.grad.float() for one in self._parameters if one.grad is not None]
-        self.drop_gradients()
-        return float(torch.nn.utils.get_total_norm(gradients)) / scale
 
 
 class RandomDenoising(Denoising):
@@ -187,30 +158,16 @@ class RandomDenoising(Denoising):
 
 
 class Loop:
-    """Row that trains a U-Net in its own loop, over the micro-batches of this process's replica."""
-
-    is_pipeline = False
+    """Row that trains a U-Net in its own loop, in one process."""
 
     def __init__(
-        self,
-        setting: Setting,
-        model: nn.Module,
-        name: str,
-        note: str = "",
-        *,
-        fused: bool = False,
-        scaled: bool = False,
-        objective: Denoising | None = None,
+        self, setting: Setting, model: nn.Module, name: str, *, fused: bool = False, objective: Denoising | None = None
     ) -> None:
-        self.name, self.note, self.model = name, note, model
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.macs = setting.plan.macs
-        """Multiply-accumulates of one image's forward."""
-        self.optimizer = Optimizer(setting, model.parameters(), fused=fused, scaled=scaled)
-        self._replicas, self._micro_batches = setting.plan.ds.layout.world_size, replica_micro_batches(setting.plan)
-        self._batches = setting.batches(self._replicas, dist.get_rank() if self._replicas > 1 else 0)
-        self._device, self._probed = setting.device, setting.objective()
-        self._trained = objective or self._probed  # random draws can't be compared
+        self.name, self.note, self.model = name, "", model
+        self.comparable = objective is None
+        self.optimizer = Optimizer(setting, model.parameters(), fused=fused, scaled=setting.plan.ds.precision == "fp16")
+        self._batches, self._micro_batches = setting.batches(1, 0), setting.plan.ds.layout.micro_batches
+        self._device, self._objective = setting.device, objective or setting.objective()
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         """Return (N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
@@ -218,56 +175,78 @@ class Loop:
         return prediction
 
     def step(self) -> Tensor:
-        loss = self._backward()
+        total = torch.zeros((), device=self._device)
+        for micro_batch in itertools.islice(self._batches, self._micro_batches):
+            prepared = self._objective.prepare(micro_batch)
+            prediction = self.predict(self._objective.inputs(prepared), micro_batch.index)
+            loss = self._objective.loss(prediction, prepared) / self._micro_batches
+            self.optimizer.scaler.scale(loss).backward()
+            total += loss.detach()
         self.optimizer.step()
-        return loss
-
-    def forward_backward(self) -> Tensor:
-        """Take a step without the optimizer."""
-        loss = self._backward()
-        self.optimizer.drop_gradients()
-        return loss
-
-    def probe(self, micro_batch: MicroBatch) -> Probe:
-        """Return prediction, loss and gradient norm of ``micro_batch``; the weights stay as they are."""
-        scaler = self.optimizer.scaler
-        with without_dropout(self.model):
-            for halved in range(SCALES if scaler.is_enabled() else 1):
-                prediction, loss = self._forward(micro_batch, self._probed)
-                norm = self.optimizer.gradient_norm(loss, scaler.get_scale() / 2**halved)
-                if math.isfinite(norm):
-                    break
-        return Probe(prediction.detach().float().cpu(), float(loss.detach()), norm)
-
-    def _backward(self) -> Tensor:
-        losses = []
-        parallel = self.model if isinstance(self.model, DistributedDataParallel) else None
-        for number, micro_batch in enumerate(itertools.islice(self._batches, self._micro_batches), 1):
-            last = number == self._micro_batches  # in which DistributedDataParallel averages gradients
-            with contextlib.nullcontext() if parallel is None or last else parallel.no_sync():
-                _, loss = self._forward(micro_batch, self._trained)
-                self.optimizer.scaler.scale(loss / self._micro_batches).backward()
-            losses.append(loss.detach())
-        return sum(losses, torch.zeros((), device=self._device)) / (self._micro_batches * self._replicas)
-
-    def _forward(self, micro_batch: MicroBatch, objective: Denoising) -> tuple[Tensor, Tensor]:
-        prepared = objective.prepare(micro_batch)
-        prediction = self.predict(objective.inputs(prepared), micro_batch.index)
-        return prediction, objective.loss(prediction, prepared)
+        return total
 
 
-def plain_loop(setting: Setting, *, parallel: bool) -> Loop:
-    """Return the loop of our U-Net in fp32, as it is, or under DistributedDataParallel on every process."""
-    unet: nn.Module = UNet(setting.plan.layers, setting.plan.spec.train.seed).to(setting.device)
-    unet, name = (DistributedDataParallel(unet), "PyTorch DDP") if parallel else (unet, "plain PyTorch loop")
-    return Loop(setting, unet, f"{name}, fp32", setting.unchecked())
+def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
+    """Return the loop of our U-Net, or of that of :data:`DIM64`, as the engine holds it under this JSON."""
+    plan, ds, layers = setting.plan, setting.plan.ds, setting.plan.layers
+    if dim64:
+        layers = unet_layers(load_spec(DIM64, []).unet, plan.spec.data.interface)
+    unet = UNet(layers, plan.spec.train.seed).to(setting.device, DTYPES[ds.precision][1])
+    use_kernels(unet.layers, choose_kernels(ds.kernels, setting.device, captured=False))
+    if ds.compile:
+        compile_layers(list(unet.layers), cache_folder() / "compiled")
+    name = f"plain PyTorch loop{', dim 64' if dim64 else ''}, {ds.precision}"
+    loop = Loop(setting, unet, name, fused=bool(ds.blocks["optimizer"]["params"].get("fused")))
+    loop.comparable = not dim64
+    return loop
 
 
-def without_dropout(model: nn.Module) -> contextlib.ExitStack:
-    """Return a context in which dropout is off, ours and PyTorch's: no two U-Nets draw the same masks."""
-    stack = contextlib.ExitStack()
-    for part in model.modules():
-        if isinstance(part, (KeyedDropout, nn.Dropout)):
-            name = "p" if isinstance(part, nn.Dropout) else "rate"
-            stack.enter_context(mock.patch.object(part, name, 0.0))
-    return stack
+class AutocastLoop(Loop):
+    """U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
+
+    def __init__(
+        self, setting: Setting, model: nn.Module, name: str, call: Callable[..., Tensor], *, randn: bool = False
+    ) -> None:
+        precision = setting.plan.ds.precision
+        objective = RandomDenoising(setting.plan.spec, setting.device) if randn else None
+        self._call = call
+        self._autocast = torch.autocast(setting.device.type, DTYPES[precision][1], enabled=precision != "fp32")
+        name += f"{', torch.randn' if randn else ''}, autocast {precision}, AdamW"
+        super().__init__(setting, model.to(setting.device), name, objective=objective)
+
+    def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
+        with self._autocast:
+            return self._call(*inputs)
+
+
+def diffusers_loop(setting: Setting, *, randn: bool) -> Loop:
+    """Return the loop of ``UNet2DModel`` of our configuration, with our weights.
+
+    Raises:
+        LayoutError: diffusers has no such U-Net.
+    """
+    from diffusers import UNet2DModel
+
+    plan = setting.plan
+    try:
+        model: Any = UNet2DModel(**diffusers_config(plan.spec.unet, plan.spec.data.interface))
+    except ValueError as error:
+        raise LayoutError(f"--rows diffusers: {error}; leave the row out") from None
+    model.load_state_dict(to_diffusers(UNet(plan.layers, plan.spec.train.seed).layers.state_dict(), plan.layers))
+
+    def call(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        prediction: Tensor = model(x_t, t, class_labels=labels, return_dict=False)[0]
+        return prediction
+
+    return AutocastLoop(setting, model, "diffusers UNet2DModel", call, randn=randn)
+
+
+def lucidrains_loop(setting: Setting) -> Loop:
+    """Return the loop of denoising-diffusion-pytorch's ``Unet`` as of 2023, with the widths of :data:`DIM64`."""
+    from denoising_diffusion_pytorch import Unet
+
+    widths = load_spec(DIM64, []).unet
+    model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=setting.plan.spec.data.channels)
+    loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model)
+    loop.comparable = False
+    return loop

@@ -217,24 +217,24 @@ def test_every_layout_is_profiled_with_recomputation_and_in_half_precision(obser
 
 
 @pytest.mark.parametrize(("name", "steps", "last"), [("folded", 2, 6), ("replicas", 1, 5)])
-def test_steps_are_profiled_once_on_all_ranks_and_written_by_rank_0(
-    name: str, steps: int, last: int, observed: Observed
-) -> None:
+def test_steps_are_profiled_once_on_all_ranks(name: str, steps: int, last: int, observed: Observed) -> None:
     told, folder = observed.ranks[0][name], observed.folder / name / "kernels"
     ((step, values),) = [(step, values) for step, values in told["metrics"] if "kernels/total_seconds" in values]
     assert step == last
-    assert set(values) == {*(f"kernels/{group}_seconds" for group in GROUPS), "kernels/total_seconds"}
+    assert set(values) == {f"kernels/{group}_seconds" for group in (*list(GROUPS)[1:], "total")}
     total = values.pop("kernels/total_seconds")
     assert sum(values.values()) == pytest.approx(total)
-    # All of the recorded time but what is done between steps belongs to a group, whatever else the machine does.
-    groups = [group for group in GROUPS if group not in ("launch_overhead", "communication", "synchronisation")]
+    groups = set(list(GROUPS)[1:]) - {
+        "launch_overhead",
+        "communication",
+    }
     assert all(values[f"kernels/{group}_seconds"] > 0 for group in groups)
-    assert values["kernels/launch_overhead_seconds"] == 0 < values["kernels/synchronisation_seconds"]
+    assert values["kernels/launch_overhead_seconds"] == 0
 
-    files = ["groups.txt", *(f"rank{rank}{end}" for rank in range(2) for end in (".txt", ".trace.json.gz"))]
+    files = ["groups.txt", *(f"rank{rank}{end}" for rank in range(2) for end in (".trace.json.gz", ".txt"))]
     assert [file for file in told["artifacts"] if file.startswith("kernels")] == [f"kernels/{file}" for file in files]
     text = (folder / "groups.txt").read_text()
-    assert text.startswith(f"{steps} optimizer step") and f"up to number {last}, all ranks" in text
+    assert text.startswith(f"steps {last - steps + 1}-{last}, all ranks")
     assert "convolution backward" in text and "aten::convolution_backward" in text
     for rank in range(2):
         table = (folder / f"rank{rank}.txt").read_text()

@@ -1,4 +1,4 @@
-"""Which rows can run in which layout, and how much is timed."""
+"""Which rows can run in which layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, choose, why_not_in_layout
+from rivals import choice
+from rivals.choice import READ_TEXT, ROWS, TORCH_SCHEDULES, bounds_of, choose, why_not
 from rivals.deepspeed_rows import TupleLayer, stock_zero_stage
 
 from ddpm_ds.errors import LayoutError
@@ -17,47 +18,67 @@ from ddpm_ds.unet.model import UNet
 from tests.launching import REPOSITORY, tiny_text_spec
 
 CONFIGS = REPOSITORY / "ds_configs"
-DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+SPECS = REPOSITORY / "launch" / "specs"
 
 
 def plan_of(
-    processes: int, stages: int, *, batch: int = 32, micro: int = 8, config: str = "zero1_fp32.json"
+    processes: int,
+    stages: int,
+    *changes: str,
+    batch: int = 32,
+    micro: int = 8,
+    config: str = "zero1_fp32.json",
+    spec: str = "digits.yaml",
 ) -> RunPlan:
-    """A plan of the digits with ``micro`` micro-batches."""
-    changes = [f"train.batch_images={batch}", f"train.accumulation={micro}"]
-    return plan_run(DIGITS, changes, CONFIGS / config, world_size=processes, stages=stages)
+    """A plan with ``micro`` micro-batches."""
+    changes = (f"train.batch_images={batch}", f"train.accumulation={micro}", *changes)
+    return plan_run(SPECS / spec, changes, CONFIGS / config, world_size=processes, stages=stages)
+
+
+PLAIN = {name: "has one process, and" for name in ("plain", "diffusers", "diffusers-randn", "lucidrains", "ours-dim64")}
+PIPED = dict.fromkeys(("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES), "needs 2 stages")
 
 
 @pytest.mark.parametrize(
-    ("layout", "reasons"),
+    ("plan", "reasons"),
     [
-        ({"processes": 2, "stages": 2}, {"plain": "has one process, and 2 were started"}),
+        (plan_of(2, 2), PLAIN),
         (
-            {"processes": 4, "stages": 2, "batch": 24, "micro": 3},
-            {
-                "plain": "has one process, and 4",
+            plan_of(4, 2, batch=24, micro=3),
+            PLAIN
+            | {
                 "folded": "needs 4 micro-batches, and the batch has 3",
-                "torch-zbv": "misses the weight gradients of a split backward",
                 "stock-dualpipev": "needs 4 micro-batches",
+                "torch": "has no replicas",
+                "torch-zbv": "has no replicas",
                 "torch-dualpipev": "needs 4 micro-batches",
-                "ddp": "24 images don't",
-                "zero2": "micro-batches of 4 on 4",
             },
         ),
         (
-            {"processes": 1, "stages": 1},
-            {
-                **dict.fromkeys(
-                    ("folded", "planned", "stock-default", "stock-dualpipev", *TORCH_SCHEDULES), "needs 2 stages"
-                ),
-                "ddp": "needs 2 processes",
+            plan_of(1, 1, "unet.dropout=0.1"),
+            PIPED
+            | {
+                "diffusers": "draws other masks; --set unet.dropout=0",
+                "diffusers-randn": "draws other masks",
+                "lucidrains": "denoising_diffusion_pytorch is not installed; pip install 'ddpm_ds[bench]'",
+                "ours-dim64": "use --spec launch/specs/cifar10.yaml",
             },
+        ),
+        (
+            plan_of(1, 1, "diffusion.schedule=edm", "diffusion.objective=v", spec="cifar10_dim64.yaml"),
+            PIPED | {"diffusers-randn": "timesteps are whole numbers", "lucidrains": "not installed"},
+        ),
+        (
+            plan_of(2, 2, batch=8, micro=4, spec="tiny_text.yaml"),
+            {row: "reads no captions" for row in ROWS if row not in READ_TEXT},
         ),
     ],
 )
-def test_a_row_that_cannot_run_says_why(layout: dict[str, Any], reasons: dict[str, str]) -> None:
-    plan = plan_of(**layout)
-    found = {row: reason for row in ROWS if (reason := why_not_in_layout(row, plan)) is not None}
+def test_a_row_that_cannot_run_says_why(
+    plan: RunPlan, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "find_spec", lambda package: None if package.startswith("denoising") else package)
+    found = {row: reason for row in ROWS if (reason := why_not(row, plan)) is not None}
     assert set(found) == set(reasons)
     for row, said in reasons.items():
         assert said in found[row]
@@ -67,14 +88,14 @@ def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedules() -
     plan = plan_of(2, 2)
     assert bounds_of(plan, "planned") == plan.bounds == bounds_of(plan, "folded") and len(bounds_of(plan, "1f1b")) == 3
     line = replace(plan, ds=plan.ds.with_layout(schedule="1f1b", stages=16, micro_batches=32))
-    assert "mirrored cuts" in (why_not_in_layout("folded", line) or "")
+    assert "mirrored cuts" in (why_not("folded", line) or "")
 
 
 @pytest.mark.parametrize(
     ("config", "stages", "zero_stage", "why"),
     [
         ("zero2_fp16.json", 2, 1, "refuses ZeRO-2"),
-        ("zero0_fp32.json", 2, 1, "first stage's norm alone"),
+        ("zero0_fp32.json", 2, 1, "clips by the first stage's norm alone"),
         ("zero0_fp32.json", 1, 0, ""),
     ],
 )
@@ -87,18 +108,10 @@ def test_the_stock_engine_gets_a_zero_stage_under_which_it_trains_right(
 
 
 def test_rows_that_can_not_run_are_left_out_and_all_of_them_are_refused() -> None:
-    reasons = {"torch": "needs 2 stages", "ddp": "needs 2 processes"}
-    assert choose(["1f1b", "torch"], reasons.get) == (["1f1b"], {"torch": "needs 2 stages"})
-    with pytest.raises(LayoutError, match="leaves nothing to run: torch: needs 2 stages; ddp: needs 2 processes"):
-        choose(["torch", "ddp"], reasons.get)
-
-
-def test_of_a_unet_that_reads_text_our_rows_run_and_a_relay_of_it() -> None:
-    changes = ["train.batch_images=8", "train.accumulation=4"]
-    spec = REPOSITORY / "launch" / "specs" / "tiny_text.yaml"
-    plan = plan_run(spec, changes, CONFIGS / "zero1_fp32.json", world_size=2, stages=2)
-    assert [row for row in ROWS if why_not_in_layout(row, plan) is None] == list(READ_TEXT)
-    assert why_not_in_layout("ddp", plan) == "reads no captions"
+    plan = plan_of(1, 1)
+    assert choose(["1f1b", "torch"], plan) == (["1f1b"], {"torch": "needs 2 stages"})
+    with pytest.raises(LayoutError, match="leaves nothing to run: torch: needs 2 stages; folded: needs 2 stages"):
+        choose(["torch", "folded"], plan)
 
 
 def test_the_relay_gives_every_layer_the_text_that_it_carries_with_a_gradient() -> None:

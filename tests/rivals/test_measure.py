@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rivals import measure
-from rivals.measure import RING_SHARE, BusyTime, SentBytes, check_losses, check_probe, ratios
-from rivals.rows import Probe
-from torch import Tensor, nn
+from rivals.measure import RING_SHARE, SentBytes, check_losses
 
 from ddpm_ds.errors import BadNumbersError
 
@@ -30,8 +28,13 @@ class Clock:
         self.now += seconds
 
 
-def test_rounds_take_rows_in_turn_and_time_is_taken_when_the_device_has_caught_up() -> None:
+def test_rounds_take_rows_in_turn_and_time_is_taken_when_the_device_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, taken = Clock(), list[str]()
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(measure, "wait_for_device", lambda device: clock.take(0.5))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
 
     def step(name: str, seconds: float) -> Callable[[], None]:
         def taking() -> None:
@@ -40,36 +43,20 @@ def test_rounds_take_rows_in_turn_and_time_is_taken_when_the_device_has_caught_u
 
         return taking
 
-    steps = [step("plain", 2.0), step("other", 3.0)]
-    found = measure.time_rounds(steps, 2, 4, lambda: clock.take(0.5), clock)
+    found = measure.time_rounds([step("plain", 2.0), step("other", 3.0)], 2, 4, torch.device("cpu"))
     assert taken == ["plain"] * 4 + ["other"] * 8 + ["plain"] * 4
     assert found == [[2.125, 2.125], [3.125, 3.125]]  # the wait after four steps
-    assert ratios([3.0, 6.0], [2.0, 4.0]) == [1.5, 1.5]
 
 
 def test_a_row_that_trains_something_else_is_named_with_its_step_and_loss() -> None:
-    losses = [[1.0, 1.0, 1.0], [1.0, 1.001, 1.0005]]
-    assert check_losses(["plain", "other"], losses, 1e-2) == pytest.approx([0.0, 1e-3])
+    rows: Any = [SimpleNamespace(name=name, comparable=name != "random") for name in ("random", "plain", "other")]
+    losses = [[7.0, 8.0, 9.0], [1.0, 1.0, 1.0], [1.0, 1.001, 1.0005]]
+    assert check_losses(rows, losses, 1e-2) == [None, 0.0, pytest.approx(1e-3)]
     for loss in (0.98, math.nan):
         with pytest.raises(BadNumbersError, match="in step 1 of other, where plain has 1: they don't train the same"):
-            check_losses(["plain", "other"], [[1.0, 1.0], [1.0, loss]], 1e-2)
-
-
-PROBE = Probe(torch.tensor([[3.0, 4.0]]), 1.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"prediction": torch.tensor([[3.0, 4.1]])}, "prediction of all"),
-        ({"loss": 1.1}, "loss of all"),
-        ({"gradient_norm": math.nan}, "gradients' norm of all"),
-    ],
-)
-def test_a_row_that_computes_something_else_is_refused(changes: dict[str, Any], what: str) -> None:
-    with pytest.raises(BadNumbersError, match=f"{what} differs from that of plain by .*nothing is timed"):
-        check_probe("all", replace(PROBE, **changes), "plain", PROBE, 1e-2)
-    assert check_probe("all", replace(PROBE, loss=1.001), "plain", PROBE, 1e-2)["loss"] == pytest.approx(1e-3)
+            check_losses(rows, [losses[0], [1.0, 1.0], [1.0, loss]], 1e-2)
+    with pytest.raises(BadNumbersError, match="loss nan in step 0 of random"):
+        check_losses(rows, [[math.nan], [1.0], [1.0]], 1e-2)
 
 
 def test_what_rounding_explains_depends_on_precision_and_on_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,55 +66,6 @@ def test_what_rounding_explains_depends_on_precision_and_on_tf32(monkeypatch: py
     assert measure.tolerance("fp32", cuda) == 1e-2
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert measure.tolerance("fp32", cuda) == measure.tolerance("fp32", cpu)
-
-
-class Work(nn.Module):
-    """Takes a second forward and two backward."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.take(1)
-        y = 2 * x
-        y.register_hook(lambda gradient: self.clock.take(2))
-        return y
-
-
-def test_busy_is_forward_and_backward_however_deep_they_are_nested() -> None:
-    clock, before = Clock(), torch.autograd.backward
-    model = nn.Sequential(Work(clock), nn.Sequential(Work(clock)))
-    with BusyTime(clock=clock) as busy:
-        clock.take(10)
-        torch.autograd.backward([model(torch.ones(1, requires_grad=True))], [torch.ones(1)])  # as engines do
-        model(torch.ones(1, requires_grad=True)).backward()  # as users do
-        clock.take(10)
-    assert busy.seconds == 2 * 2 * (1 + 2)
-    model(torch.ones(1, requires_grad=True)).backward()
-    assert busy.seconds == 12 and torch.autograd.backward is before
-
-
-def test_busy_is_also_what_a_device_still_computes_when_a_call_returns() -> None:
-    clock = Clock()
-    with BusyTime(lambda: clock.take(5), clock) as busy:
-        Work(clock)(torch.ones(1, requires_grad=True))
-    assert busy.seconds == 1 + 5  # the one afterwards; the one before is not its own
-
-
-def test_busy_ends_with_a_forward_that_raises() -> None:
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            clock.take(3)
-            raise ValueError
-
-    clock = Clock()
-    with BusyTime(clock=clock) as busy:
-        with pytest.raises(ValueError):
-            Broken()(torch.ones(1))
-        clock.take(100)
-        Work(clock)(torch.ones(1, requires_grad=True))
-    assert busy.seconds == 3 + 1
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """launch/train.py with a fault; what only the last rank meets, the others wait for.
 
 FAULT="noise FIRST LAST FACTOR": the noise of the images FIRST to LAST is multiplied by FACTOR, on all ranks
-FAULT=gpu: as if on GPUs whose fused kernels break that of the last rank: no collective works there any more
 FAULT=checkpoint: a file of the checkpoint that the last rank reads is shorter than when it was verified
 FAULT=loader: its images can't be read any more
 FAULT=disk: from its first micro-batch on no file may grow beyond a few bytes, as on a full disk
@@ -28,7 +27,6 @@ from ddpm_ds.checkpoint.folder import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe import observer, timeline
-from ddpm_ds.pipeline import build
 from ddpm_ds.predict import verdict
 from ddpm_ds.processes import ranks
 from ddpm_ds.processes.signals import STOP_SIGNALS
@@ -37,8 +35,6 @@ from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train import objective
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.unet import model
-from ddpm_ds.unet.model import KernelTimes, choose_kernels
 
 REPORTS = [
     (timeline, "timeline_metrics"),
@@ -60,7 +56,6 @@ ENDINGS: list[tuple[Any, str]] = [
 MICRO_BATCHES = 5
 """Read before the images are gone."""
 MOST_BYTES = 2**14  # more than the ranks print, less than they save
-COLLECTIVES = ("barrier", "all_gather_object", "broadcast_object_list", "destroy_process_group")
 IS_LAST = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 load, micro_batches, prepare = Saver.load, objective.micro_batches, Denoising.prepare
 
@@ -81,23 +76,6 @@ def micro_batches_until_lost(*arguments: Any, **options: Any) -> Iterator[Any]:
 def micro_batches_on_a_full_disk(*arguments: Any, **options: Any) -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
     yield from micro_batches(*arguments, **options)
-
-
-def broken(*arguments: Any, **options: Any) -> NoReturn:
-    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-
-def tried(*arguments: Any, captured: bool) -> KernelTimes:
-    """This rank's trial of the fused kernels."""
-    if not IS_LAST:
-        return KernelTimes(2.0, 1.0)
-    for name in COLLECTIVES:
-        setattr(dist, name, broken)
-    return KernelTimes(failure="an illegal memory access was encountered", device_lost=True)
-
-
-def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any, captured: bool) -> Any:
-    return choose_kernels("auto", layers, torch.device("cuda"), *others, captured=captured)
 
 
 def failing(name: str) -> Callable[..., NoReturn]:
@@ -134,9 +112,6 @@ if __name__ == "__main__":
             return prepared._replace(eps=torch.where(bad[:, None, None, None], prepared.eps * factor, prepared.eps))
 
         Denoising.prepare = planted  # type: ignore[method-assign]
-    elif fault == "gpu":
-        model.try_kernels = tried  # type: ignore[assignment]
-        build.choose_kernels = chosen_on_cuda  # type: ignore[assignment]
     elif fault == "reports":
         for owner, name in REPORTS:
             setattr(owner, name, failing(name))

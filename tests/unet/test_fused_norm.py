@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,23 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds import unet
-from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.errors import DeviceLostError, DsConfigError
+from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet import fused_norm, model
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.layers import unet_layers
-from ddpm_ds.unet.model import (
-    AskedKernels,
-    KernelTimes,
-    check_kernels,
-    choose_kernels,
-    copy_bandwidth_share,
-    mask_seconds,
-    mask_sizes,
-    norm_seconds,
-    norm_shapes,
-    try_kernels,
-)
+from ddpm_ds.unet.model import AskedKernels, check_kernels, choose_kernels
 from ddpm_ds.unet.operations import GroupNorm, KeyedDropout, use_kernels
 
 EPSILON = 1e-3
@@ -223,105 +210,36 @@ def test_tiles_cover_every_pixel_and_channel_once(images: int, pixels: int, chan
         assert held.rows >= pixels and held.width >= channels // groups and held.programs * held.groups >= groups
 
 
-LAYERS, LAYERS_WITH_DROPOUT = (
-    unet_layers(UnetSpec(channels=32, multipliers=(1, 2), dropout=dropout), Interface(channels=3, size=(16, 16)))
-    for dropout in (0.0, 0.1)
+@pytest.mark.parametrize("asked", ["auto", "fused", "reference"])
+@pytest.mark.parametrize(
+    ("device", "triton", "compiler", "missing"),
+    [
+        ("cpu", True, True, "CUDA, and this run is on the CPU"),
+        ("cuda", False, True, "Triton, which is not installed"),
+        ("cuda", True, False, "a C compiler, which this host lacks"),
+        ("cuda", True, True, ""),
+    ],
 )
+def test_fused_kernels_are_taken_in_graphs_and_refused_where_they_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, asked: AskedKernels, device: str, triton: bool, compiler: bool, missing: str
+) -> None:
+    monkeypatch.setattr(model, "runs_triton", lambda device: triton)
+    monkeypatch.setattr(model, "_compiler", lambda *programs: compiler)
+    if asked == "fused" and missing:
+        for refused in (check_kernels, functools.partial(choose_kernels, captured=True)):
+            with pytest.raises(DsConfigError, match=f'kernels = "fused" needs {missing}; use "auto" or "reference"'):
+                refused(asked, torch.device(device))
+        return
+    check_kernels(asked, torch.device(device))
+    taken = [choose_kernels(asked, torch.device(device), captured=captured) for captured in (True, False)]
+    auto = ["reference", "reference"] if missing else ["fused", "masks"]
+    assert taken == (auto if asked == "auto" else [asked, asked])
 
 
-def test_a_unet_has_two_normalisations_with_silu_and_perhaps_a_mask_in_each_block_and_one_at_its_end() -> None:
-    blocks = sum("block" in layer.name for layer in LAYERS)
-    assert norm_shapes(LAYERS).total() == 2 * blocks + 1
-    sizes = mask_sizes(LAYERS_WITH_DROPOUT)
-    assert sizes.total() == blocks and sizes.keys() == {32 * 16 * 16, 64 * 8 * 8} and not mask_sizes(LAYERS)
-
-
-def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused() -> None:
-    cpu = torch.device("cpu")
-    choice, why = choose_kernels("auto", LAYERS, cpu, torch.float32, 1)
-    assert choice == "reference" and why == "kernels: reference (the fused ones need CUDA and Triton)"
-    assert choose_kernels("reference", LAYERS, cpu, torch.float32, 1)[0] == "reference"
-    check_kernels("auto", cpu)
-    with pytest.raises(DsConfigError, match=r'kernels = "fused" needs CUDA.*use "auto" or "reference"'):
-        check_kernels("fused", cpu)
-    assert try_kernels("auto", LAYERS, cpu, torch.float32, 8) == KernelTimes(failure="Triton is not installed")
-
-
-ALIKE = KernelTimes(1.0, 1.0)
-
-
-def chosen(asked: AskedKernels, *others: KernelTimes, mine: KernelTimes = ALIKE, layers: Any = ()) -> tuple[str, str]:
-    """The choice where the first rank's trial is ``mine``, and others had these trials."""
-    with patch.object(model, "try_kernels", lambda *_, **__: mine):
-        return choose_kernels(asked, layers, torch.device("cuda"), torch.float16, 8, lambda trial: [trial, *others])
-
-
-def test_the_speed_on_all_ranks_decides() -> None:
-    assert chosen("auto", KernelTimes(3.0, 1.0)) == (
-        "fused",
-        "kernels: fused (2.00 times the speed of the reference over the normalisations of this U-Net, measured)",
-    )
-    assert chosen("auto", KernelTimes(1.0, 3.0))[0] == "reference"
-    assert chosen("fused", KernelTimes(1.0, 3.0)) == ("fused", "kernels: fused (as asked)")
-    assert chosen("reference", KernelTimes(failure="no compiler"))[0] == "reference"
-    # PyTorch's normalisations may be faster; a dozen passes over memory for a mask are not.
-    for trial, expected in ((KernelTimes(1.0, 2.0), "masks"), (KernelTimes(failure="no compiler"), "reference")):
-        choice, why = chosen("auto", mine=trial, layers=LAYERS_WITH_DROPOUT)
-        assert choice == expected and why.startswith(f"kernels: {expected}")
+def test_kernels_are_set_in_normalisations_and_dropouts() -> None:
     modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0, (4, 1, 1))]
     use_kernels(modules, "masks")
     assert [module.kernels for module in modules] == ["masks", "masks"]
-
-
-def test_kernels_that_fail_on_one_rank_are_used_on_none_and_those_that_break_a_gpu_end_the_run() -> None:
-    fails, broken = (
-        KernelTimes(failure="no compiler"),
-        KernelTimes(failure="an illegal memory access", device_lost=True),
-    )
-    assert chosen("auto", KernelTimes(3.0, 1.0), fails) == (
-        "reference",
-        "kernels: reference (the fused ones fail on rank 2: no compiler)",
-    )
-    with pytest.raises(DsConfigError, match='kernels = "fused" fails on rank 1: no compiler; use "auto" or "refer'):
-        chosen("fused", fails, fails)
-    said = 'the fused kernels have broken the GPU of rank 2: an illegal memory access; set "kernels" to "reference"'
-    for asked in ("auto", "fused"):
-        with pytest.raises(DeviceLostError, match=said):
-            chosen(asked, fails, broken)
-
-
-@pytest.mark.parametrize(
-    ("error", "broken", "trial"),
-    [
-        (None, False, KernelTimes(3.0, 3.0)),
-        (RuntimeError("Triton Error [CUDA]: an illegal\nmemory access"), True, None),
-        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, None),
-        (torch.OutOfMemoryError("CUDA out of memory"), False, None),
-        (NotImplementedError(), False, KernelTimes(failure="NotImplementedError")),
-    ],
-    ids=str,
-)
-def test_a_failed_kernel_is_told_from_a_broken_gpu(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, broken: bool, trial: KernelTimes | None
-) -> None:
-    """Stand-ins fail on a CPU for what would fail on a GPU: a kernel, and the wait for the device after it."""
-
-    def seconds(
-        work: Any, device: torch.device, dtype: torch.dtype, images: int, kernels: str, captured: bool
-    ) -> float:
-        if kernels == "fused" and error is not None:
-            raise error
-        return 3.0
-
-    def synchronize(device: torch.device) -> None:
-        if broken:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(model, "runs_triton", lambda device: True)
-    monkeypatch.setattr(model, "norm_seconds", seconds)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    expected = trial or KernelTimes(failure=" ".join(str(error).split()), device_lost=broken)
-    assert try_kernels("auto", LAYERS, torch.device("cpu"), torch.float16, 8) == expected
 
 
 @pytest.mark.gpu
@@ -340,14 +258,3 @@ def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) 
         case = Case(dtype, shape=shape, groups=32, vectors=ALL, runs=2)
         report = compared(case, "cuda", norm)
         assert max(report["errors"].values()) < tolerance(case) and report["repeats"]
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_choice_is_measured() -> None:
-    device, shapes = torch.device("cuda"), norm_shapes(LAYERS_WITH_DROPOUT)
-    for captured, way in ((False, "measured)"), (True, "measured in CUDA graphs)")):
-        choice, why = choose_kernels("auto", LAYERS_WITH_DROPOUT, device, torch.float16, 8, captured=captured)
-        assert choice in why and why.endswith(way)
-    assert norm_seconds(shapes, device, torch.float16, 8, "fused") > 0
-    assert mask_seconds(mask_sizes(LAYERS_WITH_DROPOUT), device, 8, "fused") > 0
-    assert copy_bandwidth_share(next(iter(shapes)), device, torch.float16, 8) > 0

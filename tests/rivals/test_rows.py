@@ -1,0 +1,78 @@
+"""Rows of one process train the same, and other people's loops as their users have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rivals import rows
+from rivals.rows import Loop, Setting, diffusers_loop, our_loop
+
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.planning import decided, plan_run
+from tests.launching import REPOSITORY
+
+CPU = torch.device("cpu")
+TINY = (
+    *("unet.channels=8", "unet.norm_groups=4", "train.batch_images=4", "data.workers=0"),
+    *("optimizer.warmup_images=16", "optimizer.learning_rate=0.01"),
+)
+
+
+@pytest.fixture(scope="module")
+def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str) -> Setting:
+    """A tiny U-Net on digits."""
+    spec, path = REPOSITORY / "launch" / "specs" / "digits.yaml", REPOSITORY / "ds_configs" / config
+    changes = [*TINY, f"data.store_root={store_root}", *overrides]
+    plan = plan_run(spec, changes, path, world_size=1, stages=None, device="cpu")
+    return Setting(decided(plan, CPU), prepare(plan.spec.data), CPU)
+
+
+def losses(row: Loop, steps: int) -> list[float]:
+    return [float(row.step()) for _ in range(steps)]
+
+
+def test_diffusers_trains_as_ours_and_random_draws_are_not_compared(store_root: Path) -> None:
+    own = setting(store_root, "zero1_fp32.json", "train.accumulation=2")
+    theirs = losses(diffusers_loop(own, randn=False), 6)
+    assert theirs[-1] != theirs[3]  # weights move
+    for settings in (own, setting(store_root, "zero1_fp32.json", "train.accumulation=1")):
+        assert losses(our_loop(settings), 6) == pytest.approx(theirs, rel=1e-5)
+    random = diffusers_loop(own, randn=True)
+    assert not random.comparable and losses(random, 2) != theirs[:2]
+
+
+def test_a_unet_that_diffusers_lacks_is_refused_with_the_row(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object) -> None:
+        raise ValueError("diffusers has no such U-Net")
+
+    monkeypatch.setattr(rows, "diffusers_config", lacking)
+    with pytest.raises(LayoutError, match="--rows diffusers: diffusers has no such U-Net; leave the row out"):
+        diffusers_loop(setting(store_root), randn=False)
+
+
+def test_a_loss_scale_changes_nothing_but_rounding(store_root: Path) -> None:
+    seen = "optimizer.epsilon=0.01"  # Adam would hide a wrong scale of the gradients
+    wide, narrow = (
+        losses(our_loop(setting(store_root, config, seen)), 10) for config in ("zero1_fp32.json", "zero2_fp16.json")
+    )
+    assert narrow == pytest.approx(wide, rel=2e-3)
+
+
+@pytest.mark.parametrize("config", ["zero2_fp16.json", "zero2_bf16.json"])
+def test_sixteen_bit_weights_have_masters_that_small_steps_add_up_in(config: str, store_root: Path) -> None:
+    row = our_loop(setting(store_root, config, "optimizer.learning_rate=1e-7", "optimizer.warmup_images=0"))
+    weights = [parameter.clone() for parameter in row.model.parameters()]
+    assert weights[0].dtype is not torch.float32
+    masters = [master.detach().clone() for master in row.optimizer.masters]
+    losses(row, 3)
+    moved = [float((new.detach() - old).abs().max()) for new, old in zip(row.optimizer.masters, masters, strict=True)]
+    assert 1e-7 < max(moved) < 4e-7  # a step of Adam moves by the learning rate
+    for new, old, master in zip(row.model.parameters(), weights, row.optimizer.masters, strict=True):
+        assert torch.equal(new, master.to(old.dtype))
