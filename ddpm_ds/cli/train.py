@@ -44,7 +44,7 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, check_memory, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
@@ -67,6 +67,8 @@ from ddpm_ds.tracking.run_folder import (
 from ddpm_ds.tracking.tracker import start_child
 
 if TYPE_CHECKING:
+    import torch
+
     from ddpm_ds.train.session import Ended
     from ddpm_ds.train.start import Prepared
 
@@ -285,6 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                     device = choose_device(options.device, plan.ds.layout.stages)
                     import_deepspeed()
+                    warning = check_run_memory(options, plan, run_dir, device)
+                    if warning is not None and os.environ["LOCAL_RANK"] == "0":
+                        print(warning, flush=True)
                     from ddpm_ds.train.session import run_training
                     from ddpm_ds.train.start import Asked, started
             asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
@@ -313,6 +318,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         os._exit(1)
     return 0
+
+
+def check_run_memory(options: argparse.Namespace, plan: RunPlan, run_dir: Path, device: torch.device) -> str | None:
+    """Return a warning if a run may not fit this host's memory.
+
+    Raises:
+        LayoutError: it does not fit; the message has a change with which it does.
+    """
+
+    def again(changes: Sequence[str], stages: int) -> RunPlan:
+        return plan_run(
+            options.spec,
+            [*options.overrides, *changes],
+            options.deepspeed_config,
+            world_size=plan.ds.layout.world_size,
+            stages=stages,
+            hosts=plan.hosts,
+        )
+
+    if not plan.hosts:  # unknown until the ranks have met
+        return None
+    new = plan.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
+    return check_memory(plan, device, int(os.environ["RANK"]), again, new=new)
 
 
 def _conclude(ended: Ended, prepared: Prepared) -> None:
