@@ -20,7 +20,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ddpm_ds.command_line import OneLineParser, add_spec_options, aligned, batch, limited_seconds, natural, positive
+from ddpm_ds.command_line import (
+    OneLineParser,
+    add_spec_options,
+    aligned,
+    batch,
+    limited_seconds,
+    natural,
+    positive,
+    take_files,
+)
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.data.cache import DatasetCache
@@ -42,7 +51,7 @@ WARM_PASSES = 4
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = OneLineParser(description=__doc__)
-    add_spec_options(parser, DEFAULT_SPEC)
+    add_spec_options(parser)
     parser.add_argument("--workers", type=numbers, default=[0, 1, 2], metavar="N,...", help="default 0,1,2")
     parser.add_argument("--micro-batch", type=batch, metavar="N", help="images of one (default train.batch_images)")
     parser.add_argument("--seconds", type=limited_seconds, default=4.0, metavar="S", help="for each figure (default 4)")
@@ -52,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fields", action="store_true", help="time named arrays beside the loops of their libraries")
     try:
         options = parser.parse_args(arguments)
+        take_files(options, DEFAULT_SPEC)
         spec = load_spec(options.spec, options.overrides)
         if options.preparation:
             preparation(spec, options.seconds)

@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
 from ddpm_ds.command_line import (
     OneLineParser,
+    add_config_option,
     add_spec_options,
     file_path,
     limited_seconds,
@@ -24,6 +25,7 @@ from ddpm_ds.command_line import (
     processes,
     seconds,
     step_range,
+    take_files,
     valid_text,
 )
 from ddpm_ds.config.spec import ALL_SIGMAS
@@ -103,10 +105,8 @@ exit codes
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every program that a launcher starts; they say what, how and where to train."""
-    parser.add_argument(
-        "--deepspeed_config", type=file_path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
-    )
-    add_spec_options(parser, DEFAULT_SPEC)
+    add_config_option(parser)
+    add_spec_options(parser)
     parser.add_argument(
         "-p",
         "--pipeline-stages",
@@ -210,6 +210,7 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
     Raises:
         UserError: an option or a file is wrong.
     """
+    take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
     plan = plan_run(
         options.spec,
         options.overrides,

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 
 from ddpm_ds.cli.train import add_run_options
-from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive
+from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive, take_files
+from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
 from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
@@ -104,6 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"log a run with the table and one for each row (store: MLFLOW_TRACKING_URI, else in {OUTPUT_ROOT})",
     )
     options = parser.parse_args(arguments)
+    take_files(options, DEFAULT_SPEC, quiet=os.environ.get("RANK", "0") != "0")
     rows = ONE_DEVICE_ROWS if options.one_device else ROWS
     for name in options.rows or ():
         if name not in rows:

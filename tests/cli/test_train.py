@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from PIL import Image
 
 from ddpm_ds import planning
 from ddpm_ds.cli import train as command
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.device import choose_device
@@ -346,3 +348,32 @@ def test_a_run_larger_than_a_container_s_limit_is_refused_before_anything_is_bui
     monkeypatch.setattr("ddpm_ds.device.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr("ddpm_ds.train.start.started", None)
     assert "needs about" in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["train", "plan --processes 1", "prepare", "sweep --vary processes=1 --dry-run"])
+def test_the_files_of_a_folder_are_the_defaults_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    """What each verb takes, where there are files, none, or those of a run that ``--run-dir`` names."""
+    words = [*shlex.split(verb), *(["--dry-run"] if verb == "train" else [])]
+    own = ["--set", f"data.store_root={tmp_path / 'store'}"]
+    missing = "--spec is missing" if verb != "train" else "--deepspeed_config is missing"
+    assert main([*words, *own]) == 2 and missing in capsys.readouterr().err
+
+    def files(folder: Path, name: str) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "spec.yaml").write_text(DIGITS.read_text().replace("name: digits", f"name: {name}"))
+        shutil.copy(FP32, folder / "ds_config.json")
+
+    files(tmp_path, "mine")
+    json = [] if verb == "prepare" else ["--deepspeed_config ds_config.json"]
+    assert main([*words, *own]) == 0
+    assert capsys.readouterr().out.startswith(f"taken        {' '.join(['--spec spec.yaml', *json])}\n")
+    if json:
+        assert main([*words, *own, "--spec", "digits", "--deepspeed_config", str(MAIN)]) == 0
+        assert "taken" not in capsys.readouterr().out
+    if verb == "train":
+        files(tmp_path / "run", "theirs")
+        assert main([*words, "--run-dir", "run"]) == 0
+        out = capsys.readouterr().out
+        assert "taken        --spec run/spec.yaml --deepspeed_config run/ds_config.json\n" in out and "theirs: " in out
