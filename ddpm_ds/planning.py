@@ -289,7 +289,7 @@ def _smaller(plan: RunPlan, *, on_cpu: bool, new: bool) -> Iterator[tuple[list[s
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
     recompute, offload = "ds.pipeline.activation_checkpoint_interval=1", "ds.zero_optimization.offload_optimizer.device"
     offloads = ([f"{offload}=cpu"],) if not on_cpu else ()
-    ways = ([], [recompute])
+    ways: tuple[list[str], ...] = ([], [recompute])
     for size in reversed(divisors(layout.micro_batch_images)):
         smaller = [f"train.accumulation={layout.micro_batches * layout.micro_batch_images // size}"]
         for way in ways:
