@@ -94,8 +94,8 @@ def _parts(address: str) -> tuple[str, str, str]:
     after = after.removeprefix(user)
     place = _matched(_FILE if not scheme or scheme.startswith(("file:", "sqlite")) else _PLACE, after)
     rest = after.removeprefix(place)
-    if scheme and rest.startswith(":"):  # no port follows, so this is a user or a token
-        user, place = user + place, ""
+    if scheme and not user and rest.startswith(":"):  # no port follows, so this is a user or a token
+        user, place = place, ""
     return scheme + place, user.removesuffix("@"), rest
 
 
