@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from ddpm_ds.errors import OutputError, SpecError
-from ddpm_ds.files import MOST_DIGITS, expanded, path_fault, write_file
+from ddpm_ds.files import DS_CONFIG, MOST_DIGITS, SPEC, expanded, path_fault, write_file
 
 MOST_PROCESSES = 2**16
 """Most processes of a run."""
@@ -68,11 +68,44 @@ def without(words: Sequence[str], add: Callable[[argparse.ArgumentParser], objec
     return parser.parse_known_args(words)[1]
 
 
-def add_spec_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
-    """Add ``--set`` and ``--spec``, which is required unless there is a ``default``."""
-    asked = "run spec, see launch/specs" if default is None else f"run spec (default: {default.stem})"
-    parser.add_argument("--spec", type=file_path, default=default, required=default is None, metavar="YAML", help=asked)
+def add_spec_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set`` and ``--spec``; :func:`take_files` finds a spec that is not given."""
+    about = f"run spec, see launch/specs (default: the run's own, {SPEC} of this folder)"
+    parser.add_argument("--spec", type=file_path, metavar="YAML", help=about)
     add_overrides(parser)
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--deepspeed_config``; :func:`take_files` finds a JSON that is not given."""
+    about = f"DeepSpeed JSON, see ds_configs (default: the run's own, {DS_CONFIG} of this folder)"
+    parser.add_argument("--deepspeed_config", type=file_path, metavar="JSON", help=about)
+
+
+def take_files(
+    options: argparse.Namespace, spec: Path | None = None, *, needed: bool = True, quiet: bool = False
+) -> None:
+    """Fill in the spec and the JSON that are not given: those of the run in ``--run-dir``, unless it begins
+    anew, else those of the current folder, else ``spec``. A line names what was taken.
+
+    A verb may do without a JSON that is not ``needed``.
+
+    Raises:
+        SpecError: there is none.
+    """
+    run_dir = getattr(options, "run_dir", None)
+    folders = [Path()] if run_dir is None or getattr(options, "resume", "") == "never" else [run_dir, Path()]
+    taken = []
+    files = ("spec", SPEC, "digits", spec), ("deepspeed_config", DS_CONFIG, "zero2_fp16", None)
+    for option, file, such, usual in files:
+        if getattr(options, option, "") is not None:
+            continue
+        found = next((folder / file for folder in folders if (folder / file).is_file()), None)
+        if found is None and usual is None and needed:
+            raise SpecError(f"--{option} is missing, and this folder has no {file}; type --{option} {such}")
+        setattr(options, option, found or usual)
+        taken += [f"--{option} {found}"] if found else []
+    if taken and not quiet:
+        print(f"taken        {' '.join(taken)}", flush=True)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ LONGEST_LINE = 2000
 """Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
 ERROR = "ddpm_ds: error: "
 """Beginning of a line in which a rank names its error."""
-RAN_OUT = "ran out of memory"
+RAN_OUT, NEEDS_MORE = "ran out of memory", "needs about"
 LAST_LINES = 8
 """Lines of output that are shown of a program that failed without naming an error."""
 MOST_FAULTS = 40

@@ -20,7 +20,7 @@ from typing import Any
 from ddpm_ds.command_line import MOST_BATCH, gib
 from ddpm_ds.config.ds_config import divisors, read_ds_config
 from ddpm_ds.config.spec_file import JSON_PREFIX, load_spec, spec_overrides
-from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, RAN_OUT, LayoutError, UserError, explanation
+from ddpm_ds.errors import ERROR, EXIT_PEER_LOST, NEEDS_MORE, RAN_OUT, LayoutError, UserError, explanation
 from ddpm_ds.files import REHEARSAL, read_json
 from ddpm_ds.planning import RunPlan, plan_run, workload
 from ddpm_ds.predict.layouts import usable
@@ -334,7 +334,7 @@ def out_of_memory(codes: Sequence[int | None], output: str) -> str:
         TrialError: they failed for another reason.
     """
     for line in output.splitlines():  # of the rank that was the first to notice
-        if line.startswith(ERROR) and RAN_OUT in line:
+        if line.startswith(ERROR) and (RAN_OUT in line or NEEDS_MORE in line):
             return line.removeprefix(ERROR).partition(";")[0]
     for rank, code in enumerate(codes):
         if code == -signal.SIGKILL:

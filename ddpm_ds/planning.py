@@ -17,15 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES
+from ddpm_ds.command_line import MOST_BANDWIDTH, MOST_BYTES, MOST_COUNT, MOST_FLOPS, MOST_PROCESSES, gib
 from ddpm_ds.config.ds_config import (
     AcrossHosts,
     ResolvedDsConfig,
     check_ds_config,
+    divisors,
     leaves_layout_open,
     precision,
     read_ds_config,
@@ -34,7 +35,7 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.spec import ALL_SIGMAS, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
 from ddpm_ds.predict.layouts import (
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
+MEMORY_ERROR = 0.1
+"""Share by which the predicted and the held memory differ at most (docs/planner.md): a run that needs more than the
+limit even so is refused, one that may need more is warned of."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,84 @@ def decided(plan: RunPlan, device: torch.device) -> RunPlan:
     job = workload(plan.spec, plan.ds.as_json(), device.type == "cpu", counted=False)
     layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
     return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))
+
+
+class Need(NamedTuple):
+    """Predicted bytes of training and the bytes that there are."""
+
+    size: int
+    limit: int
+    where: str
+    """Name of the memory, which a sentence begins with ``this``."""
+
+    @property
+    def share(self) -> float:
+        return self.size / max(self.limit, 1)
+
+
+def memory_need(plan: RunPlan, device: torch.device, rank: int) -> Need:
+    """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller.
+
+    On CPUs all ranks of a host share its memory.
+    """
+    from ddpm_ds.device import host_memory, memory_bytes
+    from ddpm_ds.predict.decisions import fitted
+    from ddpm_ds.predict.memory import pipeline_memory
+
+    on_cpu, size = device.type == "cpu", memory_bytes(device)
+    job = workload(plan.spec, plan.ds.as_json(), on_cpu, counted=False)
+    memory = pipeline_memory(job, fitted(job, plan.ds.layout, plan.bounds, size), plan.bounds)
+    here = [number for number, host in enumerate(plan.hosts) if host == plan.hosts[rank]]
+    own = [memory[plan.grid().coordinates(number)[0]] for number in here]
+    host = Need(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")
+    return host if on_cpu else max(host, Need(max(one.total for one in own), size, "GPU"), key=lambda need: need.share)
+
+
+def check_memory(
+    plan: RunPlan, device: torch.device, rank: int, again: Callable[[Sequence[str], int], RunPlan], *, new: bool
+) -> str | None:
+    """Check that a run fits the memory of the host of a ``rank``; return a warning if it hardly does.
+
+    ``again`` plans the same run with more overrides and a number of stages. The U-Net of a ``new`` run may change.
+
+    Raises:
+        LayoutError: it does not fit; the message has the first change with which it does.
+    """
+    need = memory_need(plan, device, rank)
+    if need.share <= 1 - MEMORY_ERROR:
+        return None
+    said = f"training {plan.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
+    if need.share <= 1 + MEMORY_ERROR:
+        return f"warning      {said}: it may run out of memory"
+    more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"
+    for changes, stages in _smaller(plan, on_cpu=device.type == "cpu", new=new):
+        try:
+            share = memory_need(again(changes, stages), device, rank).share
+        except UserError:  # such as channels that the heads do not divide
+            continue
+        if share <= 1 - MEMORY_ERROR:
+            words = [f"-p {stages}"] * (stages != plan.ds.layout.stages) + [f"--set {one}" for one in changes]
+            raise LayoutError(f"{said}; use {' '.join(words)}, or {more}")
+    raise LayoutError(f"{said}; use {more}, or several: ddpm-ds plan names their layouts")
+
+
+def _smaller(plan: RunPlan, *, on_cpu: bool, new: bool) -> Iterator[tuple[list[str], int]]:
+    """Yield overrides and stages of runs that need less memory, those that change least first."""
+    layout = plan.ds.layout
+    counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
+    recompute, offload = "ds.pipeline.activation_checkpoint_interval=1", "ds.zero_optimization.offload_optimizer.device"
+    offloads = ([f"{offload}=cpu"],) if not on_cpu else ()
+    ways: tuple[list[str], ...] = ([], [recompute])
+    for size in reversed(divisors(layout.micro_batch_images)):
+        smaller = [f"train.accumulation={layout.micro_batches * layout.micro_batch_images // size}"]
+        for way in ways:
+            yield (way if size == layout.micro_batch_images else [*way, *smaller]), layout.stages
+    for stages, others, way in itertools.product(counts, ([], *offloads), ways):
+        yield [*others, *way], stages
+    channels = plan.spec.unet.channels // 2 if new else 0
+    while channels:
+        yield [f"unet.channels={channels}"], layout.stages
+        channels //= 2
 
 
 def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:

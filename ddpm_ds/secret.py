@@ -93,7 +93,10 @@ def _parts(address: str) -> tuple[str, str, str]:
     user = "" if web and _HTTP_PORT.match(after) else _matched(_USER, after)
     after = after.removeprefix(user)
     place = _matched(_FILE if not scheme or scheme.startswith(("file:", "sqlite")) else _PLACE, after)
-    return scheme + place, user.removesuffix("@"), after.removeprefix(place)
+    rest = after.removeprefix(place)
+    if scheme and not user and rest.startswith(":"):  # no port follows, so this is a user or a token
+        user, place = place, ""
+    return scheme + place, user.removesuffix("@"), rest
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str:

@@ -21,7 +21,8 @@ PUBLIC = {
     "https://hush@host/": "https://host/",
     "http://me:hu@sh@host/": "http://host/",
     "https://host;jwt=hush": "https://host",
-    "https://me:hush/x": "https://me",
+    "https://me:hush/x": "https://",
+    "http://HUSH:x": "http://",
     "me:hush@host:5000/x": "host:5000/x",
     "hush@host": "host",
     "host:5000/?sig=hush": "host:5000/",
@@ -33,7 +34,9 @@ PUBLIC = {
     "sqlite+pysqlcipher://:hu/sh@//a/mlflow.db": "sqlite+pysqlcipher:////a/mlflow.db",
     "sqlite:////a/mlflow.db?key=hush": "sqlite:////a/mlflow.db",
     "sqlite:////a/mlflow.db#token=hush": "sqlite:////a/mlflow.db",
-    "databricks://scope:hush": "databricks://scope",
+    "databricks://scope:hush": "databricks://",
+    "databricks://hush:x": "databricks://",
+    "databricks-uc://hush:x": "databricks-uc://",
 }
 SECRET_NAMES = (
     *("MLFLOW_TRACKING_AUTH", "MLFLOW_GATEWAY_KEY", "MLFLOW_TRACKING_PASSWORD", "SSH_PASSPHRASE", "wandb_api_key"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, Rows, check, network_row, on_cuda
 from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.cluster.survey import Network, PlannedRun, Survey, network_test, survey
-from ddpm_ds.command_line import Verbs, add_spec_options, aligned, file_path, port, positive
+from ddpm_ds.command_line import Verbs, add_spec_options, aligned, file_path, port, positive, take_files
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
@@ -73,7 +73,7 @@ def add_doctor(verbs: Verbs) -> None:
         metavar="FILE",
         help=f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)",
     )
-    add_spec_options(parser, DEFAULT_SPEC)
+    add_spec_options(parser)
     parser.add_argument("--deepspeed_config", type=file_path, metavar="JSON", help="compare this file as well")
     parser.add_argument(
         "--run-dir",
@@ -97,6 +97,7 @@ def add_doctor(verbs: Verbs) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    take_files(options, DEFAULT_SPEC, needed=False)
     hosts: Mapping[str, int | None] = {"localhost": None}
     if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)

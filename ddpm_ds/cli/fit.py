@@ -19,6 +19,7 @@ import psutil
 from ddpm_ds.command_line import (
     GIB,
     Verbs,
+    add_config_option,
     add_overwrite,
     add_spec_options,
     aligned,
@@ -31,6 +32,7 @@ from ddpm_ds.command_line import (
     positive,
     processes,
     seconds,
+    take_files,
     writing,
 )
 from ddpm_ds.config.ds_config import check_ds_config, divisors, read_ds_config, tensor_split
@@ -95,8 +97,8 @@ def add_fit(verbs: Verbs) -> None:
     """Add the verb ``fit``."""
     about = "find the largest micro-batch that fits the devices, and the one to train with"
     parser = verbs.add_parser("fit", help=about, description=DESCRIPTION, epilog=EXAMPLES)
-    add_spec_options(parser, DEFAULT_SPEC)
-    parser.add_argument("--deepspeed_config", type=file_path, required=True, metavar="JSON", help="JSON to train with")
+    add_spec_options(parser)
+    add_config_option(parser)
     parser.add_argument(
         "--processes", type=processes, metavar="N", help="processes to lay out (default: one for each GPU, else 1)"
     )
@@ -123,6 +125,7 @@ def add_fit(verbs: Verbs) -> None:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    take_files(options, DEFAULT_SPEC)
     check_outputs(options, "out", "json")
     if options.layouts and options.processes:
         raise SpecError("--layouts has the processes of each layout; leave it or --processes out")

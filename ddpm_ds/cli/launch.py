@@ -25,6 +25,7 @@ from ddpm_ds.cli.train import add_train_options, checked, parse
 from ddpm_ds.command_line import (
     OneLineParser,
     Verbs,
+    add_config_option,
     add_spec_options,
     counted,
     file_path,
@@ -32,11 +33,12 @@ from ddpm_ds.command_line import (
     natural,
     port,
     processes,
+    take_files,
     valid_text,
     without,
 )
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
-from ddpm_ds.config.spec_file import load_spec, spec_overrides
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
 from ddpm_ds.experiments.sweep import (
     BASELINE,
@@ -184,7 +186,7 @@ def _place(options: argparse.Namespace, device: str) -> Place:
 
 
 def _train(options: argparse.Namespace) -> int:
-    place = _place(options, options.device)
+    place, given = _place(options, options.device), vars(options).copy()
     hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
     plan, run_dir = checked(options, len(hosts), hosts)
     check_trackers(plan.spec.logging.trackers)
@@ -206,6 +208,9 @@ def _train(options: argparse.Namespace) -> int:
             asked += ["--set", f"ds.pipeline.tensor={json.dumps(plan.chosen.tensor.block)}"]
     if options.run_dir is None:
         asked += ["--run-dir", str(run_dir)]
+    for name in ("spec", "deepspeed_config"):
+        if given[name] is None and (found := getattr(options, name)) != DEFAULT_SPEC:
+            asked += [f"--{name}", str(found)]
     program = ["-m", "ddpm_ds.cli.rank", *asked]
     words = [f"{place.processes} x python", *program]
     if place.hostfile is not None:
@@ -218,12 +223,12 @@ def _train(options: argparse.Namespace) -> int:
         grace_seconds=options.grace_seconds,
         log=functools.partial(_log, "train"),
     )
-    given = options.arguments
+    again = options.arguments
     if options.run_dir is None:
         run_folder.remove_if_empty(run_dir)
-        given = [*given, "--run-dir", str(run_dir)]
+        again = [*again, "--run-dir", str(run_dir)]
     rehearsed = options.steps is not None and code == 0
-    _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(code, run_dir, given))
+    _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(code, run_dir, again))
     return code
 
 
@@ -302,9 +307,7 @@ def add_sweep(verbs: Verbs) -> None:
         epilog=SWEEP_EXAMPLES,
     )
     add_spec_options(parser)
-    parser.add_argument(
-        "--deepspeed_config", type=file_path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
-    )
+    add_config_option(parser)
     parser.add_argument(
         "--vary",
         action="append",
@@ -334,6 +337,7 @@ def add_sweep(verbs: Verbs) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    take_files(options)
     asked = _check_train_options(options)
     own = spec_overrides(options.overrides)
     spec, config = load_spec(options.spec, own), read_ds_config(options.deepspeed_config, options.overrides)

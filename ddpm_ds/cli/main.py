@@ -151,9 +151,11 @@ def _add_prepare(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
+    from ddpm_ds.command_line import take_files
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.processes.ranks import set_environment
 
+    take_files(options)
     residual = [] if options.residual is None else [f"data.residual_of={json.dumps(str(options.residual))}"]
     spec = load_spec(options.spec, [*options.overrides, *residual])
     data = spec.data

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ddpm_ds.command_line import (
     GIB,
     Verbs,
+    add_config_option,
     add_overwrite,
     add_spec_options,
     aligned,
@@ -31,6 +32,7 @@ from ddpm_ds.command_line import (
     memory_size,
     positive,
     processes,
+    take_files,
     teraflops,
     writing,
 )
@@ -82,7 +84,7 @@ def add_plan(verbs: Verbs) -> None:
     about = "predict the fastest layout on given devices"
     parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser)
-    parser.add_argument("--deepspeed_config", type=file_path, required=True, metavar="JSON", help="JSON to complete")
+    add_config_option(parser)
     parser.add_argument("--processes", type=processes, required=True, metavar="N", help="processes to train with")
     parser.add_argument("--nodes", type=processes, default=1, metavar="N", help="hosts that share them (default 1)")
     parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
@@ -99,6 +101,7 @@ def add_plan(verbs: Verbs) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    take_files(options)
     check_outputs(options, "out", "timeline")
     spec = load_spec(options.spec, spec_overrides(options.overrides))
     if options.measure and options.tflops:

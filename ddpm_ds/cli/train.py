@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.cli.plan import decided_since, describe_plan, stage_table
 from ddpm_ds.command_line import (
     OneLineParser,
+    add_config_option,
     add_spec_options,
     file_path,
     limited_seconds,
@@ -24,6 +25,7 @@ from ddpm_ds.command_line import (
     processes,
     seconds,
     step_range,
+    take_files,
     valid_text,
 )
 from ddpm_ds.config.spec import ALL_SIGMAS
@@ -43,7 +45,7 @@ from ddpm_ds.errors import (
 )
 from ddpm_ds.files import REHEARSAL, STAGES, VERDICT, expanded
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.planning import RunPlan, plan_run
+from ddpm_ds.planning import RunPlan, check_memory, plan_run
 from ddpm_ds.processes.ranks import (
     DEAD_SECONDS,
     HANG_SECONDS,
@@ -66,6 +68,8 @@ from ddpm_ds.tracking.run_folder import (
 from ddpm_ds.tracking.tracker import start_child
 
 if TYPE_CHECKING:
+    import torch
+
     from ddpm_ds.train.session import Ended
     from ddpm_ds.train.start import Prepared
 
@@ -100,10 +104,8 @@ exit codes
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every program that a launcher starts; they say what, how and where to train."""
-    parser.add_argument(
-        "--deepspeed_config", type=file_path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
-    )
-    add_spec_options(parser, DEFAULT_SPEC)
+    add_config_option(parser)
+    add_spec_options(parser)
     parser.add_argument(
         "-p",
         "--pipeline-stages",
@@ -207,6 +209,7 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
     Raises:
         UserError: an option or a file is wrong.
     """
+    take_files(options, DEFAULT_SPEC, quiet=options.described or os.environ.get("RANK", "0") != "0")
     plan = plan_run(
         options.spec,
         options.overrides,
@@ -284,6 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                     device = choose_device(options.device, plan.ds.layout.stages)
                     import_deepspeed()
+                    warning = check_run_memory(options, plan, run_dir, device)
+                    if warning is not None and os.environ["LOCAL_RANK"] == "0":
+                        print(warning, flush=True)
                     from ddpm_ds.train.session import run_training
                     from ddpm_ds.train.start import Asked, started
             asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
@@ -309,6 +315,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         os._exit(1)
     return 0
+
+
+def check_run_memory(options: argparse.Namespace, plan: RunPlan, run_dir: Path, device: torch.device) -> str | None:
+    """Return a warning if a run may not fit this host's memory.
+
+    Raises:
+        LayoutError: it does not fit; the message has a change with which it does.
+    """
+
+    def again(changes: Sequence[str], stages: int) -> RunPlan:
+        return plan_run(
+            options.spec,
+            [*options.overrides, *changes],
+            options.deepspeed_config,
+            world_size=plan.ds.layout.world_size,
+            stages=stages,
+            hosts=plan.hosts,
+        )
+
+    if not plan.hosts:  # unknown until the ranks have met
+        return None
+    new = plan.spec.train.initial_weights is None and not os.path.isdir(checkpoints_of(run_dir))
+    return check_memory(plan, device, int(os.environ["RANK"]), again, new=new)
 
 
 def _conclude(ended: Ended, prepared: Prepared) -> None:

@@ -700,8 +700,7 @@ def _layout(
     if world_size % tensor.size:
         raise LayoutError(
             f"pipeline.tensor.size = {tensor.size} does not divide {counted(world_size, 'process')}; use --set "
-            f"ds.pipeline.tensor.size={divisors(world_size, tensor.size)[-1]}, or --processes "
-            f"{-(-world_size // tensor.size) * tensor.size}"
+            f"ds.pipeline.tensor.size={divisors(world_size, tensor.size)[-1]}"
         )
     stages = _stages(config, world_size // tensor.size, tensor.size, asked_stages)
     schedule = _schedule(pipeline, stages)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +31,8 @@ class UnetLayerSpec(LayerSpec):
         self.layer, self.index, self.seed, self.tensor = layer, index, seed, tensor
 
     def build(self, log: bool = False) -> nn.Module:
-        return keep_part(build_layer(self.layer, self.index, self.seed), self.layer, self.tensor())
+        built = keep_part(build_layer(self.layer, self.index, self.seed), self.layer, self.tensor())
+        return built.to(get_accelerator().current_device_name())  # the host never holds more than a layer
 
 
 class UnetPipelineModule(PipelineModule):

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 
 from ddpm_ds.cli.train import add_run_options
-from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive
+from ddpm_ds.command_line import OneLineParser, add_overwrite, check_outputs, file_path, positive, take_files
+from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, SpecError, UserError
 from ddpm_ds.planning import plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
@@ -67,6 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
     add_overwrite(parser)
     options = parser.parse_args(arguments)
+    take_files(options, DEFAULT_SPEC, quiet=os.environ.get("RANK", "0") != "0")
     options.rows = [name.strip() for name in options.rows.split(",")] if options.rows else []
     if unknown := [name for name in options.rows if name not in ROWS]:
         raise SpecError(f"argument --rows: {unknown[0]!r} is no row; rows are {', '.join(ROWS)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,10 +17,13 @@ import torch
 from mlflow import MlflowClient
 from PIL import Image
 
+from ddpm_ds import planning
 from ddpm_ds.cli import train as command
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.device import choose_device
+from ddpm_ds.errors import LayoutError
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -284,3 +289,91 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     out = capsys.readouterr().out
     assert "exit codes" in out and "--num_gpus 4 launch/train.py" in out
+
+
+SMALL = ("unet.channels=64", "train.batch_images=64", "ds.pipeline.activation_checkpoint_interval=0")
+FP32 = REPOSITORY / "ds_configs" / "zero0_fp32.json"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "processes", "share", "advice"),
+    [
+        ("cpu", MAIN, 1, 0.85, "--set ds.pipeline.activation_checkpoint_interval=1"),
+        ("cpu", MAIN, 1, 0.6, "--set train.accumulation="),
+        ("cpu", MAIN, 4, 0.5, "-p 2"),
+        ("cpu", MAIN, 1, 0.3, "--set unet.channels="),
+        ("cuda", MAIN, 1, 0.55, "--set ds.zero_optimization.offload_optimizer.device=cpu"),
+        ("cuda", FP32, 4, 0.3, "ddpm-ds plan"),
+    ],
+)
+def test_a_run_that_is_larger_than_the_memory_is_refused_with_advice_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    config: Path,
+    processes: int,
+    share: float,
+    advice: str,
+) -> None:
+    device = torch.device(kind)
+    words = ["--deepspeed_config", str(config), *(word for one in SMALL for word in ("--set", one))]
+
+    def check(*typed: str) -> str | None:
+        options = command.parse([*words, "-p", "1", *typed])
+        plan, run_dir = command.checked(options, processes, ("0",) * processes)
+        return command.check_run_memory(options, plan, run_dir, device)
+
+    monkeypatch.setattr("ddpm_ds.device.host_memory", lambda: 2**50)
+    monkeypatch.setattr("ddpm_ds.device.memory_bytes", lambda *_: 2**50)
+    plan, _ = command.checked(command.parse([*words, "-p", "1"]), processes, ("0",) * processes)
+    need = planning.memory_need(plan, device, 0).size
+    limited = "ddpm_ds.device.host_memory" if kind == "cpu" else "ddpm_ds.device.memory_bytes"
+    for part, found in ((1.2, None), (1.0, "warning")):
+        monkeypatch.setattr(limited, lambda *_, part=part: int(need * part))
+        assert (check() or "")[:7] == (found or "")
+    monkeypatch.setattr(limited, lambda *_: int(need * share))
+    with pytest.raises(LayoutError, match=f"needs about .* has .*{re.escape(advice)}") as caught:
+        check()
+    if typed := re.search(r"use ((?:-p \S+ ?|--set [^\s,]+ ?)+)", str(caught.value)):
+        assert check(*typed[1].split()) is None
+
+
+def test_a_run_larger_than_a_container_s_limit_is_refused_before_anything_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").mkdir()
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "cgroup" / "memory.max").write_text(f"{2**24}\n")
+    monkeypatch.setattr("ddpm_ds.device.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("ddpm_ds.device.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("ddpm_ds.train.start.started", None)
+    assert "needs about" in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["train", "plan --processes 1", "prepare", "sweep --vary processes=1 --dry-run"])
+def test_the_files_of_a_folder_are_the_defaults_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    """What each verb takes, where there are files, none, or those of a run that ``--run-dir`` names."""
+    words = [*shlex.split(verb), *(["--dry-run"] if verb == "train" else [])]
+    own = ["--set", f"data.store_root={tmp_path / 'store'}"]
+    missing = "--spec is missing" if verb != "train" else "--deepspeed_config is missing"
+    assert main([*words, *own]) == 2 and missing in capsys.readouterr().err
+
+    def files(folder: Path, name: str) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "spec.yaml").write_text(DIGITS.read_text().replace("name: digits", f"name: {name}"))
+        shutil.copy(FP32, folder / "ds_config.json")
+
+    files(tmp_path, "mine")
+    json = [] if verb == "prepare" else ["--deepspeed_config ds_config.json"]
+    assert main([*words, *own]) == 0
+    assert capsys.readouterr().out.startswith(f"taken        {' '.join(['--spec spec.yaml', *json])}\n")
+    if json:
+        assert main([*words, *own, "--spec", "digits", "--deepspeed_config", str(MAIN)]) == 0
+        assert "taken" not in capsys.readouterr().out
+    if verb == "train":
+        files(tmp_path / "run", "theirs")
+        assert main([*words, "--run-dir", "run"]) == 0
+        out = capsys.readouterr().out
+        assert "taken        --spec run/spec.yaml --deepspeed_config run/ds_config.json\n" in out and "theirs: " in out

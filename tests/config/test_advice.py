@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import check_ds_config, resolve, set_key
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, RENAMED
 from ddpm_ds.config.ds_model import SYNONYMS as JSON_SYNONYMS
@@ -401,3 +402,33 @@ def test_advice_about_a_layout_leads_to_one_that_resolves(
             set_key(config, key, value, item)
     spec = load_spec(DEFAULT_SPEC, [*overrides, *(item for item in typed if not item.startswith(JSON_PREFIX))])
     resolve(config, spec, world_size=processes, stages=1, path=PATH)
+
+
+JSON = {**OPTIMIZER, "train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 1}
+TYPED = [
+    ("prepare", "--spec digits"),
+    ("plan --spec digits --processes 1", "--deepspeed_config zero2_fp16"),
+    ("train --dry-run", "--deepspeed_config zero2_fp16"),
+    ("train --dry-run --deepspeed_config json --processes 2 -p 1", "--set ds.train_micro_batch_size_per_gpu=auto"),
+    ("train --dry-run --deepspeed_config zero0_fp32 --processes 3 -p 1", "--set train.batch_images="),
+    ("train --dry-run --deepspeed_config zero0_fp32 --processes 2 --set ds.pipeline.tensor.size=3", "--set ds."),
+    ("plan --spec digits --deepspeed_config zero0_fp32 --processes 3 --nodes 2", "--processes 4"),
+    ("plan --spec digits --deepspeed_config zero0_fp32 --processes 2 --device-memory 1MiB", "--device-memory "),
+    ("plan --spec digits --deepspeed_config zero0_fp32 --processes 67", "--set train.batch_images="),
+]
+
+
+@pytest.mark.parametrize(("command", "advice"), TYPED, ids=[command for command, _ in TYPED])
+def test_options_in_a_refusal_are_typed_and_the_command_ends_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, advice: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (tmp_path / "json").write_text(json.dumps(JSON))
+    assert main(shlex.split(command)) == 2
+    said = re.sub(r"devices of (\S+) or", r"--device-memory \1 or", capsys.readouterr().err.strip())
+    advised = re.split(r"; (?:use|type|.*(?=--device-memory))", said, maxsplit=1)[1]
+    ways = [found for way in re.split(r",? or ", advised) if (found := re.findall(r"--[\w-]+ [^\s,;]+", way))]
+    assert ways[0][0].startswith(advice), said
+    for way in ways:
+        assert main([*shlex.split(command), *(word for one in way for word in one.split(" "))]) == 0, way
