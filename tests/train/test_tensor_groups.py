@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ddpm_ds.checkpoint.power_ema import EMA, profile_kind
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, whole
-from ddpm_ds.checkpoint.manifest import MOMENTS, Description, check_headers
+from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description, check_headers
 from ddpm_ds.checkpoint.reader import Reader, code_of, consolidate
 from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
-from ddpm_ds.train.saving import MASTER, Saver
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet.model import parameter_shapes
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import global_batch, micro_batches
@@ -34,7 +33,6 @@ from tests.train.ranks import the_same
 
 STEPS = 2
 WHOLE = "whole"
-LENGTH = 0.1
 SPEC = tiny_spec(
     unet={
         "multipliers": [1],
@@ -204,7 +202,7 @@ def the_values(one: Reader, other: Reader, kind: str) -> bool:
 def test_any_layout_has_every_value_of_any_other(layout: str, source: str, courses: Courses) -> None:
     """Moments in 8 bits are rounded, the others are the same bits."""
     found, wanted = courses.middle(layout, source), courses.middle(source, WHOLE)
-    assert found.manifest.kinds == wanted.manifest.kinds == (EMA, profile_kind(LENGTH), *MOMENTS, MASTER)
+    assert found.manifest.kinds == wanted.manifest.kinds == (EMA, *MOMENTS, MASTER)
     assert found.state.model_dump(exclude={"loss_scaler"}) == wanted.state.model_dump(exclude={"loss_scaler"})
     for kind in found.manifest.kinds:
         for name in found.manifest.parameters:
@@ -231,7 +229,7 @@ def test_parts_lie_with_their_ranks_and_what_all_have_alike_with_the_first(name:
 def test_initial_weights_are_dealt_to_the_ranks(name: str, courses: Courses) -> None:
     reader = courses.beginning(name)
     wanted = courses.middle("shared", WHOLE)
-    for kind in (MASTER, EMA, profile_kind(LENGTH)):
+    for kind in (MASTER, EMA):
         for parameter in reader.manifest.parameters:
             assert reader.read(kind, parameter).equal(wanted.read(MASTER, parameter)), (kind, parameter)
 
