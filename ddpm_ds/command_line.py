@@ -34,8 +34,6 @@ MOST_MEMBERS = 4096
 """Highest number of an image among all those drawn from one seed, and highest such seed."""
 MOST_BYTES, MOST_BANDWIDTH, MOST_FLOPS = 2**60, 1e18, 1e21
 """Most memory of a device in bytes, bytes per second of a link, and flops per second."""
-SHORTEST_EMA, LONGEST_EMA = 0.001, 0.28
-"""Relative lengths of power-function averages, sigma_rel of EDM2; above 0.288 no power rises."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -222,8 +220,6 @@ processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole numb
 """Option type: number of processes, stages or hosts."""
 batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
 """Option type: number of images or micro-batches that are processed together."""
-images_seen = partial(whole, lowest=1, highest=MOST_IMAGES, what="a number of images from 1 to 10^15")
-"""Option type: number of images that a run has seen."""
 image_number = partial(whole, lowest=0, highest=MOST_IMAGE, what="a whole number from 0 to 2^48")
 """Option type: number of an image among all those drawn from one seed."""
 port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
@@ -245,12 +241,6 @@ def number(text: str, lowest: float, highest: float, what: str) -> float:
     return found
 
 
-ema_length = partial(
-    number,
-    lowest=SHORTEST_EMA,
-    highest=LONGEST_EMA,
-    what=f"a relative length from {SHORTEST_EMA:g} to {LONGEST_EMA:g}, such as 0.1",
-)
 limited_seconds = partial(
     number, lowest=0.001, highest=1e6, what="a time in seconds from 0.001 to 1,000,000, such as 30"
 )

@@ -153,7 +153,6 @@ ARGUMENTS = [
 ]
 NUMBERS = {
     "plan": "processes nodes device_memory flops link_bandwidth network_bandwidth top",
-    "load_trained": "ema_length",
     "sample": "count batch_images",
     "SamplerSpec": "steps sigma_max sigma_min rho churn_noise dynamic_quantile",
 }

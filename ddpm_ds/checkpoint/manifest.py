@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
@@ -30,16 +30,20 @@ from ddpm_ds.files import read_bytes as read_file
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.version import __version__
 
-FORMAT, SPLIT_FORMAT = 2, 3
-"""Formats without and with parts of parameters, which versions before 0.3 can't read."""
+FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
 _BLANK = "0" * 64
 
-StoredDtype = Literal["F32", "F16"]
+VALUES = "F32"
+"""Data type of all values but codes, as safetensors names it."""
 CODES = "U8"
 """Data type of codes of 8 bits (:mod:`ddpm_ds.checkpoint.reader`), which stand beside their blocks' scales."""
+EMA, MASTER = "ema", "master"
+"""Kinds of values: averaged weights, and the weights that the optimizer steps."""
+KINDS = {"ema": EMA, "raw": MASTER}
+"""Kinds of values by the names that users give them."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Kinds of Adam's moments, which may be codes, and whether they have signs."""
 BLOCK = 256
@@ -102,8 +106,7 @@ class State(_Record):
     learning_rate: Annotated[float, Field(ge=0.0, le=1e6)]
     lr_scheduler: SchedulerState | None
     loss_scaler: ScalerState
-    rewinds: Counter
-    """Number of rollbacks."""
+    rollbacks: Counter
 
 
 class Description(_Record):
@@ -153,12 +156,8 @@ class Manifest(Description):
     created: datetime
     kinds: tuple[str, ...]
     """Kinds of values saved for every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
-    dtype: StoredDtype = "F32"
-    """Data type of all values, as safetensors names it; half precision in snapshots."""
     files: dict[FileName, FileEntry]
     """Every other file of the checkpoint."""
-    places: dict[str, dict[str, str]] = {}
-    """Host and folder of each file, which version 0.2 wrote for hosts that share no folder; no longer used."""
 
     @model_validator(mode="after")
     def _whole(self) -> Manifest:
@@ -173,14 +172,12 @@ class Manifest(Description):
 
     def dump(self) -> bytes:
         """Return the bytes of ``manifest.json``."""
-        usual: dict[str, Any] = {"places": {}, "dtype": "F32", "fields": None}  # left out, as in files of version 0.1
-        left_out = {"sha256", *(name for name, value in usual.items() if getattr(self, name) == value)}
-        values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude=left_out)}
+        values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude={"sha256"})}
         blank = (json.dumps(values, indent=2) + "\n").encode()
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
-def manifest_of(description: Description, state: bytes, parts: Iterable[Part], dtype: StoredDtype = "F32") -> Manifest:
+def manifest_of(description: Description, state: bytes, parts: Iterable[Part]) -> Manifest:
     """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``.
 
     Raises:
@@ -195,12 +192,11 @@ def manifest_of(description: Description, state: bytes, parts: Iterable[Part], d
     files[STATE] = FileEntry(bytes=len(state), sha256=hashlib.sha256(state).hexdigest())
     return Manifest(
         **dict(description),
-        format=SPLIT_FORMAT if any(fragment.shard for fragment in fragments) else FORMAT,
+        format=FORMAT,
         version=__version__,
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),
-        dtype=dtype,
     )
 
 
@@ -222,14 +218,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
         values = parse_json(raw)
         if hashlib.sha256(raw.replace(values["sha256"].encode(), _BLANK.encode(), 1)).hexdigest() != values["sha256"]:
             raise ValueError("checksum")
-        if values["format"] in (FORMAT, SPLIT_FORMAT):
+        if values["format"] == FORMAT:
             return Manifest.model_validate_json(raw)
     except (ValueError, KeyError, TypeError, AttributeError):  # errors that a flipped byte can cause
         raise unusable(checkpoint, f"{MANIFEST} is damaged") from None
     raise unusable(
         checkpoint,
-        f"its format is {values['format']}, this version reads formats {FORMAT} and {SPLIT_FORMAT}; use the "
-        f"ddpm_ds {values.get('version', 'version')} that wrote it",
+        f"its format is {values['format']}, this version reads format {FORMAT}; use the ddpm_ds "
+        f"{values.get('version', 'version')} that wrote it",
     )
 
 
@@ -271,14 +267,13 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
         piece = file.get_slice(key)
         shape, dtype = piece.get_shape(), piece.get_dtype()
         span = Span.of(key, math.prod(shape))
-        if span is not None and span.kind.endswith(".scales") and dtype == "F32":
+        if span is not None and span.kind.endswith(".scales") and dtype == VALUES:
             scales[key] = shape
             continue
         coded = span is not None and span.kind in MOMENTS and dtype == CODES
-        known = (coded or dtype == manifest.dtype) and len(shape) == 1
+        known = (coded or dtype == VALUES) and len(shape) == 1
         if span is None or not (known and _belongs(span, manifest)):
-            what = {"F32": "fp32", "F16": "fp16"}[manifest.dtype]
-            raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in {what}")
+            raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in fp32")
         found.append(span)
         if coded:
             expected[span.scales_key] = [len(blocks_of(span.start, span.length))]
@@ -292,28 +287,7 @@ def _belongs(span: Span, manifest: Manifest) -> bool:
     shape = manifest.parameters.get(span.name)
     if shape is None or span.kind not in manifest.kinds:
         return False
-    return span.is_within(math.prod(shape)) and (span.shard is None or manifest.format == SPLIT_FORMAT)
-
-
-def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Return the names of the manifest's files that are on this host, without checking them."""
-    return [name for name in manifest.files if (checkpoint / name).exists()]
-
-
-def check_all_here(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if files of the checkpoint are not on this host."""
-    here = files_here(checkpoint, manifest)
-    if elsewhere := [name for name in manifest.files if name not in here]:
-        raise lacking(checkpoint, elsewhere)
-
-
-def lacking(checkpoint: Path, names: Iterable[str]) -> CheckpointError:
-    """Return the error for files that no host, or not the one that needs them, has."""
-    folder = checkpoint.absolute()
-    return CheckpointError(
-        f"checkpoint {checkpoint} lacks {', '.join(names)} here; if other hosts have them, bring the parts together: "
-        f"rsync -a HOST:{folder}/ {folder}/"
-    )
+    return span.is_within(math.prod(shape))
 
 
 def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
@@ -322,21 +296,13 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
     Raises:
         CheckpointError: a file is missing, cut short, too long or has another checksum.
     """
-    check_all_here(checkpoint, manifest)
-    for _, text in damages(checkpoint, manifest, manifest.files, progress):
-        raise CheckpointError(text)
-
-
-def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progress: bool) -> Iterator[tuple[str, str]]:
-    """Yield the damaged files among ``names`` of a checkpoint, with the error; reads every byte of them."""
-    total = sum(manifest.files[name].bytes for name in names)
-    hidden = not progress or total < BAR_BYTES
-    with tqdm(total=total, desc=f"checking {checkpoint.name}", unit="B", unit_scale=True, disable=hidden) as bar:
-        for name in names:
-            try:
-                check_bytes(checkpoint, name, manifest, bar)
-            except CheckpointError as damage:
-                yield name, str(damage)
+    if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
+        raise unusable(checkpoint, f"it lacks {', '.join(missing)}")
+    hidden = not progress or manifest.total_bytes < BAR_BYTES
+    what = f"checking {checkpoint.name}"
+    with tqdm(total=manifest.total_bytes, desc=what, unit="B", unit_scale=True, disable=hidden) as bar:
+        for name in manifest.files:
+            check_bytes(checkpoint, name, manifest, bar)
 
 
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:

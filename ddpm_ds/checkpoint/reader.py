@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from ddpm_ds.checkpoint.manifest import (
     Manifest,
     Span,
     blocks_of,
-    check_all_here,
     check_bytes,
     check_headers,
     divides,
@@ -104,24 +103,18 @@ def decoded(moment: str, first: int, codes: Tensor, scales: Tensor) -> Tensor:
 class Reader:
     """Open checkpoint. A file's checksum is compared before the first value is read from it.
 
-    If this host lacks some of the files, pass the known ``manifest`` and the files to read, ``only``.
-
     Raises:
         CheckpointError: a part of the checkpoint is missing, damaged or in another format; also raised by all methods.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None = None, only: Collection[str] | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
         self.manifest = manifest or read_manifest(path)
-        if only is None:
-            check_all_here(path, self.manifest)
-        self._listed = [name for name in self.manifest.files if only is None or name in only]
         self._verified: set[str] = set()
         self._files: dict[str, Any] = {}
         self._spans: dict[tuple[str, str], dict[Shard | None, list[tuple[Span, str]]]] = {}
-        if STATE in self._listed:
-            self._check(STATE)
-            self.state = parse_state(path, read_bytes(path, STATE))
+        self._check(STATE)
+        self.state = parse_state(path, read_bytes(path, STATE))
 
     def verify(self, progress: bool = False) -> None:
         """Compare the checksums of all files."""
@@ -189,7 +182,7 @@ class Reader:
             values.numpy()[low - wanted.start : high - wanted.start] = piece.numpy()
             at = high
         if at != wanted.stop:
-            self.verify()  # names the files that this host lacks, or the one whose header is damaged
+            self.verify()  # names the file whose header is damaged
             raise unusable(self.path, f"values {at} and following of {wanted.what} are in none of its files")
         return values
 
@@ -205,7 +198,7 @@ class Reader:
         A damaged header can hide or invent fragments, but not values, which are read after the checksum is compared.
         """
         if not self._spans:
-            for file in self._listed:
+            for file in self.manifest.files:
                 for span in self._open(file) if file != STATE else ():
                     parts = self._spans.setdefault((span.kind, span.name), {})
                     parts.setdefault(span.shard, []).append((span, file))

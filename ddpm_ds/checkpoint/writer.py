@@ -4,7 +4,7 @@
 
     training   begin: copy to host memory ─┐ ...trains on...
     thread                                 └ own file ─ its record ─▶ rank 0: records of all? every value once?
-                                                        leader: manifest, state, fsync, rename, latest ◀─┘
+                                                        manifest, state, fsync, rename, latest ◀─────────┘
 
 Ranks use a key-value store (:class:`~ddpm_ds.checkpoint.folder.Completion`); no thread runs a collective.
 """
@@ -16,38 +16,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
 from ddpm_ds.checkpoint.folder import (
     WRITING,
-    CalledOff,
     Completion,
-    Groups,
     NotSaved,
     checkpoint_name,
     clean,
     names,
     put_in_place,
     set_aside,
-    take_back,
     tidy,
 )
-from ddpm_ds.checkpoint.manifest import (
-    CODES,
-    MANIFEST,
-    STATE,
-    Description,
-    Part,
-    Span,
-    StoredDtype,
-    manifest_of,
-)
-from ddpm_ds.checkpoint.reader import STORED, Header, write_tensors
+from ddpm_ds.checkpoint.manifest import CODES, MANIFEST, STATE, VALUES, Description, Part, Span, manifest_of
+from ddpm_ds.checkpoint.reader import Header, write_tensors
 from ddpm_ds.files import replace_file, write_file
 from ddpm_ds.unet.shards import Shard
 
@@ -64,19 +51,16 @@ class Fragment(NamedTuple):
 
 
 class HostCopy:
-    """Concatenated snapshot of tensors in ``dtype``, and after them of codes of 8 bits, whose memory is reused for the
-    next snapshot.
-    """
+    """Concatenated copy of tensors in fp32, and after them of codes of 8 bits, whose memory is reused for the next."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
         """Copy all values, to pinned memory if any are on CUDA; return when the tensors may change again."""
         devices = {piece.device for piece in pieces if piece.is_cuda}
-        dtypes = [torch.uint8 if piece.dtype is torch.uint8 else self._dtype for piece in pieces]
+        dtypes = [torch.uint8 if piece.dtype is torch.uint8 else torch.float32 for piece in pieces]
         sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
         self._used = sum(sizes)
         if self._bytes.numel() < self._used:
@@ -87,8 +71,7 @@ class HostCopy:
             if piece.is_cuda:
                 target.copy_(piece.detach(), non_blocking=True)
             else:  # torch would restart its threads for every piece
-                with np.errstate(over="ignore"):  # overflow gives infinity, which readers refuse
-                    target.numpy()[:] = piece.detach().numpy()
+                target.numpy()[:] = piece.detach().numpy()
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -100,38 +83,35 @@ class HostCopy:
 class Writer:
     """One rank's share in writing checkpoints into ``folder``.
 
-    ``groups`` tells which ranks see the same folder; several ranks need ``store``, their key-value store. Construct it
-    on every rank before training communicates: leaders clean up after killed processes (for several folders,
-    :func:`ddpm_ds.checkpoint.folder.settle` has done so). Every rank calls :meth:`begin` for every checkpoint, with no
-    fragments if it owns none. File errors are not raised into training: rank 0 reports the loss in one line through
-    ``log`` (from a thread), and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are as in
+    Several ranks need ``store``, their key-value store. Construct it on every rank before training communicates: rank 0
+    cleans up after killed processes. Every rank calls :meth:`begin` for every checkpoint, with no fragments if it owns
+    none. File errors are not raised into training: rank 0 reports the loss in one line through ``log`` (from a thread),
+    and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are as in
     :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host memory, pinned if they
-    come from CUDA. ``what`` selects whole checkpoints in fp32, or snapshots of averages in fp16.
+    come from CUDA.
     """
 
     def __init__(
         self,
         folder: Path,
-        groups: Groups,
+        rank: int = 0,
+        world_size: int = 1,
         *,
         log: Callable[[str], None],
         keep_last: int | None = None,
         keep_every_images: int | None = None,
         time_limit_seconds: float = 600.0,
         store: Store | None = None,
-        what: Literal["checkpoint", "snapshot"] = "checkpoint",
     ) -> None:
-        self._folder, self._groups, self._log = folder, groups, log
-        self._what = what
-        self._dtype: StoredDtype = "F32" if what == "checkpoint" else "F16"
-        self._completion = Completion(groups, store or HashStore(), time_limit_seconds, what)
+        self._folder, self._rank, self._log = folder, rank, log
+        self._completion = Completion(rank, world_size, store or HashStore(), time_limit_seconds)
         self._keep = keep_last, keep_every_images
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
         """Reason, on rank 0, why the last checkpoint that was not saved was not, and what is there instead."""
-        self._host = HostCopy(STORED[self._dtype])
-        if groups.leads:
+        self._host = HostCopy()
+        if rank == 0:
             with contextlib.suppress(OSError):
                 clean(folder)
 
@@ -155,16 +135,16 @@ class Writer:
             (floats if fragment.scales is None else codes).append((span.key, fragment.values))
             floats += [] if fragment.scales is None else [(span.scales_key, fragment.scales)]
         self._host.take([values for _, values in floats + codes])
-        tensors: list[Header] = [(key, self._dtype, (values.numel(),)) for key, values in floats]
+        tensors: list[Header] = [(key, VALUES, (values.numel(),)) for key, values in floats]
         tensors += [(key, CODES, (values.numel(),)) for key, values in codes]
         text = json.dumps(dict(state), indent=2) + "\n"
         copies = f"{part}.safetensors", tensors, spans, description.model_copy(deep=True), text
-        self._thread = threading.Thread(target=self._write, args=copies, name=self._what, daemon=True)
+        self._thread = threading.Thread(target=self._write, args=copies, name="checkpoint", daemon=True)
         self._thread.start()
         return time.monotonic() - started
 
     def wait(self) -> bool:
-        """Wait for the last checkpoint; return whether it, or on ranks that are not leaders their part, is complete."""
+        """Wait for the last checkpoint; return whether it, or on other ranks than 0 their part, is complete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -176,7 +156,7 @@ class Writer:
         name = checkpoint_name(description.images)
         scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
         try:
-            if self._groups.leads:
+            if self._rank == 0:
                 self._remove_earlier_attempts()
             scratch.mkdir(parents=True, exist_ok=True)
             self._complete(scratch, self._written(scratch / file, tensors, spans), description, state)
@@ -184,26 +164,24 @@ class Writer:
         except Exception as error:
             self._give_up(scratch, name, error)
             return
-        if self._groups.leads:
-            self.set_aside(description.images)
+        if self._rank == 0:
+            self._set_aside(description.images)
             try:
                 tidy(self._folder, name, *self._keep)
             except Exception as error:
                 changed = "older ones or `latest` could not be changed"
-                self._log(f"{self._what} {name} is saved, but {changed}: {_reason(error)}")
+                self._log(f"checkpoint {name} is saved, but {changed}: {_reason(error)}")
 
-    def set_aside(self, images: int) -> None:
+    def _set_aside(self, images: int) -> None:
         """Rename checkpoints of more than ``images``, since the run has resumed from an earlier one."""
-        if not self._groups.leads:
-            return
         try:
             abandoned = set_aside(self._folder, images)
         except OSError as error:
-            what = f"{self._what}s of more than {images:,} images in {self._folder}"
+            what = f"checkpoints of more than {images:,} images in {self._folder}"
             self._log(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
             return
-        if abandoned and self._groups.rank == 0:
-            self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
+        if abandoned:
+            self._log(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
 
     def _remove_earlier_attempts(self) -> None:
         """Remove files of this process's earlier attempts, such as parts of ranks that failed later."""
@@ -219,48 +197,29 @@ class Writer:
         return Part(file=path.name, entry=entry, fragments=spans).model_dump_json()
 
     def _complete(self, scratch: Path, part: str, description: Description, state: str) -> None:
-        """Send rank 0 the record of this rank's file; on a leader, put the checkpoint in place once rank 0 has all."""
-
-        def describe(texts: list[str]) -> str:
-            parts = [Part.model_validate_json(text) for text in texts if text]
-            manifest = manifest_of(description, state.encode(), parts, self._dtype)
-            return json.dumps([manifest.dump().decode(), state])
-
-        groups, agree = self._groups, self._completion.agree
-        described = agree("manifest", range(len(groups.hosts)), part, describe)
-        if not groups.leads:
+        """Send rank 0 the record of this rank's file; on rank 0, put the checkpoint in place once all are there."""
+        if self._rank:
+            self._completion.send(part)
             return
-        manifest, state = json.loads(described)
+        parts = [Part.model_validate_json(text) for text in self._completion.collect(part) if text]
+        manifest = manifest_of(description, state.encode(), parts)
         replace_file(scratch / STATE, state.encode())
-        write_file(scratch / MANIFEST, manifest.encode())
-        agree("ready", groups.leaders)
-        target = self._folder / checkpoint_name(description.images)
-        put_in_place(scratch, target)
-        try:
-            agree("placed", groups.leaders)
-        except CalledOff:
-            take_back(target)
-            raise
+        write_file(scratch / MANIFEST, manifest.dump())
+        put_in_place(scratch, self._folder / checkpoint_name(description.images))
 
     def _give_up(self, scratch: Path, name: str, error: Exception) -> None:
-        """Remove half-written files, tell the other ranks, and report the error on rank 0."""
-        rank, reason = self._groups.rank, _reason(error)
-        if not isinstance(error, NotSaved) and (rank != 0 or not self._groups.shared):
-            reason = f"{self._groups.name(rank)}: {reason}"
-        if self._groups.leads:
-            shutil.rmtree(scratch, ignore_errors=True)
-        if rank == 0 or not isinstance(error, CalledOff):
-            self._completion.fail(reason)
-        if rank == 0:
-            try:
-                before = names(self._folder)
-                lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-            except OSError as error:  # whatever it is, the reason must be known: it decides how the run ends
-                lost = f"those before it can't be listed ({error.strerror})"
-            if self._what == "snapshot":
-                lost = "`ddpm-ds ema` makes averages from the others"
-            self.why_not = f"{self._what} {name} was not saved: {reason}; {lost}"
-            self._log(self.why_not)
+        """Tell rank 0; on rank 0, remove half-written files and report the error."""
+        if self._rank:
+            self._completion.fail(f"rank {self._rank}: {_reason(error)}")
+            return
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            before = names(self._folder)
+            lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
+        except OSError as other:  # whatever it is, the reason must be known: it decides how the run ends
+            lost = f"those before it can't be listed ({other.strerror})"
+        self.why_not = f"checkpoint {name} was not saved: {_reason(error)}; {lost}"
+        self._log(self.why_not)
 
 
 def _reason(error: Exception) -> str:

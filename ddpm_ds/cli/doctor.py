@@ -1,7 +1,6 @@
 """``ddpm-ds doctor``: whether hosts can train together, before they do, and the report of it."""
 
 import argparse
-import math
 import os
 import re
 import shutil
@@ -25,8 +24,6 @@ from ddpm_ds.unet.layers import unet_layers
 
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
-PROFILE_BYTES, SNAPSHOT_BYTES = 4, 2
-"""Bytes per parameter of an average of ``ema.profiles``, in a checkpoint and in a snapshot."""
 DESCRIPTION = """\
 Check what a training run will need on every host of a hostfile, show the hosts side by side, and say how to fix what is
 wrong: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, disks, devices, environment,
@@ -145,11 +142,8 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
 
 
 def saved_bytes(spec: RunSpec) -> int:
-    """Return the bytes per parameter of all checkpoints that a run keeps, one being written, and all its snapshots."""
-    profiles, every = len(spec.ema.profiles), spec.ema.snapshot_images
-    snapshots = math.ceil(spec.train.images / every) if every else 0
-    checkpoint = CHECKPOINT_BYTES + PROFILE_BYTES * profiles
-    return checkpoint * (spec.checkpoint.keep_last + 1) + SNAPSHOT_BYTES * profiles * snapshots
+    """Return the bytes per parameter of all checkpoints that a run keeps, and of one being written."""
+    return CHECKPOINT_BYTES * (spec.checkpoint.keep_last + 1)
 
 
 def _log(line: str) -> None:

@@ -1,6 +1,6 @@
 """Verbs for recorded runs, without a GPU: ``compare`` shows several side by side, ``note`` keeps what was learned from
 one, ``diagnose`` shows where the time of one went, ``send`` sends to MLflow what it has not got of one, ``checkpoint``
-lists, verifies, describes and consolidates checkpoints, and ``ema`` makes averaged weights of any length.
+lists, verifies, describes and consolidates checkpoints.
 """
 
 import argparse
@@ -13,24 +13,20 @@ from pathlib import Path
 import yaml
 
 from ddpm_ds.checkpoint.folder import checkpoint_at, names
-from ddpm_ds.checkpoint.manifest import MANIFEST, files_here, read_manifest, verify
+from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest, verify
 from ddpm_ds.command_line import (
-    LONGEST_EMA,
-    SHORTEST_EMA,
     Verbs,
     add_overwrite,
     aligned,
     check_output,
     check_outputs,
-    ema_length,
     file_path,
-    images_seen,
     writing,
 )
 from ddpm_ds.errors import CheckpointError, print_to_stderr
 from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
-from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, identity_of, snapshots_of
+from ddpm_ds.tracking.run_folder import checkpoints_of, identity_of
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
 COMPARE_DESCRIPTION = """\
@@ -95,23 +91,6 @@ examples
 """
 
 WHICH = "folder of a checkpoint, or of a run for its newest good one"
-KINDS = {"ema": "ema", "raw": "master"}
-EMA_DESCRIPTION = f"""\
-Make the average of the weights that a run with ema.profiles would have kept for another length, from its snapshots. A
-length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: sigma_rel of EDM2, the standard deviation of the times of the
-averaged weights as a share of the training so far. The result is a checkpoint of these weights alone; ddpm-ds sample,
-evaluate and export take it. docs/evaluation.md says which length to choose.
-"""
-
-
-EMA_EXAMPLES = """\
-examples
-  ddpm-ds ema runs/digits --length 0.1
-  ddpm-ds ema runs/digits --length 0.15 --at 64000 --output digits-0.15
-  ddpm-ds sample runs/digits/averages/images-000128000-ema-0.1
-  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15
-      scores of several lengths, without writing their weights
-"""
 
 
 def add_compare(verbs: Verbs) -> None:
@@ -313,10 +292,9 @@ def _list(options: argparse.Namespace) -> None:
             rows.append((checkpoint.name, "-", "-", "-", "-", str(error)))
             continue
         written, size = f"{manifest.created:%Y-%m-%d %H:%M:%S}", f"{manifest.total_bytes / 1e6:,.1f}"
-        here, kinds = len(files_here(checkpoint, manifest)), ", ".join(manifest.kinds)
-        if here < len(manifest.files):
-            kinds += f"; {here} of {len(manifest.files)} files here"
-        rows.append((checkpoint.name, f"{manifest.images:,}", f"{manifest.step:,}", written, size, kinds))
+        rows.append(
+            (checkpoint.name, f"{manifest.images:,}", f"{manifest.step:,}", written, size, ", ".join(manifest.kinds))
+        )
     print("\n".join(aligned(rows, left={0, len(header) - 1})))
 
 
@@ -336,9 +314,7 @@ def _verify(options: argparse.Namespace) -> None:
         raise next(iter(damaged.values()))
     if damaged:
         which = ", ".join(map(str, damaged))
-        raise CheckpointError(
-            f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {which}"
-        )
+        raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged, verify each: {which}")
 
 
 def _describe(options: argparse.Namespace) -> None:
@@ -361,16 +337,12 @@ def _describe(options: argparse.Namespace) -> None:
 def _consolidate(options: argparse.Namespace) -> None:
     import torch
 
-    from ddpm_ds.checkpoint.power_ema import averaged_kind
     from ddpm_ds.checkpoint.reader import consolidate
 
     check_output(options.out, overwrite=options.overwrite)
     torch.set_num_threads(1)  # the disk limits the speed; on a busy host, more threads only wait for each other
     checkpoint = checkpoint_at(options.path, print_to_stderr)
-    kind = KINDS[options.weights]
-    if options.weights == "ema":
-        kind = averaged_kind(read_manifest(checkpoint).kinds) or kind
-    consolidate(checkpoint, options.out, kind, options.dtype, progress=True)
+    consolidate(checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
     print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
 
 
@@ -379,37 +351,3 @@ def _of_run(run_dir: Path) -> list[Path]:
     if not (found := names(folder)):
         raise CheckpointError(f"there are no checkpoints in {folder}; name the folder of a run that has saved")
     return [folder / name for name in found]
-
-
-def add_ema(verbs: Verbs) -> None:
-    """Add the verb ``ema``."""
-    what = "make averaged weights of another length after training"
-    parser = verbs.add_parser("ema", help=what, description=EMA_DESCRIPTION, epilog=EMA_EXAMPLES)
-    parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run that keeps snapshots")
-    parser.add_argument("--length", type=ema_length, required=True, metavar="L", help="relative length, such as 0.1")
-    parser.add_argument(
-        "--at", type=images_seen, metavar="IMAGES", help="time of the snapshot that it ends at (default: the newest)"
-    )
-    parser.add_argument(
-        "--output",
-        type=file_path,
-        metavar="FOLDER",
-        help="folder to write; must not exist (default RUN_DIR/averages/images-IMAGES-ema-L)",
-    )
-    parser.set_defaults(run=_ema)
-
-
-def _ema(options: argparse.Namespace) -> None:
-    import torch
-
-    from ddpm_ds.checkpoint.power_ema import Reconstruction, average_name
-
-    torch.set_num_threads(1)  # the disk limits the speed
-    made = Reconstruction(snapshots_of(options.run_dir), options.length, options.at)
-    out = options.output or averages_of(options.run_dir) / average_name(made.images, options.length)
-    made.write(out)
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(
-        f"{out}: average of relative length {options.length:g} after {made.images:,} images, {size / 1e6:,.1f} MB, "
-        f"from {made.snapshots} snapshots; its profile is {made.distance:.2%} off"
-    )

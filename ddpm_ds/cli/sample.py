@@ -304,13 +304,10 @@ def load(
     options: argparse.Namespace,
     pipelines: Pipelines,
     changes: Sequence[Mapping[str, Any]] = ({},),
-    *,
-    ema_length: float | None = None,
 ) -> tuple[Trained, list[SamplerSpec], Trained | None]:
     """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
 
-    With ``ema_length`` the weights are the average of that relative length. There is a sampler for each of ``changes``,
-    which are values instead of those of the options.
+    There is a sampler for each of ``changes``, which are values instead of those of the options.
 
     Raises:
         CheckpointError: there are no such weights.
@@ -323,7 +320,7 @@ def load(
     device, (_, dtype) = choose_device(options.device, options.stages), DTYPES[options.precision]
     place: dict[str, Any] = {"autoencoder": options.autoencoder, "device": device, "dtype": dtype}
     place["pipelines"] = pipelines
-    trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, **place)
+    trained = load_trained(options.path, weights=options.weights, **place)
     samplers = [
         sampler_from(
             argparse.Namespace(**{**vars(options), **change}),

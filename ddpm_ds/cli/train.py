@@ -224,8 +224,7 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
     if options.steps is not None:
         plan, options.resume = _rehearsed(plan), "never"
     run_dir = options.run_dir or new_run_dir(plan.spec.name)
-    if len(set(plan.hosts)) == 1:  # on several, another one may have the checkpoint
-        _check_resume(options.resume, run_dir)
+    _check_resume(options.resume, run_dir)
     return plan, run_dir
 
 

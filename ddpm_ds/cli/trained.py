@@ -21,7 +21,6 @@ from ddpm_ds.cli.sample import (
     add_text_options,
     add_weights_options,
     called,
-    different,
     launched,
     load,
     pipelines_of,
@@ -32,7 +31,6 @@ from ddpm_ds.command_line import (
     OneLineParser,
     Verbs,
     add_overrides,
-    ema_length,
     file_path,
     positive,
     whole,
@@ -41,7 +39,6 @@ from ddpm_ds.data.hub import Upload, is_hub_name
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
-from ddpm_ds.tracking.run_folder import snapshots_of
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.ensembles import Evaluated
@@ -80,8 +77,6 @@ examples
   ddpm-ds evaluate runs/cifar10 --weights raw --metrics loss
       the loss of the weights as trained on the held-out images; nothing is drawn
   ddpm-ds evaluate runs/faces --guidance 1,1.5,2,3 --guidance-between 0.3,5
-  ddpm-ds evaluate runs/digits --ema-length 0.05,0.1,0.15 --metrics pixel
-      averages of other lengths, of a run that keeps snapshots (ema.profiles)
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
   ddpm-ds evaluate runs/shapes --prompts held-out --count 1000 --metrics clip --clip-model openai/clip-vit-large-patch14
       how well images fit the captions of the held-out images
@@ -202,13 +197,6 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
         help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)",
     )
     parser.add_argument(
-        "--ema-length",
-        type=different(ema_length),
-        default=(None,),
-        metavar="L,...",
-        help="evaluate averages of these relative lengths, made from a run's snapshots",
-    )
-    parser.add_argument(
         "--clip-model",
         type=file_path,
         metavar="DIR|OWNER/NAME",
@@ -229,7 +217,6 @@ def _metrics(text: str) -> tuple[str, ...]:
 
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
-    from ddpm_ds.checkpoint.power_ema import Reconstruction
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
     from ddpm_ds.evaluate.outputs import check_recordable
@@ -242,35 +229,26 @@ def _evaluate(options: argparse.Namespace) -> None:
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
-    pipelines, lengths = pipelines_of(options), options.ema_length
-    if lengths != (None,):
-        if options.weights == "raw":
-            raise SpecError("--weights raw is not averaged, and --ema-length is of averages; leave one out")
-        for length in lengths:  # before the first image is drawn
-            Reconstruction(snapshots_of(options.path), length)
+    pipelines = pipelines_of(options)
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
     work: Callable[..., Any] | None = None
     found: list[Any] = []
     losses: list[Any] = []
     with contextlib.ExitStack() as connected:
-        for length in lengths:
-            trained, samplers, guide = load(options, pipelines, changes, ema_length=length)
-            unets = called(trained, guide) if draws else [trained.unet]
-            check_recordable(trained)
-            if measures and length == lengths[0]:
-                held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
-            if draws and trained.is_conditioned:
-                work = _of_ensembles(options, trained)
-            elif draws and work is None:
-                work = _of_images(options, trained)
-            if length == lengths[0]:  # nothing that all processes can refuse is left
-                connected.enter_context(together(pipelines, next(trained.unet.parameters()).device))
-            with pipelines.at_work(unets) as leads:
-                if leads and measures:
-                    losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images, pipelines))
-                if leads and work is not None:
-                    found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers]
+        trained, samplers, guide = load(options, pipelines, changes)
+        unets = called(trained, guide) if draws else [trained.unet]
+        check_recordable(trained)
+        if measures:
+            held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
+        if draws:
+            work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
+        connected.enter_context(together(pipelines, next(trained.unet.parameters()).device))
+        with pipelines.at_work(unets) as leads:
+            if leads and measures:
+                losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images, pipelines))
+            if leads and work is not None:
+                found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers]
     if pipelines.is_first:
         tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
         print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")

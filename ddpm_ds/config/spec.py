@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
 
-from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, MOST_IMAGES, SHORTEST_EMA
+from ddpm_ds.command_line import MOST_BATCH, MOST_IMAGES
 from ddpm_ds.config.choices import MOST_SIGMA, OBJECTIVES, SAMPLERS, SCHEDULES, SOURCES, Choice, samplers_with
 from ddpm_ds.config.section import Format, Section, broken_rule, no_switch
 from ddpm_ds.config.text import BucketsSpec, CrossAttentionSpec, TextSpec
@@ -71,8 +71,6 @@ LEAST_AUGMENTED = 8
 """Smallest image in pixels that augmentation can pad by reflection."""
 MOST_LAYERS = 256
 """Maximum layers of a U-Net, since tables of cuts have layers^2 entries; published U-Nets have about 100 layers."""
-Length = Annotated[float, Field(ge=SHORTEST_EMA, le=LONGEST_EMA)]
-"""Relative length of a power-function average."""
 MOST_PICTURE_PIXELS = 2**26
 """Maximum pixels of a picture of samples drawn during training."""
 
@@ -529,19 +527,9 @@ class EmaSpec(Section):
     """Images after which a weight's share in the average has halved."""
     rampup_fraction: Fraction = 0.05
     """Limit of the half-life as a share of the images seen, so that early weights are forgotten; 0 means no limit."""
-    profiles: Annotated[tuple[Length, ...], Field(max_length=4)] = ()
-    """Relative lengths (EDM2's sigma_rel; it uses [0.05, 0.1]) of additional power-function averages, from which
-    `ddpm-ds ema` makes an average of any length after training; [] keeps none."""
-    snapshot_images: Images | None = None
-    """Images between two snapshots of `profiles`, which are never deleted; EDM2 keeps about 64 per run."""
     on_host: bool = False
     """Keep the averages in host memory and update them there, each step, while the device computes the next. With
     offload they are there in any case."""
-
-    @property
-    def averages(self) -> int:
-        """Number of averages kept during training."""
-        return 1 + len(self.profiles)
 
 
 class CheckpointSpec(Section):
@@ -1255,23 +1243,6 @@ def check_picture(samples: SamplesSpec, size: tuple[int, int]) -> None:
         )
 
 
-def _check_ema(spec: RunSpec) -> None:
-    ema, images = spec.ema, spec.train.images
-    given = list(ema.profiles)
-    if len(set(given)) < len(given):
-        raise ValueError(f"ema.profiles = {given} has one length twice; use others, such as EDM2's [0.05, 0.1]")
-    if given and ema.snapshot_images is None:
-        usual = max(images // 64, 1)
-        raise ValueError(
-            f"ema.profiles = {given} needs ema.snapshot_images, the images between two snapshots; use {usual} for 64"
-        )
-    if ema.snapshot_images is not None and not given:
-        raise ValueError(
-            f"ema.snapshot_images = {ema.snapshot_images} keeps snapshots of ema.profiles, which is empty; use "
-            "profiles [0.05, 0.1], or null"
-        )
-
-
 def check_sampler(
     sampler: SamplerSpec,
     diffusion: DiffusionSpec,
@@ -1373,7 +1344,6 @@ _CHECKS = (
     _check_batch,
     _check_decay,
     _check_labels,
-    _check_ema,
     _check_trackers,
     _check_picture,
 )

@@ -112,7 +112,6 @@ SYNONYMS = {
     "prediction_type": "diffusion.objective",
     "num_inference_steps": "sampler.steps",
     "guidance_scale": "sampler.guidance",
-    "max_rewinds": "bad_numbers.max_rollbacks",
 }
 """Names that people type, in any section, for a key, which may be followed by its unit."""
 

@@ -20,8 +20,7 @@ from pydantic import AfterValidator, ValidationError
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import checkpoint_at
-from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest
-from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
+from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import (
     DataSpec,
@@ -29,7 +28,6 @@ from ddpm_ds.config.spec import (
     FilePath,
     GivenPath,
     Interface,
-    Length,
     RunSpec,
     SamplerSpec,
     UnetSpec,
@@ -50,12 +48,11 @@ from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
 from ddpm_ds.pipeline.staged import Pipelines, StagedUnet
-from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
+from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 Weights = Literal["ema", "raw"]
-KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
 """Names in a checkpoint of the averaged weights and of the weights as trained."""
 EXPECTED = (
     f"name a checkpoint ({MANIFEST}), a run's folder (checkpoints/), an export (unet/config.json), or OWNER/NAME on "
@@ -88,7 +85,7 @@ class Trained:
     digest: str
     """SHA-256 that changes whenever the weights do."""
     weights: str
-    """Kind of weights: ``ema``, ``raw``, ``export``, or ``ema-0.05`` for a power-function average of that length."""
+    """Kind of weights: ``ema``, ``raw`` or ``export``."""
     images_seen: int | None = None
     """Number of images that the weights were trained with, if known."""
     run_dir: Path | None = None
@@ -273,7 +270,6 @@ def load_trained(
     path: GivenPath,
     *,
     weights: Weights = "ema",
-    ema_length: Length | None = None,
     autoencoder: FilePath | None = None,
     device: Annotated[torch.device | str, AfterValidator(usable_device)] = "cpu",
     dtype: Annotated[torch.dtype, AfterValidator(_known)] = torch.float32,
@@ -283,23 +279,18 @@ def load_trained(
 
     What is no path is an export on the Hugging Face hub, ``OWNER/NAME``, of which what is read is downloaded.
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
-    With ``ema_length``, ``path`` must be a run's folder, and the average of that relative length (0.001 to 0.28,
-    sigma_rel of EDM2) at the time of the newest snapshot is loaded, whatever ``weights`` says. ``autoencoder`` is the
-    new path of a run's autoencoder, if it has moved; an export holds its own. In ``pipelines`` of several stages only
-    this process's stage is built and read.
+    ``autoencoder`` is the new path of a run's autoencoder, if it has moved; an export holds its own. In ``pipelines``
+    of several stages only this process's stage is built and read.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
         DataError: the autoencoder can't be used, or the hub has no such export or can't be reached.
         LayoutError: the U-Net can't be cut into so many stages.
-        SpecError: ``ema_length`` is out of range, ``autoencoder`` is given for a run on pixels, or an export is to be
+        SpecError: ``autoencoder`` is given for a run on pixels, or an export is to be
             cut into stages.
     """
     place = _Place(device, dtype, pipelines if pipelines is not None and pipelines.stages > 1 else None)
     path, autoencoder = expanded(path), None if autoencoder is None else expanded(autoencoder)
-    if ema_length is not None:
-        average = Reconstruction(snapshots_of(path), ema_length)
-        return _load_checkpoint(average, average.kind, average.digest, autoencoder, place)
     on_hub = is_hub_name(str(path)) and not path.exists()
     found = path if on_hub else find_trained(path)
     if (found / MANIFEST).is_file():
@@ -353,23 +344,22 @@ def _load_export(found: Path, place: _Place) -> Trained:
 def _kind(reader: Reader, weights: Weights) -> str:
     """Return the checkpoint's name for the kind ``weights``."""
     kinds = reader.manifest.kinds
-    kind = averaged_kind(kinds) if weights == "ema" else KINDS[weights]
-    if kind is None or kind not in kinds:
+    kind = KINDS[weights]
+    if kind not in kinds:
         others = ", ".join([name for name, stored in KINDS.items() if stored in kinds] or kinds)
-        hint = ", of which `ddpm-ds ema` makes weights" if weights == "ema" and len(kinds) > 1 else ""
-        raise CheckpointError(f"checkpoint {reader.path} has no {weights} weights; it has {others}{hint}")
+        raise CheckpointError(f"checkpoint {reader.path} has no {weights} weights; it has {others}")
     return kind
 
 
 def _load_checkpoint(
-    reader: Reader | Reconstruction,
+    reader: Reader,
     kind: str,
     digest: str,
     moved: Path | None,
     place: _Place,
 ) -> Trained:
     path = reader.path
-    read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
+    read = functools.partial(reader.read, kind)
     facts = None
     try:
         spec = SPEC.read(reader.manifest.spec)
@@ -396,7 +386,7 @@ def _load_checkpoint(
     folder = path.resolve()
     run_dir = folder.parent.parent
     unet = UNet(layers, 0) if place.pipelines is None else StagedUnet(spec.unet, data.interface, place.pipelines)
-    in_run = folder.parent in (checkpoints_of(run_dir), snapshots_of(run_dir), averages_of(run_dir))
+    in_run = folder.parent == checkpoints_of(run_dir)
     return Trained(
         unet=_filled(unet, read, path, place),
         unet_spec=spec.unet,

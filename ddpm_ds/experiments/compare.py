@@ -45,7 +45,7 @@ OF_CHANNELS = "validation/loss_channel_*"
 
 LOWER = (
     *("*loss", OF_CHANNELS, "*_seconds", "*_bytes", "*_fraction", "*_ms", "*fid", "*kid"),
-    *("perf/imbalance", "train/skipped_steps", "train/rewinds"),
+    *("perf/imbalance", "train/skipped_steps", "train/rollbacks"),
 )
 HIGHER = ("*_per_second", "usage/*tflops*", "perf/mfu")
 SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")

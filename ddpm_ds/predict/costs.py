@@ -60,7 +60,7 @@ def update_bytes(job: Workload, layout: Layout) -> int:
     Averages that the host updates meanwhile are not counted.
     """
     beside = job.spec.ema.on_host and not layout.offload
-    return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES * job.spec.ema.averages)
+    return (EIGHT_BIT_BYTES if job.is_8bit else ADAM_BYTES) + (0 if beside else EMA_BYTES)
 
 
 def planned_costs(

@@ -162,7 +162,7 @@ class _State:
         owned, moments = (-(-each // layout.replicas) if partitioned else each for each in (parameters, moments))
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
         self.weights, self.optimizer, self.host = parameters * stored, masters * owned + moments, 0
-        self.ema = 4 * owned * job.spec.ema.averages
+        self.ema = 4 * owned
         if job.spec.ema.on_host and not layout.offload:  # beside the weights that were copied last
             self.ema, self.host = 0, self.ema + 4 * owned
         summed = job.accumulated_bytes if zero else stored

@@ -131,8 +131,8 @@ class Recorder:
                 self.folder.forget_samples(images_seen)
             except OSError as error:
                 self.log(f"{error.filename} can't be removed ({error.strerror}); training continues")
-            self.tracker.text(what + "\n", f"rewinds/{times}.txt")
-            self.tracker.numbers({"train/rewinds": float(times)}, step)
+            self.tracker.text(what + "\n", f"rollbacks/{times}.txt")
+            self.tracker.numbers({"train/rollbacks": float(times)}, step)
 
     def finish(self, status: Status) -> RunLink | None:
         """End the line and the MLflow run; return where the run is, on rank 0."""

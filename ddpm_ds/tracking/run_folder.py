@@ -112,16 +112,6 @@ def checkpoints_of(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def snapshots_of(run_dir: Path) -> Path:
-    """Return the folder of a run's snapshots of the averages of ``ema.profiles``."""
-    return run_dir / "snapshots"
-
-
-def averages_of(run_dir: Path) -> Path:
-    """Return the folder of averages of other lengths that were made after training."""
-    return run_dir / "averages"
-
-
 def check_output(run_dir: Path, resume: str) -> None:
     """Raise an error for a folder that can't be written, or that holds something other than the run to resume.
 

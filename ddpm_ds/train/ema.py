@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.power_ema import EMA, gamma_of, power_decay, profile_kind
 from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -29,67 +28,50 @@ def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
 
 
 class Ema:
-    """Averages of an engine's weights, which its steps update: the exponential average, which is used, and those of
-    ``ema.profiles``.
-    """
+    """Exponential average of an engine's weights, which its steps update."""
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._engine, self._spec = engine, spec
         self._masters = insides.masters(engine)
-        self._gammas = {profile_kind(length): gamma_of(length) for length in spec.profiles}
-        kinds = EMA, *self._gammas
-        self._averages = {kind: [self._copy_of(master.detach()) for master in self._masters] for kind in kinds}
-        device = self.shadows[0].device
-        self._weights = {kind: torch.zeros((), device=device) for kind in kinds}
+        self._places = {master: place for place, master in enumerate(self._masters)}
+        self._averages = [self._copy_of(master.detach()) for master in self._masters]
+        self._weight = torch.zeros((), device=self._averages[0].device)  # of the new weights
 
     def _copy_of(self, master: Tensor) -> Tensor:
         """Return the first value of an average."""
         return master.clone()
 
     @property
-    def averages(self) -> dict[str, list[Tensor]]:
-        """Tensors of each average by its kind in a checkpoint, such as ``ema`` and ``ema-0.05``, in the order of
-        :func:`deepspeed_insides.masters`; those of all steps that were begun.
-        """
-        return self._averages
-
-    @property
     def shadows(self) -> list[Tensor]:
-        """Tensors of the exponential average."""
-        return self.averages[EMA]
+        """Averaged tensors, in the order of :func:`deepspeed_insides.masters`; those of all steps that were begun."""
+        return self._averages
 
     def begin_step(self, images_seen: int, batch_images: int) -> None:
         """Set the weight of the new weights in a step that ends at ``images_seen``."""
-        moment = images_seen, batch_images
-        decays = {EMA: decay(self._spec, *moment)}
-        decays |= {kind: power_decay(gamma, *moment) for kind, gamma in self._gammas.items()}
-        for kind, kept in decays.items():
-            self._weights[kind].fill_(1.0 - kept)
+        self._weight.fill_(1.0 - decay(self._spec, images_seen, batch_images))
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Surround the optimizer's step, and update the averages after it."""
         yield
-        self._update(self._masters, self._weights)
+        self._update(self._masters, self._weight)
 
     def end_step(self) -> None:
         """Do what is not a part of the step on the device."""
 
     @torch.no_grad()
-    def _update(self, masters: list[Tensor], weights: dict[str, Tensor]) -> None:
+    def _update(self, masters: list[Tensor], weight: Tensor) -> None:
         """Update the averages with the weights of the optimizer's step."""
-        for kind, averages in self._averages.items():
-            if len(averages) == 1:
-                averages[0].lerp_(masters[0], weights[kind])
-            else:  # foreach takes no tensor as the weight of a lerp
-                differences = torch._foreach_sub(masters, averages)
-                torch._foreach_mul_(differences, weights[kind])
-                torch._foreach_add_(averages, differences)
+        if len(masters) == 1:
+            self._averages[0].lerp_(masters[0], weight)
+        else:  # foreach takes no tensor as the weight of a lerp
+            differences = torch._foreach_sub(masters, self._averages)
+            torch._foreach_mul_(differences, weight)
+            torch._foreach_add_(self._averages, differences)
 
-    def of(self, master: Tensor) -> dict[str, Tensor]:
-        """Return all averages of one of the optimizer's tensors by kind."""
-        index = next(index for index, own in enumerate(self._masters) if own is master)
-        return {kind: tensors[index] for kind, tensors in self.averages.items()}
+    def of(self, master: Tensor) -> Tensor:
+        """Return the average of one of the optimizer's tensors."""
+        return self.shadows[self._places[master]]
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -142,7 +124,7 @@ class HostEma(Ema):
         return master.to("cpu", copy=True)
 
     @property
-    def averages(self) -> dict[str, list[Tensor]]:
+    def shadows(self) -> list[Tensor]:
         self._running.result()
         return self._averages
 
@@ -156,14 +138,14 @@ class HostEma(Ema):
     def end_step(self) -> None:
         """Begin to copy the weights and to update the averages."""
         self._running.result()
-        weights = {kind: weight.clone() for kind, weight in self._weights.items()}
+        weight = self._weight.clone()
         if self._stream is None:
             self._copy()
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
             with torch.cuda.stream(self._stream):
                 self._copy()
-        self._running = self._thread.submit(self._update_copied, weights)
+        self._running = self._thread.submit(self._update_copied, weight)
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -172,10 +154,10 @@ class HostEma(Ema):
         if self._copied is not None:
             self._copied.record()
 
-    def _update_copied(self, weights: dict[str, Tensor]) -> None:
+    def _update_copied(self, weight: Tensor) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self._update(self._new, weights)
+        self._update(self._new, weight)
 
     def _spares(self) -> Iterable[Tensor]:
         return self._new

@@ -13,7 +13,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Gather, Groups, find_groups, names, newest, settle, whole
+from ddpm_ds.checkpoint.folder import (
+    CompleteCheckpoint,
+    Gather,
+    check_shared,
+    clean,
+    names,
+    newest,
+    whole,
+)
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPEC
@@ -22,7 +30,7 @@ from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
 from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder, snapshots_of
+from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder
 from ddpm_ds.tracking.runs import Run
 from ddpm_ds.tracking.tracker import flatten
 from ddpm_ds.unet.shards import Shard
@@ -92,7 +100,6 @@ MAY_CHANGE = (
     "name",
     "train.images",
     "train.accumulation",
-    "ema.snapshot_images",
     "ema.on_host",
     "checkpoint.",
     "bad_numbers.",
@@ -116,14 +123,11 @@ NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "sche
 
 
 class Claim(NamedTuple):
-    """Run folder, or the folders of that name on several hosts, locked until the claim is dropped."""
+    """Run folder, locked until the claim is dropped."""
 
     run_dir: Path
-    """Run folder of rank 0."""
-    groups: Groups
-    """Ranks grouped by the folder of checkpoints that they see."""
     lock: BinaryIO | None
-    """Lock file, held by the leader of each group."""
+    """Lock file; None on other ranks than 0."""
 
 
 def gather_in(rendezvous: Rendezvous) -> Gather:
@@ -133,35 +137,30 @@ def gather_in(rendezvous: Rendezvous) -> Gather:
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
-    """Make and lock the run's folder, on every host that has its own, and clean up after a killed run; collective.
+    """Make and lock the run's folder, check that all hosts share it, and clean up after a killed run; collective.
 
     Raises:
-        OutputError: another process trains into it, or it can't be written.
-        CheckpointError: its checkpoints can't be changed.
+        OutputError: another process trains into it, it can't be written, or hosts don't share it.
     """
     lock = claim_folder(run_dir) if rank == 0 else None
     run_dir = Path(gather(str(run_dir))[0])
     folder = checkpoints_of(run_dir)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    groups = find_groups(folder, rank, hosts, gather)
-    if groups.leads and rank:
+    check_shared(folder, rank, hosts, gather)
+    if rank == 0:
         try:
-            lock = claim_folder(run_dir)
+            clean(folder)
         except OSError as error:
-            raise OutputError(f"--run-dir {run_dir} can't be written ({error.strerror}); make it writable") from None
-    settle(folder, groups, gather)
-    if any(gather(snapshots_of(run_dir).is_dir())):
-        settle(snapshots_of(run_dir), groups, gather)
-    if groups.leads:
+            raise OutputError(f"{folder} can't be changed ({error.strerror}); make it writable") from None
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty: a run that ends before its first checkpoint leaves none
-    return Claim(run_dir, groups, lock)
+    return Claim(run_dir, lock)
 
 
 def images_learned(run_dir: Path, resume: str) -> dict[str, str] | None:
-    """Return the checksums of the images of the newest checkpoint on this host that :func:`find_checkpoint` may find;
-    None if there is none.
+    """Return the checksums of the images of the newest checkpoint that :func:`find_checkpoint` may find; None if there
+    is none.
     """
     path = run_dir if resume == "auto" else Path(resume)
     with contextlib.suppress(OSError, ValueError):  # of a path that is refused later
@@ -172,10 +171,8 @@ def images_learned(run_dir: Path, resume: str) -> dict[str, str] | None:
     return None
 
 
-def find_checkpoint(
-    run_dir: Path, resume: str, groups: Groups, gather: Gather, log: Callable[[str], None]
-) -> CompleteCheckpoint | None:
-    """Return the checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
+def find_checkpoint(run_dir: Path, resume: str, log: Callable[[str], None]) -> CompleteCheckpoint | None:
+    """Return the checkpoint to resume from, its checksums verified; None starts from the beginning.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint or of another
     run's folder, of which it is the newest good one. A run that began from another's path and has saved since goes on
@@ -187,20 +184,19 @@ def find_checkpoint(
     if resume == "never":
         return None
     if resume == "auto":
-        return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
+        return newest(checkpoints_of(run_dir), log, progress=True)
     path = Path(resume)
     if fault := path_fault(checkpoints_of(path)):
         raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
-    if any(gather(groups.rank == 0 and _has_saved_since(run_dir, path))):
+    if _has_saved_since(run_dir, path):
         log(f"{run_dir} began from {path} and has saved since: it goes on from its own checkpoints")
-        return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
-    if any(gather(checkpoints_of(path).is_dir())):
-        folder = checkpoints_of(path)
-        found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)
+        return newest(checkpoints_of(run_dir), log, progress=True)
+    if checkpoints_of(path).is_dir():
+        found = newest(checkpoints_of(path), log, progress=True)
         if found is None:
             raise CheckpointError(f"--resume {path}: this run has no checkpoint yet; name one that has saved")
         return found
-    return whole(path, find_groups(path.parent, groups.rank, groups.hosts, gather), gather, progress=True)
+    return whole(path, progress=True)
 
 
 def _has_saved_since(run_dir: Path, path: Path) -> bool:

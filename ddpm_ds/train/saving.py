@@ -8,15 +8,13 @@ owns there.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import CompleteCheckpoint, Groups, newest
-from ddpm_ds.checkpoint.manifest import MOMENTS, Description
-from ddpm_ds.checkpoint.power_ema import EMA
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed, newest
+from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.config.ds_config import is_8bit
@@ -28,16 +26,14 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object
 from ddpm_ds.pipeline.own_step import Adam8bit
 from ddpm_ds.planning import RunPlan
-from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
+from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.model import parameter_shapes
 
-MASTER = "master"
 
-
-def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = False) -> list[Fragment]:
-    """Return this rank's share of a checkpoint, or of a snapshot of the averages of ``ema.profiles``.
+def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
+    """Return this rank's share of a checkpoint.
 
     Without ZeRO the first replica's share is everything. Of a tensor group, the first rank has what all have alike.
     """
@@ -47,15 +43,12 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = Fa
     for piece in insides.owned_pieces(engine):
         if piece.shard is None and engine.module.tensor.rank:
             continue
-        tensors = ema.of(piece.master)
-        if snapshot:
-            del tensors[EMA]
-        elif isinstance(optimizer, Adam8bit):
+        tensors = {EMA: ema.of(piece.master), MASTER: piece.master}
+        if isinstance(optimizer, Adam8bit):
             found += optimizer.fragments(piece)
-            tensors[MASTER] = piece.master
         else:
             state = optimizer.state.get(piece.master, {})
-            tensors |= {MASTER: piece.master, **{moment: state[moment] for moment in MOMENTS if moment in state}}
+            tensors |= {moment: state[moment] for moment in MOMENTS if moment in state}
         found += [
             Fragment(kind, piece.name, piece.first, piece.of(tensor), shard=piece.shard)
             for kind, tensor in tensors.items()
@@ -91,11 +84,10 @@ def described(plan: RunPlan, data_sha256: dict[str, str], fields: FieldFacts | N
 
 
 class Saver:
-    """Saver of this rank's share of checkpoints and snapshots of a run in ``run_dir``; all methods are collective.
+    """Saver of this rank's share of checkpoints of a run in ``run_dir``; all methods are collective.
 
     ``keeping`` says which checkpoints stay, ``about`` what each says of the run; ``log`` shows a line on rank 0.
-    ``groups`` are the ranks by the folder of checkpoints that they see, ``store`` is that of
-    :func:`ddpm_ds.processes.watchdog.make_store`.
+    ``store`` is that of :func:`ddpm_ds.processes.watchdog.make_store`.
     """
 
     def __init__(
@@ -107,39 +99,27 @@ class Saver:
         about: Description,
         *,
         log: Callable[[str], None],
-        groups: Groups,
         store: dist.Store | None = None,
     ) -> None:
         self._engine, self._ema, self._about = engine, ema, about
         self._folder = checkpoints_of(run_dir)
-        self._log, self._groups = log, groups
-        warn = log if groups.rank == 0 else print_to_stderr
+        self._log = log
+        rank = dist.get_rank()
         self._writer = Writer(
             self._folder,
-            groups,
-            log=warn,
+            rank,
+            dist.get_world_size(),
+            log=log if rank == 0 else print_to_stderr,
             keep_last=keeping.keep_last,
             keep_every_images=keeping.keep_every_images,
             store=store,
         )
-        self._snapshot_writer = Writer(snapshots_of(run_dir), groups, log=warn, store=store, what="snapshot")
-        self._began_at: int | None = 0  # None once this course of the run has written something
         self.rollbacks = 0
         """Number of rollbacks after bad numbers."""
 
     def save(self) -> float:
         """Begin a checkpoint of the current state; return the seconds for which training was blocked."""
-        return self._begin(self._writer, state_fragments(self._engine, self._ema))
-
-    def keep_snapshot(self) -> float:
-        """Begin a snapshot of the averages of ``ema.profiles``; return the seconds for which training was blocked."""
-        return self._begin(self._snapshot_writer, state_fragments(self._engine, self._ema, snapshot=True))
-
-    def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
         engine, optimizer = self._engine, self._engine.basic_optimizer
-        if self._began_at is not None:  # before anything is written, so that no average is ever made of both courses
-            self._snapshot_writer.set_aside(self._began_at)
-            self._began_at = None
         description = self._about.model_copy(update={"images": engine.images_seen, "step": engine.global_steps})
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
         part += f"-tensor{engine.module.tensor.rank}" if engine.module.tensor.size > 1 else ""
@@ -152,13 +132,12 @@ class Saver:
             "learning_rate": optimizer.param_groups[0]["lr"],
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
             "loss_scaler": engine.gradients.scaler_state(),
-            "rewinds": self.rollbacks,
+            "rollbacks": self.rollbacks,
         }
-        return writer.begin(part, fragments, description, state)
+        return self._writer.begin(part, state_fragments(engine, self._ema), description, state)
 
     def wait(self) -> bool:
-        """Wait for the last checkpoint and the last snapshot; return whether rank 0 counts the former as complete."""
-        self._snapshot_writer.wait()
+        """Wait for the last checkpoint; return whether rank 0 counts it as complete."""
         return self._writer.wait()
 
     def check_saved(self) -> None:
@@ -174,7 +153,7 @@ class Saver:
     def start_from(self, weights: InitialWeights) -> None:
         """Load initial weights into a fresh engine and its averages."""
         for piece in insides.owned_pieces(self._engine):
-            for tensor in (piece.master, *self._ema.of(piece.master).values()):
+            for tensor in (piece.master, self._ema.of(piece.master)):
                 piece.of(tensor).copy_(weights.read_part(piece.name, piece.shard, piece.first, piece.length))
         insides.refresh_weights(self._engine)
 
@@ -183,14 +162,14 @@ class Saver:
         """Resume from a checkpoint of any layout.
 
         Raises:
-            CheckpointError: it can't be read, is of another U-Net, or this host lacks a part that this rank needs.
+            CheckpointError: it can't be read, or is of another U-Net.
         """
         engine, state, optimizer = self._engine, checkpoint.state, self._engine.basic_optimizer
-        reader = Reader(checkpoint.path, checkpoint.manifest, checkpoint.here)
+        reader = Reader(checkpoint.path, checkpoint.manifest)
         moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
         for piece in insides.owned_pieces(engine):
             place = piece.name, piece.shard, piece.first, piece.length
-            tensors: dict[str, Tensor] = {MASTER: piece.master, **self._ema.of(piece.master)}
+            tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: self._ema.of(piece.master)}
             if isinstance(optimizer, Adam8bit):
                 for kind in moments:
                     optimizer.load(piece, kind, reader.read_part(kind, *place))
@@ -219,8 +198,7 @@ class Saver:
             engine.lr_scheduler.load_state_dict(state.lr_scheduler.model_dump())
         engine.gradients.load_scaler_state(state.loss_scaler.model_dump(exclude_unset=True))
         engine.graph.forget()  # Adam's tensors may be others
-        self.rollbacks = state.rewinds
-        self._began_at = checkpoint.manifest.images
+        self.rollbacks = state.rollbacks
 
     def roll_back(self, trouble: str, limit: int) -> str:
         """Go back to the newest checkpoint and skip the images seen since, at most ``limit`` times in a run.
@@ -246,8 +224,8 @@ class Saver:
 
     def before_now(self) -> CompleteCheckpoint | None:
         """Return the newest good checkpoint up to now; later ones were abandoned by a rollback or resume."""
-        gather = partial(all_gather_objects, kind=Any)
+        find = partial(newest, self._folder, self._log, until=self._engine.images_seen)
         try:
-            return newest(self._folder, self._groups, gather, self._log, until=self._engine.images_seen)
+            return agreed(find, dist.get_rank(), partial(all_gather_objects, kind=dict))
         except NoCheckpointError:
             return None

@@ -152,8 +152,7 @@ def train(run: Training) -> Interval:
         seen = engine.images_seen
         done = run.ended()
         save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
-        keep = is_due(spec.ema.snapshot_images, before, seen, done)
-        read = save or keep or is_due(spec.logging.log_every_images, before, seen)
+        read = save or is_due(spec.logging.log_every_images, before, seen)
         trouble = _scale_floor(engine) if read or engine.global_steps % FLOOR_STEPS == 0 else None
         if read and not trouble:
             interval = _log(run, meter)
@@ -171,9 +170,6 @@ def train(run: Training) -> Interval:
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("sampling"):
                 run.validation.after_step(before, done)
-        if run.saver is not None and keep:
-            with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():
-                run.saver.keep_snapshot()
         if run.saver is not None and save:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():  # waits for the one before
                 seconds = run.saver.save()
@@ -375,7 +371,7 @@ def _train(
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
     plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
-    run_dir, groups, (store, among) = prepared.claim.run_dir, prepared.claim.groups, prepared.images
+    run_dir, (store, among) = prepared.claim.run_dir, prepared.images
     rehearsal, saver = None, None
     if asked.steps is not None:
         rehearsal = Rehearsal(engine, run_dir, asked.steps, layout.interval)
@@ -388,7 +384,6 @@ def _train(
                 spec.checkpoint,
                 described(plan, checksums_of(store, prepared.held_out.store), store.meta.facts),
                 log=recorder.log,
-                groups=groups,
                 store=watchdog.store,
             )
             if prepared.checkpoint is not None:

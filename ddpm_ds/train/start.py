@@ -11,13 +11,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.folder import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import RunSpec, check_picture
@@ -182,7 +183,7 @@ def _prepared(
     plan = decided(plan.on_hosts(rendezvous.hosts), device)
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
-    checkpoint = find_checkpoint(claim.run_dir, asked.resume, claim.groups, gather, log)
+    checkpoint = agreed(partial(find_checkpoint, claim.run_dir, asked.resume, log), rank, gather)
     changed: list[str] = []
     initial = None
     if checkpoint is not None:

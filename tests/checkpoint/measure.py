@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ddpm_ds.checkpoint.folder import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from tests.checkpoint.saving import KINDS, describe, scalars
@@ -23,7 +22,7 @@ def main(folder: Path) -> None:
     fragments = [Fragment(kind, name, 0, torch.randn(ELEMENTS)) for kind in KINDS for name in shapes]
     megabytes = sum(fragment.values.nbytes for fragment in fragments) / 1e6
     print(f"{megabytes:.0f} MB in {len(fragments)} fragments, {torch.get_num_threads()} threads")
-    writer = Writer(folder, Groups.one_folder(), log=print, keep_last=2)
+    writer = Writer(folder, log=print, keep_last=2)
     for images in range(1, 7):
         started = time.monotonic()
         blocked = writer.begin("stage0-replica0", fragments, describe(images, shapes), scalars(images))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from ddpm_ds.checkpoint.folder import Groups, checkpoint_name, newest
+from ddpm_ds.checkpoint.folder import checkpoint_name, newest
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
@@ -36,7 +36,7 @@ def describe(images: int, shapes: Shapes = SHAPES) -> Description:
 
 def scalars(images: int) -> dict[str, Any]:
     """The content of ``state.json``."""
-    counters = dict.fromkeys(("skipped_images", "skipped_steps", "rewinds"), 0)
+    counters = dict.fromkeys(("skipped_images", "skipped_steps", "rollbacks"), 0)
     seen = {"images_seen": images, "steps": images // 10, "optimizer_steps": images // 10}
     return {**seen, **counters, "learning_rate": 1e-4, "lr_scheduler": None, "loss_scaler": {}}
 
@@ -68,7 +68,7 @@ def total(shapes: Shapes = SHAPES) -> int:
 def ranks(folder: Path, count: int, log: Callable[[str], None], **options: Any) -> list[Writer]:
     """The writers of ranks that see one folder."""
     store = HashStore()
-    return [Writer(folder, Groups.one_folder(rank, count), log=log, store=store, **options) for rank in range(count)]
+    return [Writer(folder, rank, count, log=log, store=store, **options) for rank in range(count)]
 
 
 def save(
@@ -104,5 +104,5 @@ def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
 
 def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
     """The newest good checkpoint of a run of one rank."""
-    found = newest(folder, Groups.one_folder(), lambda value: [value], log)
+    found = newest(folder, log)
     return found.path if found else None

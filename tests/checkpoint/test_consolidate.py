@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpm_ds.checkpoint.folder import Groups
 from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.device import DTYPES, Dtype
@@ -39,7 +38,7 @@ def test_file_holds_the_whole_tensors(checkpoint: Path, tmp_path: Path, kind: st
 
 def test_host_memory_is_a_few_tensors_not_the_checkpoint(tmp_path: Path) -> None:
     shapes = {f"{layer}.weight": (1000, 1000) for layer in range(30)}
-    writer = Writer(tmp_path, Groups.one_folder(), log=print)
+    writer = Writer(tmp_path, log=print)
     writer.begin(
         "all", [Fragment("ema", name, 0, torch.ones(10**6)) for name in shapes], describe(1, shapes), scalars(1)
     )
@@ -86,7 +85,7 @@ def test_damaged_checkpoint_leaves_no_file(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_values_beyond_fp16_are_refused_by_name(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, Groups.one_folder(), log=print)
+    writer = Writer(tmp_path, log=print)
     writer.begin(
         "all", [Fragment("ema", "3.weight", 0, torch.tensor([1.0, 1e5]))], describe(1, {"3.weight": (2,)}), scalars(1)
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint import manifest as manifest_module
-from ddpm_ds.checkpoint.manifest import FORMAT, SPLIT_FORMAT, Manifest, read_manifest
+from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import KINDS, SHAPES, check, newest_good, values_of
@@ -105,9 +105,9 @@ def test_what_the_checkpoint_does_not_have_and_a_foreign_format_are_named(folder
         reader.read("ema", "9.weight")
     with pytest.raises(ValueError, match=r"values 30 to 41 of 2\.weight, which has 40"):
         reader.read("ema", "2.weight", 30, 11)
-    changed: Manifest = read_manifest(copy).model_copy(update={"format": SPLIT_FORMAT + 1})
+    changed: Manifest = read_manifest(copy).model_copy(update={"format": FORMAT + 1})
     (copy / "manifest.json").write_bytes(changed.dump())
-    words = f"its format is {SPLIT_FORMAT + 1}, this version reads formats {FORMAT} and {SPLIT_FORMAT}; use the ddpm_ds"
+    words = f"its format is {FORMAT + 1}, this version reads format {FORMAT}; use the ddpm_ds"
     with pytest.raises(CheckpointError, match=words):
         Reader(copy)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_ds.checkpoint.folder import checkpoint_name, clean, names, to_delete
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.checkpoint.folder import agreed, check_shared, checkpoint_name, clean, names, newest, to_delete
+from ddpm_ds.errors import CheckpointError, NoCheckpointError, OutputError
 from tests.checkpoint.saving import check, newest_good, save
 
 
@@ -101,3 +105,54 @@ def test_clean_removes_what_killed_processes_left_and_undoes_or_finishes_a_repla
     (tmp_path / ".replaced-images-000000001").mkdir()
     clean(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]
+
+
+def test_hosts_that_see_other_folders_are_named_on_all_ranks(tmp_path: Path) -> None:
+    """Each rank is a thread with a folder of its own; one folder that can't be written is its own line."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    for folders, words in (
+        ([here, here, here], None),
+        ([here, here, there], f"{here} of host a is not seen on b; name a --run-dir that all hosts share"),
+        ([tmp_path / "missing"] * 3, "can't be written; make it writable, or name another --run-dir"),
+    ):
+        barrier, values = threading.Barrier(3), dict[int, Any]()
+
+        def gather(rank: int, value: Any, barrier: threading.Barrier = barrier, values: dict[int, Any] = values) -> Any:
+            values[rank] = value
+            barrier.wait()
+            found = [values[other] for other in range(3)]
+            barrier.wait()
+            return found
+
+        def look(rank: int, folders: list[Path] = folders) -> str | None:
+            try:
+                check_shared(folders[rank], rank, ["a", "a", "b"], partial(gather, rank))
+            except OutputError as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(3) as ranks:
+            said = list(ranks.map(look, range(3)))
+        assert all((line or "").endswith((words or "").rpartition("of host")[2]) for line in said), said
+        assert all((line is None) == (words is None) for line in said)
+    assert not [*here.iterdir(), *there.iterdir()]
+
+
+def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path) -> None:
+    """And what it meets is the error of all."""
+    save(tmp_path, 3)
+    answers: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        answers.append(value)
+        return answers[:1]
+
+    found = [agreed(partial(newest, tmp_path, print), rank, gather) for rank in range(2)]
+    assert found[0] == found[1] is not None
+    (tmp_path / checkpoint_name(3) / "rank0.safetensors").write_bytes(b"damaged")
+    answers.clear()
+    for rank in range(2):
+        with pytest.raises(NoCheckpointError, match="none of the 1 checkpoints"):
+            agreed(partial(newest, tmp_path, lambda line: None), rank, gather)

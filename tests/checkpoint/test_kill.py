@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from ddpm_ds.checkpoint.folder import Groups, checkpoint_name, clean, images_of, names
+from ddpm_ds.checkpoint.folder import checkpoint_name, clean, images_of, names
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.writer import Writer
 from tests.checkpoint.saving import Shapes, check, describe, fragments_of, newest_good, scalars
@@ -26,7 +26,7 @@ BOUNDS = (0, 20_000, 50_000)
 def write_on(folder: Path, rank: int, first: int, barrier: Barrier, port: int) -> None:
     """One rank of a run that does nothing but write checkpoints; the ranks keep pace by ``latest``."""
     store = TCPStore("127.0.0.1", port, is_master=False)
-    writer = Writer(folder, Groups.one_folder(rank, len(BOUNDS) - 1), log=print, keep_last=2, store=store)
+    writer = Writer(folder, rank, len(BOUNDS) - 1, log=print, keep_last=2, store=store)
     barrier.wait()  # as training does: rank 0 has cleaned the folder before another rank writes
     for images in itertools.count(first):
         fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)

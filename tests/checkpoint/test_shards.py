@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ddpm_ds.checkpoint.folder import Groups
-from ddpm_ds.checkpoint.manifest import FORMAT, MANIFEST, SPLIT_FORMAT, Span, check_coverage, read_manifest
+from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Span, check_coverage
 from ddpm_ds.checkpoint.reader import Reader, consolidate
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import CheckpointError
@@ -26,7 +25,6 @@ from ddpm_ds.files import open_tensors
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import part_of
 from tests.checkpoint.saving import KINDS, SHAPES, check, describe, newest_good, save, scalars, values_of
-from tests.checkpoint.several_hosts import Hosts
 from tests.checkpoint.test_forged import edit_header, refused, sign
 
 ELEMENTS = {name: math.prod(shape) for name, shape in SHAPES.items()}
@@ -89,9 +87,7 @@ def sharings(draw: st.DrawFn) -> Sharing:
 def written(folder: Path, sharing: Sharing, images: int = 1) -> Path:
     """A checkpoint, by all ranks."""
     files, store, said = sharing.fragments(images), HashStore(), list[str]()
-    writers = [
-        Writer(folder, Groups.one_folder(rank, len(files)), log=said.append, store=store) for rank in range(len(files))
-    ]
+    writers = [Writer(folder, rank, len(files), log=said.append, store=store) for rank in range(len(files))]
     for writer, (name, fragments) in zip(writers, files.items(), strict=True):
         writer.begin(name, fragments, describe(images), scalars(images))
     assert all([writer.wait() for writer in writers]) and said == []
@@ -106,7 +102,6 @@ def test_any_sharing_reads_what_any_other_wrote(
     path = written(tmp_path_factory.mktemp("sharing"), one)
     check(path, 1)
     assert newest_good(path.parent, print) == path
-    assert read_manifest(path).format == (SPLIT_FORMAT if one.runs else FORMAT)
     reader = Reader(path)
     for rank, _, name, shard, start, length in (*other.pieces(), *one.pieces()):
         kind = KINDS[(rank + start) % len(KINDS)]
@@ -135,23 +130,24 @@ def test_what_lies_on_the_disk_is_each_ranks_own_part(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_the_same_sharing_reads_its_own_file_alone(tmp_path: Path) -> None:
-    """So hosts that share no folder need no more than what their own ranks wrote, and no bit is made anew."""
+    """So a rank reads no more than its share, and no bit is made anew."""
     path = written(tmp_path, SPLIT)
     for rank, number, name, shard, start, length in SPLIT.pieces():
         if shard is not None:
-            reader = Reader(path, read_manifest(path), [f"replica{number}-tensor{rank}.safetensors"])
+            reader = Reader(path)
             found = reader.read_part("exp_avg", name, shard, start, length)
             assert found.equal(part("exp_avg", name, 1, shard)[start : start + length])
+            assert reader._verified == {STATE, f"replica{number}-tensor{rank}.safetensors"}
 
 
-def test_a_checkpoint_without_parts_has_the_bytes_of_version_0_2(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_bytes_that_it_always_had(tmp_path: Path) -> None:
     codes = torch.arange(600).to(torch.uint8)
     fragments = [
         Fragment("ema", "1.weight", 0, torch.arange(600.0)),
         Fragment("exp_avg", "1.weight", 0, codes[:300], torch.ones(2)),
         Fragment("exp_avg", "1.weight", 300, codes[300:], torch.ones(2)),
     ]
-    writer = Writer(tmp_path, Groups.one_folder(), log=print)
+    writer = Writer(tmp_path, log=print)
     writer.begin("stage0-replica0", fragments, describe(3, {"1.weight": (2, 300)}), scalars(3))
     assert writer.wait()
     path = tmp_path / "images-000000003"
@@ -161,7 +157,7 @@ def test_a_checkpoint_without_parts_has_the_bytes_of_version_0_2(tmp_path: Path)
     texts = (path / "stage0-replica0.safetensors").read_bytes(), json.dumps(manifest).encode()
     assert [hashlib.sha256(text).hexdigest() for text in texts] == [
         "db0687157062ba3e5ce4a8197a5f82675fa263a38eab79793f3be8e390f7a9d4",
-        "238d93a78cde393ba3e91de2a2c585f90297ebc2c34eb368a03336b422bd591e",
+        "4ec1d3323f41ec4ac4e4b1181864c7868cdfb3f941228cac724bf37bd50cd1ed",
     ]
 
 
@@ -279,14 +275,6 @@ def test_a_header_with_a_right_checksum_is_refused(folder: Path, name: str) -> N
         check(newest, 2)
 
 
-def test_parts_in_a_checkpoint_of_the_format_without_them_are_refused(folder: Path) -> None:
-    newest = folder / "images-000000002"
-    sign(newest, lambda manifest: manifest.update(format=FORMAT))
-    refused(folder)
-    with pytest.raises(CheckpointError, match="holds something other than the checkpoint's values"):
-        check(newest, 2)
-
-
 def test_what_a_parameter_does_not_have_is_not_read(folder: Path) -> None:
     reader = Reader(folder / "images-000000002")
     for shard, start, length in (
@@ -300,26 +288,3 @@ def test_what_a_parameter_does_not_have_is_not_read(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"of 2\.weight, which has 40"):
             reader.read_part("ema", "2.weight", shard, start, length)
-
-
-def test_hosts_that_share_no_folder_have_the_parts_of_their_own_ranks(tmp_path: Path) -> None:
-    """Two replicas on two hosts, each of a tensor group of two ranks; one of which is lost with the other's part."""
-    hosts = Hosts(tmp_path)
-    files = SPLIT.fragments(2)
-    order = ["replica0-tensor0", "replica0-tensor1", "replica1-tensor0", "replica1-tensor1"]
-    writers = hosts.writers()
-    for writer, name in zip(writers, order, strict=True):
-        writer.begin(name, files[name], describe(2), scalars(2))
-    assert all([writer.wait() for writer in writers]) and not hosts.said
-    found = hosts.newest()
-    assert found is not None and found.manifest.format == SPLIT_FORMAT
-    for _, number, name, shard, start, length in SPLIT.pieces():
-        folder = hosts.folders[2 * number] / "images-000000002"
-        here = [file for file in found.manifest.files if (folder / file).exists()]
-        reader = Reader(folder, found.manifest, here)
-        assert reader.read_part("ema", name, shard, start, length).equal(part("ema", name, 2, shard)[start:][:length])
-        if shard is not None and length < ELEMENTS[name] // 2:
-            with pytest.raises(CheckpointError, match=r"lacks replica.-tensor0\.safetensors, .* rsync -a HOST:"):
-                reader.read("ema", name)
-    (hosts.folders[2] / "images-000000002" / "replica1-tensor1.safetensors").unlink()
-    assert "lacks replica1-tensor1.safetensors" in hosts.error()

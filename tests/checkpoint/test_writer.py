@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ddpm_ds.checkpoint.folder import Groups, names
+from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
 from tests.checkpoint.saving import KINDS, SHAPES, check, describe, fragments_of, ranks, save, scalars, total, values_of
@@ -82,7 +82,7 @@ def test_begin_does_not_wait_for_the_disk_and_training_may_then_change_everythin
     fragments, description, state = fragments_of(5, 0, total()), describe(5), scalars(5)
     for fragment in fragments:
         fragment.values.requires_grad_()  # parameters are taken without their graph
-    writer = Writer(tmp_path, Groups.one_folder(), log=print)
+    writer = Writer(tmp_path, log=print)
     writer.begin("all", fragments, description, state)
     for fragment in fragments:
         fragment.values.detach().fill_(float("nan"))
@@ -226,7 +226,7 @@ def test_a_folder_that_can_not_be_listed_is_the_reason_why_a_checkpoint_was_not_
 ) -> None:
     """Else the run would end as if its last checkpoint were there."""
     said: list[str] = []
-    writer = Writer(tmp_path, Groups.one_folder(), log=said.append)
+    writer = Writer(tmp_path, log=said.append)
 
     def refused(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))

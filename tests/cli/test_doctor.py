@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, exported, findings, report, saved_bytes
+from ddpm_ds.cli.doctor import exported, findings, report
 from ddpm_ds.cli.main import main
 from ddpm_ds.cluster.checks import BAD, WARNING, Cell, network_row
 from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.cluster.survey import Network
-from tests.launching import tiny_spec
 
 HERE = {
     "DS_ACCELERATOR": "cpu",
@@ -62,14 +61,6 @@ def test_without_ssh_hosts_are_not_asked(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["doctor", "--hostfile", str(tmp_path / "hostfile")]) == 2
     assert "ssh, with which other hosts are asked, is not on this machine" in capsys.readouterr().err
-
-
-def test_snapshots_are_counted_in_the_room_that_a_run_needs() -> None:
-    kept = {"train": {"images": 640, "batch_images": 16}, "checkpoint": {"keep_last": 2}}
-    assert saved_bytes(tiny_spec(**kept)) == 3 * CHECKPOINT_BYTES
-    ema = {"profiles": [0.05, 0.1], "snapshot_images": 100}
-    averages, snapshots = 2 * 4, 7 * 2 * 2  # fp32 in each checkpoint; fp16 in each snapshot, the last at the end
-    assert saved_bytes(tiny_spec(**kept, ema=ema)) == 3 * (CHECKPOINT_BYTES + averages) + snapshots
 
 
 HOSTS = ["a", "b", "c"]

@@ -32,7 +32,7 @@ VERBS = {
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
 """Words of each verb that writes a file, of which all but FILE are missing: the file is looked at first."""
-FOLDERS = {"export out", "import --out", "ema --output", "sample --out"}
+FOLDERS = {"export out", "import --out", "sample --out"}
 """What else is written where a user says: a folder, which is never replaced, or what a record makes its own."""
 SCRIPTS: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "bench.py": (bench, ["--spec", "SPEC", "--deepspeed_config", "JSON", "--json", "FILE"]),

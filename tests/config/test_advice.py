@@ -366,8 +366,6 @@ def test_all_faults_of_a_spec_are_named_at_once(tmp_path: Path) -> None:
         (["optimizer.decay=inverse_sqrt"], ["optimizer.reference_images=12800"]),
         (["train.accumulation=3"], ["train.accumulation=auto"]),
         (["train.label_drop=0.1"], ["train.label_drop=0"]),
-        (["ema.profiles=[0.1]"], ["ema.snapshot_images=2000"]),
-        (["ema.snapshot_images=5"], ["ema.snapshot_images=null"]),
         (["samples.count=10000", "data.image_size=128", "unet.attention_resolutions=[]"], ["samples.count=4096"]),
     ],
 )

@@ -107,13 +107,7 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ({"diffusion__beta_start": 1e-17}, ["should be greater than or equal to 0.000000000000001"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),
         ({"train__label_drop": 0.1}, ["train.label_drop = 0.1", "unet.classes"]),
-        (
-            {"ema__profiles": [0.05, 0.05], "ema__snapshot_images": 64},
-            ["ema.profiles = [0.05, 0.05]", "one length twice"],
-        ),
-        ({"ema__profiles": [0.05, 0.1]}, ["ema.profiles = [0.05, 0.1]", "ema.snapshot_images", "for 64"]),
         ({"logging__trackers": ["wandb", "wandb"]}, ["logging.trackers = [wandb, wandb]", "leave one out"]),
-        ({"ema__snapshot_images": 64}, ["ema.snapshot_images = 64", "profiles [0.05, 0.1]", "or null"]),
     ],
 )
 def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any], words: list[str]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -67,12 +67,11 @@ def plant(
     *,
     facts: FieldFacts | None = None,
     unets: Mapping[str, UNet] | None = None,
-    what: Literal["checkpoint", "snapshot"] = "checkpoint",
     cuts: Sequence[float] = (),
     spec_as: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """Save a checkpoint or a snapshot of a tiny run, which learned images of these checksums; returns its folder.
+    """Save a checkpoint of a tiny run, which learned images of these checksums; returns its folder.
 
     ``unets`` are the weights by kind. ``cuts`` are where the ranks' shares end, which may be anywhere, as in ZeRO.
     ``spec_as`` is stored in the place of the spec.
@@ -93,7 +92,7 @@ def plant(
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
     said: list[str] = []
-    writers = ranks(run_dir / f"{what}s", len(bounds), said.append, what=what)
+    writers = ranks(run_dir / "checkpoints", len(bounds), said.append)
     for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
         fragments = []
         for kind, unet in unets.items():
@@ -105,7 +104,7 @@ def plant(
                 at += parameter.numel()
         writer.begin(f"rank{rank}", fragments, description, {**scalars(images), "steps": description.step})
     assert all([writer.wait() for writer in writers]), said
-    return run_dir / f"{what}s" / f"images-{images:09}"
+    return run_dir / "checkpoints" / f"images-{images:09}"
 
 
 def same_weights(one: UNet, other: UNet) -> bool:

@@ -237,7 +237,8 @@ def run(case: dict[str, Any]) -> Any:
     if "flattens" in case:
         return flattened(*case["flattens"])
     if "offloads" in case:
-        own = Case(1, 1, *case["offloads"], 0, micro_batches=2, fused=True)
+        zero, precision = case["offloads"]
+        own = Case(1, 1, zero, precision, 0, micro_batches=2, fused=True)
         return [bits(own), bits(replace(own, offload=True))]
     if "freezes" in case:
         return froze()

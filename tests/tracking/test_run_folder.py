@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageSequence
 
-from ddpm_ds.checkpoint.folder import Groups, checkpoint_name
+from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.data.pictures import Drawn
@@ -46,7 +46,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
 
 def save(run_dir: Path, images: int) -> Path:
     """A checkpoint of a run of one rank."""
-    writer = Writer(checkpoints_of(run_dir), Groups.one_folder(), log=pytest.fail)
+    writer = Writer(checkpoints_of(run_dir), log=pytest.fail)
     writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), scalars(images))
     assert writer.wait()
     return checkpoints_of(run_dir) / checkpoint_name(images)
@@ -58,8 +58,8 @@ def found(run_dir: Path, resume: str, log: Callable[[str], None] = pytest.fail) 
     def gather(value: Any) -> list[Any]:
         return [value]
 
-    claim = claim_run(run_dir, 0, ["a"], gather)
-    checkpoint = find_checkpoint(run_dir, resume, claim.groups, gather, log)
+    claim_run(run_dir, 0, ["a"], gather)
+    checkpoint = find_checkpoint(run_dir, resume, log)
     return checkpoint.path if checkpoint else None
 
 
@@ -121,7 +121,7 @@ def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path:
     (damaged / "state.json").write_text("{}")
     saver = object.__new__(Saver)
     saver._folder, saver._engine = checkpoints_of(tmp_path), cast(UnetPipelineEngine, SimpleNamespace(images_seen=24))
-    saver._groups, said = Groups.one_folder(0, 1), list[str]()
+    said = list[str]()
     saver._log = said.append
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -178,7 +178,7 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     assert steps(tracking) == [40, 40]
     second.rolled_back("went back", 1, 80, 20)
     second.point(POINT, 30, fp16=False)
-    assert tracking.numbers.call_args.args == ({"train/rewinds": 1.0}, 20)
+    assert tracking.numbers.call_args.args == ({"train/rollbacks": 1.0}, 20)
     assert said == ["went back"] and steps(tracking) == [40, 40, 30], "a new course is logged"
 
 

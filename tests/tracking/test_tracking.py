@@ -208,8 +208,8 @@ def test_sending_everything_again_changes_nothing(root: Path, capsys: pytest.Cap
         for number, step in enumerate((1, 2, 3, 2)):  # a rollback
             tracker.metrics({"train/loss": float(images + number), "train/total_grad_norm": math.nan}, step)
             tracker.image(picture, "eval/samples_ema", number)
-        tracker.text("went back", "rewinds/1.txt")
-        tracker.numbers({"train/rewinds": 1.0}, 2)
+        tracker.text("went back", "rollbacks/1.txt")
+        tracker.numbers({"train/rollbacks": 1.0}, 2)
         tracker.finish("KILLED" if images == 100 else "FINISHED", PATIENCE_SECONDS)
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     client.set_tag(read_run(root).info.run_id, NOTE_TAG, "why, and what was learned")

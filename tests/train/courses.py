@@ -17,7 +17,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data import prepare
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
-from tests.train.resume_worker import HALFLIFE_IMAGES, PROFILES, RAMPUP_FRACTION, STEPS, Course
+from tests.train.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 WHOLE = "whole"
@@ -69,8 +69,6 @@ class Courses:
         values["ema"] = {
             "halflife_images": HALFLIFE_IMAGES,
             "rampup_fraction": RAMPUP_FRACTION,
-            "profiles": PROFILES,
-            "snapshot_images": BATCH,
         }
         (folder / "spec.yaml").write_text(yaml.safe_dump(values))
         with pytest.MonkeyPatch.context() as patch:

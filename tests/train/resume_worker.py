@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import Groups, whole
+from ddpm_ds.checkpoint.folder import whole
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.planning import RunPlan, plan_run
 from ddpm_ds.processes.watchdog import make_store
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
-from ddpm_ds.train.saving import Saver, described, state_fragments
+from ddpm_ds.train.saving import Saver, described
 from tests.pipeline.ladder_worker import groups_of_its_own
 
 STEPS = 3
 OVERFLOWING = (13, 30)
 """Images of the second and of the fourth step, that overflow whatever the scale: one before and one after the save."""
 HALFLIFE_IMAGES, RAMPUP_FRACTION = 15, 0.5
-PROFILES = (0.1, 0.2)
-"""Relative lengths of the power-function averages; snapshots of them are kept after every step."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +80,8 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
     return [kept * mean + (1 - kept) * master for mean, master in zip(old, masters, strict=True)]
 
 
-def write_weights(engine: UnetPipelineEngine, ema: Ema, folder: Path) -> None:
-    """This rank's share of the weights of this moment, for averages by the definition."""
-    own = {f"{one.name}@{one.start}": one.values for one in state_fragments(engine, ema) if one.kind == "master"}
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(own, folder / f"{engine.images_seen}-rank{dist.get_rank()}.pt")
-
-
-def train(
-    plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, saver: Saver, folder: Path, report: dict[str, Any]
-) -> None:
-    """``STEPS`` steps; adds what they gave to ``report``, and keeps a snapshot and the weights of each."""
+def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any]) -> None:
+    """``STEPS`` steps; adds what they gave to ``report``."""
     batches = replica_batches(
         plan.spec,
         plan.ds.layout,
@@ -116,8 +103,6 @@ def train(
         expected = averaged(expected, engine)
         errors = [(shadow - mean).abs().max().item() for shadow, mean in zip(ema.shadows, expected, strict=True)]
         report["ema_errors"].append(max(errors))
-        saver.keep_snapshot()
-        write_weights(engine, ema, folder / "weights")
     hook.remove()
 
 
@@ -139,15 +124,14 @@ def run_course(course: Course, folder: Path) -> None:
             "stage_elements": sum(parameter.numel() for parameter in engine.module.parameters()),
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
         }
-        groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
         about = described(plan, {})
-        saver = Saver(engine, ema, there, plan.spec.checkpoint, about, log=print, groups=groups, store=store)
+        saver = Saver(engine, ema, there, plan.spec.checkpoint, about, log=print, store=store)
         if source:
-            saver.load(whole(Path(source), groups, partial(all_gather_objects, kind=Any)))
+            saver.load(whole(Path(source)))
         else:
-            train(plan, engine, ema, saver, there, report)
+            train(plan, engine, ema, report)
             saver.save()
-        train(plan, engine, ema, saver, there, report)
+        train(plan, engine, ema, report)
         saver.save()
         saver.wait()
         dist.barrier()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import Groups, checkpoint_name
+from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import BLOCK, MOMENTS
 from ddpm_ds.checkpoint.reader import Reader, code_of
 from ddpm_ds.checkpoint.writer import Fragment, Writer
@@ -75,7 +75,7 @@ def stepped(*ends: int) -> list[Rank]:
 
 def saved(folder: Path, all_ranks: list[Rank]) -> Path:
     """A checkpoint of the moments of all ranks, in one file."""
-    writer = Writer(folder, Groups.one_folder(), log=print)
+    writer = Writer(folder, log=print)
     fragments = [one for rank in all_ranks for one in rank.fragments()]
     writer.begin("stage0-replica0", fragments, describe(64, SHAPES), scalars(64))
     assert writer.wait(), writer.why_not

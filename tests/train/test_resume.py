@@ -18,21 +18,19 @@ import yaml
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint
-from ddpm_ds.checkpoint.power_ema import Reconstruction, gamma_of, profile_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_points
-from ddpm_ds.tracking.run_folder import RunFolder, checkpoints_of, identity_of, snapshots_of
+from ddpm_ds.tracking.run_folder import RunFolder, checkpoints_of, identity_of
 from ddpm_ds.train.resume import check_resume, remove_abandoned_points
 from tests.launching import tiny_spec
 from tests.train.courses import BATCH, CALM, GRIDS, LAYOUTS, Courses, sources_of, train_all
 from tests.train.ranks import the_same
-from tests.train.resume_worker import PROFILES, STEPS
 
 pytestmark = pytest.mark.launch
 
-KINDS = ("ema", *map(profile_kind, PROFILES), "exp_avg", "exp_avg_sq", "master")
+KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
 TOLERANCES = {
     "fp32": dict.fromkeys(("loss", *KINDS), 1e-6),
     "fp16": {"loss": 2e-5, "master": 5e-4, "ema": 5e-4, "exp_avg": 3e-3, "exp_avg_sq": 3e-3},
@@ -147,60 +145,6 @@ def test_the_logged_rate_is_that_with_which_the_optimizer_stepped(
         assert all(set(used) <= {rate, float(np.float32(rate))} for rate, used in report["rates"])
         assert len({rate for rate, _ in report["rates"]}) == len(report["rates"]) - 1, "it warms up from 0 and 0"
     assert courses.end(course).state.skipped_steps == (2 if precision == "fp16" else 0)
-
-
-@functools.cache
-def power_average(courses: Courses, course: str, length: float) -> Tensor:
-    """The average of all weights of a course by its definition, in fp64, parameters end to end."""
-    shapes, gamma = courses.end(course).manifest.parameters, gamma_of(length)
-    total, steps = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64), 2 * STEPS
-    first = dict(zip(shapes, itertools.accumulate(map(math.prod, shapes.values()), initial=0), strict=False))
-    for step in range(1, steps + 1):
-        share = (step / steps) ** (gamma + 1) - ((step - 1) / steps) ** (gamma + 1)  # t ** gamma over this step
-        for file in (courses.run_dir(course) / "weights").glob(f"{step * BATCH}-rank*.pt"):
-            for key, values in torch.load(file).items():
-                name, start = key.rsplit("@", 1)
-                begin = first[name] + int(start)
-                total[begin : begin + len(values)] += share * values.double()
-    return total
-
-
-@in_every_layout
-def test_power_averages_are_those_by_their_definition(layout: str, precision: str, courses: Courses) -> None:
-    course = f"{layout}-{precision}"
-    for length in PROFILES:
-        kept, wanted = whole(courses.end(course), profile_kind(length)), power_average(courses, course, length)
-        assert (kept - wanted).abs().max() < 1e-6
-
-
-@in_every_layout
-def test_an_average_of_any_length_is_made_from_snapshots(layout: str, precision: str, courses: Courses) -> None:
-    course = f"{layout}-{precision}"
-    last = whole(courses.end(course), "master")
-    for length in (PROFILES[0], 0.14, PROFILES[1]):
-        made = Reconstruction(snapshots_of(courses.run_dir(course)), length)
-        values = torch.cat([made.read(name) for name in made.manifest.parameters])
-        wanted = power_average(courses, course, length)
-        error = (values - wanted).norm()
-        assert error < HALF * wanted.norm(), "the snapshots' rounding to fp16"
-        assert error < 0.4 * (last - wanted).norm(), "what is averaged is not all alike"
-
-
-def test_a_checkpoint_from_before_profiles_goes_on_without_them_and_snapshots_may_come_at_other_times() -> None:
-    plain = tiny_spec()
-    older = plain.model_dump(mode="json")
-    older["ema"] = {"halflife_images": 500_000, "rampup_fraction": 0.05}
-
-    def resume(before: dict[str, Any], after: RunSpec) -> list[str]:
-        manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
-        checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
-        return check_resume(checkpoint, after, {}, {}, Path())
-
-    assert resume(older, plain) == []
-    often, seldom = (tiny_spec(ema={"profiles": [0.05, 0.1], "snapshot_images": images}) for images in (16, 32))
-    assert resume(often.model_dump(mode="json"), seldom) == ["ema.snapshot_images: 16 -> 32"]
-    with pytest.raises(CheckpointError, match=r"ema\.profiles: \[\] -> \[0\.05, 0\.1\]"):
-        resume(older, seldom)
 
 
 def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -> None:

@@ -12,14 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddpm_ds.checkpoint.folder import checkpoint_name, images_of, names
-from ddpm_ds.checkpoint.power_ema import Reconstruction
-from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.observe.observer import Observers
 from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
-from ddpm_ds.tracking.run_folder import snapshots_of
 from ddpm_ds.train import session
 from ddpm_ds.train.meters import Interval
 from ddpm_ds.train.session import SPIKE_POINTS, Training, _bad_loss
@@ -47,10 +43,10 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
     lines = [line for line in said.splitlines() if "rolled back to" in line]
     assert len(lines) == 1 and f"rolled back to images-{SAVED:09d}" in lines[0] and "rollback 1 of 3" in lines[0]
     state = end_of(run_dir).state
-    assert (state.images_seen, state.skipped_images, state.rewinds) == (IMAGES, skipped, 1)
+    assert (state.images_seen, state.skipped_images, state.rollbacks) == (IMAGES, skipped, 1)
     client, run = mlflow_run(run_dir)
-    assert run.info.status == "FINISHED" and run.data.tags["train/rewinds"] == "1"
-    assert [file.path for file in client.list_artifacts(run.info.run_id, "rewinds")] == ["rewinds/1.txt"]
+    assert run.info.status == "FINISHED" and run.data.tags["train/rollbacks"] == "1"
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "rollbacks")] == ["rollbacks/1.txt"]
     after = [point for point in points(run_dir) if point["train/seen_images"] > SAVED][-10:]
     assert all(math.isfinite(point["train/loss"]) and point["train/loss"] < 2 for point in after)
     assert points(run_dir)[-1]["train/loss"] < 0.5
@@ -102,7 +98,7 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
 
     watchdog, saver = Watchdog(0, ["rank 0"], None), Mock(rollbacks=1)
     paused: list[tuple[str, int]] = []
-    for name in ("save", "keep_snapshot", "roll_back"):
+    for name in ("save", "roll_back"):
 
         def noted(*_: object, name: str = name) -> float:
             paused.append((name, watchdog._heartbeat.pauses))
@@ -115,7 +111,6 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
     spec = tiny_spec(
         train={"images": 24, "batch_images": 8},
         checkpoint={"every_images": 8, "every_minutes": None},
-        ema={"profiles": [0.1, 0.2], "snapshot_images": 8},
         bad_numbers={"policy": "rollback"},
     )
     others = {
@@ -129,7 +124,7 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
         "ended": lambda: engine.images_seen >= 24,
     }
     session.train(Training(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
-    names = ["keep_snapshot", "save", "roll_back", "keep_snapshot", "save"]
+    names = ["save", "roll_back", "save"]
     assert paused == [(name, 1) for name in names] and watchdog._heartbeat.pauses == 0
 
 
@@ -139,24 +134,12 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
     run_dir = tmp_path / "overflow"
     steps = 1 + 16 + 8
     every_step = f"logging.log_every_images={BATCH}"  # overflows are read where the run logs
-    changes = (f"checkpoint.every_images={SAVED}", "ema.profiles=[0.05,0.1]", "ema.snapshot_images=80", every_step)
+    changes = (f"checkpoint.every_images={SAVED}", every_step)
     codes, said = train(run_dir, SAVED, SAVED + steps * BATCH - 1, *changes, config="zero2_fp16.json", count=1)
     assert codes == [0], said[-4000:]
     assert "at the lowest loss scale, 1," in said
     check_it_ended_well(run_dir, said, skipped=steps * BATCH)
     assert end_of(run_dir).state.loss_scaler.cur_scale == 65536
-    check_snapshots_are_of_one_course(run_dir, said)
-
-
-def check_snapshots_are_of_one_course(run_dir: Path, said: str) -> None:
-    """Those that were kept between the checkpoint and the rollback have been made anew, and are out of the way."""
-    folder, left = snapshots_of(run_dir), (SAVED + 80, SAVED + 160)
-    assert [images_of(name) for name in names(folder)] == list(range(80, IMAGES + 1, 80))
-    renamed = [f"abandoned-{checkpoint_name(images)}" for images in left]
-    assert f"the run went on from before them: snapshots renamed to {', '.join(renamed)}" in said
-    for images, rewinds in ((SAVED, 0), *((images, 1) for images in left)):
-        assert Reader(folder / checkpoint_name(images)).state.rewinds == rewinds
-    assert Reconstruction(folder, 0.07).snapshots == IMAGES // 80
 
 
 @pytest.mark.launch

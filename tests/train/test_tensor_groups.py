@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import unittest.mock
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,14 @@ import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import Groups, checkpoint_name, whole
-from ddpm_ds.checkpoint.manifest import FORMAT, MOMENTS, SPLIT_FORMAT, Description, check_headers
-from ddpm_ds.checkpoint.power_ema import EMA, profile_kind
+from ddpm_ds.checkpoint.folder import checkpoint_name, whole
+from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description, check_headers
 from ddpm_ds.checkpoint.reader import Reader, code_of, consolidate
-from ddpm_ds.pipeline.messages import all_gather_objects
 from ddpm_ds.processes.watchdog import make_store
-from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
+from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import averages_of
 from ddpm_ds.train.resume import InitialWeights
-from ddpm_ds.train.saving import MASTER, Saver
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.unet.model import parameter_shapes
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import global_batch, micro_batches
@@ -35,7 +33,6 @@ from tests.train.ranks import the_same
 
 STEPS = 2
 WHOLE = "whole"
-LENGTH = 0.1
 SPEC = tiny_spec(
     unet={
         "multipliers": [1],
@@ -45,7 +42,7 @@ SPEC = tiny_spec(
         "dropout": 0.0,
     },
     train={"images": 64, "batch_images": 8},
-    ema={"halflife_images": 15, "rampup_fraction": 0.5, "profiles": (LENGTH,), "snapshot_images": 8},
+    ema={"halflife_images": 15, "rampup_fraction": 0.5},
 )
 """One level, with attention of several heads in the middle: there is a layer of each kind that is split."""
 MIDDLE, END = (checkpoint_name(steps * SPEC.train.batch_images) for steps in (STEPS, 2 * STEPS))
@@ -101,11 +98,7 @@ def run_course(course: Course, folder: Path) -> None:
     case, rank, ranks = Case(**course.case), dist.get_rank(), dist.get_world_size()
     engine = case.engine(SPEC)
     engine.averages = ema = averages_of(engine, SPEC.ema.model_copy(update={"on_host": case.zero == 1}))
-    groups, store, gather = (
-        Groups.one_folder(rank, ranks),
-        make_store(rank, ranks),
-        partial(all_gather_objects, kind=Any),
-    )
+    store = make_store(rank, ranks)
     about = Description(
         images=0,
         step=0,
@@ -118,13 +111,12 @@ def run_course(course: Course, folder: Path) -> None:
 
     def saver(source: str) -> Saver:
         there = folder / course.name / source
-        return Saver(engine, ema, there, SPEC.checkpoint, about, log=print, groups=groups, store=store)
+        return Saver(engine, ema, there, SPEC.checkpoint, about, log=print, store=store)
 
     def train(saving: Saver) -> None:
         for step in range(engine.global_steps, engine.global_steps + STEPS):
             engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
         saving.save()
-        saving.keep_snapshot()
         assert saving.wait() or rank
 
     if course.weights:
@@ -135,7 +127,7 @@ def run_course(course: Course, folder: Path) -> None:
     for source in course.sources or (WHOLE,):
         saving = saver(source)
         if course.sources:
-            saving.load(whole(checkpoints_of(folder / source / WHOLE) / MIDDLE, groups, gather))
+            saving.load(whole(checkpoints_of(folder / source / WHOLE) / MIDDLE))
         if course.sources and source != course.name:
             saving.save()
             assert saving.wait() or rank
@@ -185,9 +177,6 @@ class Courses:
         """What a layout has made of initial weights."""
         return Reader(checkpoints_of(self._folder / name / "weights") / checkpoint_name(0))
 
-    def snapshot(self, name: str) -> Reader:
-        return Reader(snapshots_of(self._folder / name / WHOLE) / END)
-
 
 @pytest.fixture(scope="module")
 def courses(tmp_path_factory: pytest.TempPathFactory) -> Courses:
@@ -213,7 +202,7 @@ def the_values(one: Reader, other: Reader, kind: str) -> bool:
 def test_any_layout_has_every_value_of_any_other(layout: str, source: str, courses: Courses) -> None:
     """Moments in 8 bits are rounded, the others are the same bits."""
     found, wanted = courses.middle(layout, source), courses.middle(source, WHOLE)
-    assert found.manifest.kinds == wanted.manifest.kinds == (EMA, profile_kind(LENGTH), *MOMENTS, MASTER)
+    assert found.manifest.kinds == wanted.manifest.kinds == (EMA, *MOMENTS, MASTER)
     assert found.state.model_dump(exclude={"loss_scaler"}) == wanted.state.model_dump(exclude={"loss_scaler"})
     for kind in found.manifest.kinds:
         for name in found.manifest.parameters:
@@ -226,7 +215,6 @@ def test_any_layout_has_every_value_of_any_other(layout: str, source: str, cours
 @pytest.mark.parametrize("name", TRAINED)
 def test_parts_lie_with_their_ranks_and_what_all_have_alike_with_the_first(name: str, courses: Courses) -> None:
     case, reader = LAYOUTS[name], courses.middle(name, WHOLE)
-    assert reader.manifest.format == (SPLIT_FORMAT if case.tensor > 1 else FORMAT)
     files = {file for file in reader.manifest.files if file != "state.json"}
     owners = [f"stage0-replica{replica}" for replica in range(case.replicas)]
     if case.tensor > 1:
@@ -237,19 +225,11 @@ def test_parts_lie_with_their_ranks_and_what_all_have_alike_with_the_first(name:
     assert {part and part.rank for part in parts} == {None, *others}
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_snapshots_have_the_averages_of_all_ranks(name: str, courses: Courses) -> None:
-    snapshot, end, kind = courses.snapshot(name), courses.end(name, WHOLE), profile_kind(LENGTH)
-    assert snapshot.manifest.kinds == (kind,) and snapshot.manifest.format == SPLIT_FORMAT
-    for parameter in end.manifest.parameters:
-        assert snapshot.read(kind, parameter).equal(end.read(kind, parameter).half().float())
-
-
 @pytest.mark.parametrize("name", [name for name in SOURCES if "fp16" in name])
 def test_initial_weights_are_dealt_to_the_ranks(name: str, courses: Courses) -> None:
     reader = courses.beginning(name)
     wanted = courses.middle("shared", WHOLE)
-    for kind in (MASTER, EMA, profile_kind(LENGTH)):
+    for kind in (MASTER, EMA):
         for parameter in reader.manifest.parameters:
             assert reader.read(kind, parameter).equal(wanted.read(MASTER, parameter)), (kind, parameter)
 

@@ -534,9 +534,7 @@ def model_card(
         front["pipeline_tag"] = task
     images = f"{height}x{width} pixels and {colours} channel{'s' if colours > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
-    kind, _, length = trained.weights.partition("-")
-    of_length = f" of relative length {length} by a power function (EDM2)" if length else ""
-    facts = {"parameters": f"{parameters:,} in {precision}", "weights": KINDS_OF_WEIGHTS[kind] + of_length}
+    facts = {"parameters": f"{parameters:,} in {precision}", "weights": KINDS_OF_WEIGHTS[trained.weights]}
     if classes:
         facts["classes"] = f"{classes}, and no label"
     if autoencoder is not None:
