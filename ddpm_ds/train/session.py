@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import Residence
+from ddpm_ds.data.loader import Residence, failures_said
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -463,7 +463,8 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, run_dir, recorder.tracker):
+        sending = system_metrics(watchdog.store, run_dir, recorder.tracker)
+        with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case
