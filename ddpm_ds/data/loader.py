@@ -304,10 +304,11 @@ def _ahead(
 
 
 def _begin_worker(_: int) -> None:
-    """Let a worker process end if it can't hand over a read, which would be waited for in vain; and let SIGTERM, which all threads of this worker process block, end it only if its training process sends it.
+    """Let this worker process end if it can't hand over a read, which its parent would wait for in vain.
 
-    A scheduler that stops a run sends it to all processes, and training needs images to finish the step and save. It is
-    blocked before the worker starts, since PyTorch and other libraries may start threads in it before this is called.
+    SIGTERM, which all its threads block, ends it only if its training process sends it. A scheduler that stops a run
+    sends it to all processes, and training needs images to finish the step and save. It is blocked before the worker
+    starts, since PyTorch and other libraries may start threads in it before this is called.
     """
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(lambda error, read: os._exit(UNSENT))

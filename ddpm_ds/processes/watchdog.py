@@ -271,7 +271,7 @@ def _culprit_seconds() -> float:
 
 
 class Watchdog:
-    """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices that it hangs.
+    """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices a hang.
 
     A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: only the rank
     that reads a bad file knows of it, and the others would wait for this rank.

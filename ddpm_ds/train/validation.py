@@ -85,15 +85,18 @@ class Previews:
             drawings.append(self._drawing(sampler, index))
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
-            visits = [*group]
-            ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
-                rounds * len(visits),
-                lambda number: drawings[number % rounds].inputs(),
-                lambda number, prediction: drawings[number % rounds].take(prediction),
-                context=functools.partial(_context, drawings, visits[0]),
-                depth=rounds,
-                progress=self._watchdog.progress,
-            )
+            pipeline = ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1))
+            for visits in itertools.batched(group, VISITS):
+                if stops():
+                    raise Stopped
+                pipeline.run(
+                    rounds * len(visits),
+                    lambda number: drawings[number % rounds].inputs(),
+                    lambda number, prediction: drawings[number % rounds].take(prediction),
+                    context=functools.partial(_context, drawings, visits[0]),
+                    depth=rounds,
+                    progress=self._watchdog.progress,
+                )
         if not engine.is_first_stage() or engine.module.tensor.rank > 0:  # a tensor group has drawn the same
             return None
         with self._watchdog.pause():  # an autoencoder may take long

@@ -55,6 +55,23 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("SLURM_STEP_TASKS_PER_NODE", value) for value in ("", "2(x", "2(xx2)", "two", "-2(x3)", "2(x9999999999)")),
+        *(("SLURM_NODEID", value) for value in ("", "x", "-1", "3", "9" * 5000)),
+        *((name, value) for name in ("SLURM_PROCID", "SLURM_LOCALID") for value in ("", "x", "-1", "7", "9" * 5000)),
+        *(("SLURM_STEP_NUM_TASKS", value) for value in ("", "x", "0", "1", "9" * 5000)),
+    ],
+)
+def test_odd_variables_of_slurm_are_refused_in_a_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, text in {**SRUN, name: value}.items():
+        monkeypatch.setenv(known, text)
+    with pytest.raises(SpecError) as refused:
+        set_environment()
+    assert len(str(refused.value).splitlines()) == 1 and "in the environment" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("given", "expected"),
     [
         pytest.param({}, "0 1 0 1", id="alone"),
@@ -184,10 +201,16 @@ def test_a_home_folder_that_is_nobodys_or_can_not_be_read_is_none(monkeypatch: p
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(number: int, tmp_path: Path) -> None:
-    program = (
-        "import sys, time; from ddpm_ds.processes.ranks import recorded\n"
-        "sys.exit(recorded(lambda: print('on', flush=True) or time.sleep(1000), stoppable=True))"
-    )
+    program = """
+import hashlib, sys
+from ddpm_ds.processes.ranks import recorded
+
+def stuck():
+    print("on", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which Python does not handle a signal
+
+sys.exit(recorded(stuck, stoppable=True))
+"""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"on\n"
