@@ -173,6 +173,8 @@ def train(run: Training) -> Interval:
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("sampling"):
                 run.validation.after_step(before, done)
+            asked = run.requests.poll()  # a signal may have come meanwhile
+            save = save or asked.save or asked.stop
         if run.saver is not None and keep:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():
                 run.saver.keep_snapshot()
@@ -423,8 +425,13 @@ def _train(
     if holds_out:
         losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
     prompts = prompts_of(spec, prepared.prompts, engine.device)
-    previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images), prompts)
-    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
+    drawn_for = prepared.held_out if holds_out else prepared.images
+
+    def stops() -> bool:
+        return requests.poll().stop
+
+    previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops)
 
     def batches() -> Iterator[Any] | None:
         """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
