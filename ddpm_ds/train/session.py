@@ -147,8 +147,9 @@ def train(run: Training) -> Interval:
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
         if first:  # the loss is on the screen before the first log point
-            run.recorder.first_loss(gather(meter.so_far(), engine).loss)
+            loss = gather(meter.so_far(), engine).loss
             run.requests.listen()  # all ranks have something to save
+            run.recorder.first_loss(loss)
             first = False
         asked = run.requests.poll()
         seen = engine.images_seen

@@ -65,11 +65,11 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     assert saved is not None, first.lines[-5:]
     first.assert_clean()
 
-    def without_imports(program: Sequence[str], place: Place, **options: object) -> int:
+    def without_imports(program: Sequence[str], place: Place, **options: object) -> Outcome:
         """The ranks, which don't import PyTorch each."""
         done = run_ranks(place.processes, REPOSITORY / "launch" / "train.py", *program[2:], MLFLOW_TRACKING_URI="")
         assert f"images-{int(saved[1].replace(',', '')):09}" in done.stderr, "resumed"
-        return done.returncode
+        return Outcome(done.returncode)
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
