@@ -236,17 +236,20 @@ def measured(
     sized = len(module.sized_layers) > 1
 
     pipeline = ForwardPipeline(engine, held_out.images)
-    for turns in _parts(range(-(-held_out.calls // replicas)), stops):  # as many on every replica
-        mine = [call for turn in turns if (call := turn * replicas + replica) < held_out.calls]
+
+    def run(calls: Sequence[int]) -> None:
         pipeline.run(
-            len(mine),
-            lambda number, mine=mine: held_out.inputs(mine[number]),
-            lambda number, prediction, mine=mine: held_out.add(sums, mine[number], prediction),
-            context=lambda number, mine=mine: held_out.context(mine[number]),
-            sizes=[module.size_number(held_out.size(number)) for number in mine] if sized else (),
-            depth=len(mine),
+            len(calls),
+            lambda number: held_out.inputs(calls[number]),
+            lambda number, prediction: held_out.add(sums, calls[number], prediction),
+            context=lambda number: held_out.context(calls[number]),
+            sizes=[module.size_number(held_out.size(number)) for number in calls] if sized else (),
+            depth=len(calls),
             progress=watchdog.progress,
         )
+
+    for turns in _parts(range(-(-held_out.calls // replicas)), stops):  # as many on every replica
+        run([call for turn in turns if (call := turn * replicas + replica) < held_out.calls])
     if not engine.is_first_stage():
         return {}
     dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
