@@ -1,11 +1,13 @@
 """``ddpm-ds init``: a folder to begin a training run in, from the specs and JSONs that come with this package."""
 
 import argparse
+import contextlib
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddpm_ds.command_line import Verbs, file_path
 from ddpm_ds.config.ds_config import DS_CONFIGS
@@ -130,14 +132,21 @@ def add_init(verbs: Verbs) -> None:
 
 def _init(options: argparse.Namespace) -> None:
     kind, folder = KINDS[options.kind], options.folder
-    files = _files(kind)
+    files, written = _files(kind), list[Path]()
+    made = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise OutputError(f"{folder} is not empty; name a new or empty folder")
         for name, content in files.items():
+            written.append(folder / name)
             write_file(folder / name, content)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            for each in written:
+                each.unlink(missing_ok=True)
+            for each in made:
+                each.rmdir()
         raise OutputError(f"{folder} can't be written ({error.strerror}); name a new or empty folder") from None
     print(f"{folder}: {', '.join(files)}\n{kind.data}\n\n{_typed([f'cd {shlex.quote(str(folder))}', *kind.commands])}")
 

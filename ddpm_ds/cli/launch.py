@@ -29,6 +29,7 @@ from ddpm_ds.command_line import (
     add_spec_options,
     counted,
     file_path,
+    gib,
     grace_seconds,
     natural,
     port,
@@ -39,7 +40,7 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, SpecError, print_to_stderr
 from ddpm_ds.experiments.sweep import (
     BASELINE,
     SHORTHANDS,
@@ -53,7 +54,7 @@ from ddpm_ds.experiments.sweep import (
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.signals import heard_signals
-from ddpm_ds.processes.supervisor import Node, Place, gpus, supervise
+from ddpm_ds.processes.supervisor import Node, Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment, check_trackers
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
@@ -216,7 +217,7 @@ def _train(options: argparse.Namespace) -> int:
     if place.hostfile is not None:
         words = ["deepspeed", *place.deepspeed(program)]
     print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
-    code = supervise(
+    ended = supervise(
         [*program, "--described"],
         place,
         max_restarts=options.max_restarts,
@@ -227,22 +228,32 @@ def _train(options: argparse.Namespace) -> int:
     if options.run_dir is None:
         run_folder.remove_if_empty(run_dir)
         again = [*again, "--run-dir", str(run_dir)]
-    rehearsed = options.steps is not None and code == 0
-    _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(code, run_dir, again))
-    return code
+    rehearsed = options.steps is not None and ended.code == 0
+    _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(ended, run_dir, again))
+    return ended.code
 
 
-def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return a line that says what a run has saved, and which command continues it."""
+def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
+    """Return a line that says what a run has saved, and which command continues it, unless it would fail again."""
     latest = run_folder.checkpoints_of(run_dir) / LATEST
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
-    if code == 0:
+    if ended.code == 0:
         return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
     resumed = without(arguments, lambda parser: parser.add_argument("--resume"))
     again = shlex.join(["ddpm-ds", "train", *resumed])
+    what, how = "nothing was saved", "start again"
     if saved is not None:
-        return f"saved after {saved:,} images in {run_dir}; go on with: {again}"
-    return f"nothing was saved; start again with: {again}"
+        what, how = f"saved after {saved:,} images in {run_dir}", "go on"
+    if ended.killed:
+        from ddpm_ds.device import host_memory  # imports torch
+
+        return (
+            f"{what}; a process was killed, probably for memory, of which this machine has {gib(host_memory())}: "
+            "use a smaller U-Net, or a micro-batch that ddpm-ds fit finds"
+        )
+    if ended.code in (1, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS):
+        return f"{what}; see the error above"
+    return f"{what}; {how} with: {again}"
 
 
 def add_run(verbs: Verbs) -> None:
@@ -273,7 +284,7 @@ def _run(options: argparse.Namespace) -> int:
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
         log=functools.partial(_log, "run"),
-    )
+    ).code
 
 
 def _add_restart_options(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,14 @@ It keeps no state, so a resumed run loses nothing. The next micro-batch is copie
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import multiprocessing
+import multiprocessing.queues
 import os
+import re
+import shutil
 import signal
 import threading
 import weakref
@@ -31,7 +35,7 @@ from ddpm_ds.config.spec import HeldOut
 from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices, Kind, StoredImages
 from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.device import host_memory
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import HostError, SpecError
 from ddpm_ds.keyed import Stream
 
 HELD = 0.8
@@ -43,6 +47,10 @@ MOST_RANGES = 10
 trained on."""
 
 
+SHARED_MEMORY = "/dev/shm"
+"""Folder in memory through which worker processes hand over what they have read."""
+UNSENT = os.EX_IOERR
+"""Exit code of a worker process that could not hand over what it has read."""
 READ_BYTES, READ_IMAGES = 2**22, 512
 """Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a millisecond,
 or of some milliseconds in another process."""
@@ -120,22 +128,58 @@ def micro_batches(
     data = _Reads(cache, of_buckets, order, first, turn, micro_batch_images, pin_memory and not workers, names)
     if not workers:
         return _ahead(data.__getitem__, 2, micro_batch_images, pin_memory, names)
+    try:
+        reads = _from_workers(data, workers, pin_memory)
+    except OSError as error:
+        raise _no_room() from error
+    return _ahead(reads, 1, micro_batch_images, pin_memory, names)
+
+
+def _from_workers(data: _Reads, workers: int, pin_memory: bool) -> Callable[[int], _Read]:
+    """Return a function that returns the next read of worker processes, which it starts."""
     loader = DataLoader(
         data,
         batch_size=None,
         sampler=itertools.count(),
         collate_fn=_as_it_is,
         num_workers=workers,
-        worker_init_fn=_end_when_asked,
+        worker_init_fn=_begin_worker,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # keeps the loader from drawing from torch's global generator
     )
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this: see _end_when_asked
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this: see _begin_worker
     try:
         reads = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory, names)
+    return lambda _: next(reads)
+
+
+@contextlib.contextmanager
+def failures_said() -> Iterator[None]:
+    """Turn the failure of a worker process, which PyTorch raises anywhere in the main thread, into a line.
+
+    Raises:
+        HostError: the worker could not hand over what it has read.
+        MemoryError: the worker was killed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(rf"DataLoader worker .*(Killed|Bus error|exit code {UNSENT}\b)", str(error))
+        if found is None:
+            raise
+        if found[1] == "Killed":
+            raise MemoryError("a process that reads images was killed, probably for memory") from error
+        raise _no_room() from error
+
+
+def _no_room() -> HostError:
+    return HostError(
+        f"data.workers: a process that reads images can't hand them over, since {SHARED_MEMORY} "
+        f"({gib(shutil.disk_usage(SHARED_MEMORY).total)}) is full or too many files are open; start the container with "
+        "more, such as --shm-size 8g, or --set data.workers=0"
+    )
 
 
 class Memory:
@@ -259,12 +303,15 @@ def _ahead(
             yield from batches
 
 
-def _end_when_asked(_: int) -> None:
-    """Let SIGTERM, which all threads of this worker process block, end it only if its training process sends it.
+def _begin_worker(_: int) -> None:
+    """Let this worker process end if it can't hand over a read, which its parent would wait for in vain.
 
-    A scheduler that stops a run sends it to all processes, and training needs images to finish the step and save. It is
-    blocked before the worker starts, since PyTorch and other libraries may start threads in it before this is called.
+    SIGTERM, which all its threads block, ends it only if its training process sends it. A scheduler that stops a run
+    sends it to all processes, and training needs images to finish the step and save. It is blocked before the worker
+    starts, since PyTorch and other libraries may start threads in it before this is called.
     """
+    queue: Any = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(lambda error, read: os._exit(UNSENT))
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_wait_for_the_signal_of, args=(parent.pid,), daemon=True).start()

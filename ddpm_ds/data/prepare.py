@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import stat
 import sys
 import threading
@@ -672,6 +673,8 @@ class Decoding:
         return Chunk(images, labels, skipped, others)
 
 
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""Option of Python's helper process that frees semaphores of a killed process: to do so without a word."""
 _decoding: Decoding
 """Decoding of this worker process."""
 
@@ -699,6 +702,7 @@ def _decode(numbers: range) -> Chunk:
 def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
     """Yield a function that decodes images in ``count`` processes, a bounded number of chunks ahead."""
     context = multiprocessing.get_context("spawn")  # this process may have threads
+    sys.warnoptions.append(QUIET)
     # A file in memory, since more than a pipe holds would be waited for even if the process has died at its start.
     with (
         os.fdopen(os.memfd_create("ddpm-ds-decoding"), "wb") as memory,
@@ -712,10 +716,14 @@ def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
         def chunks(numbers: range) -> Iterator[Chunk]:
             ahead: deque[Future[Chunk]] = deque()
             for part in decoding.parts(numbers):
+                # Processes that this starts leave Ctrl-C to their parent, with which they end.
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:
                     ahead.append(pool.submit(_decode, part))
                 except OSError as error:  # of a pipe that a broken pool has closed
                     raise BrokenProcessPool from error
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 if len(ahead) > 2 * count:
                     yield ahead.popleft().result()
             yield from (future.result() for future in ahead)
@@ -726,5 +734,9 @@ def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
             raise DataError(
                 "a process that decoded images was ended, often for want of memory; what is done is kept: start again"
             ) from error
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)

@@ -10,13 +10,13 @@ import contextlib
 import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import random
 import re
 import secrets
 import select
-import signal
 import socket
 import stat
 import time
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ddpm_ds.command_line import MOST_PROCESSES, whole
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
 from ddpm_ds.processes.hosts import find_environment
-from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
+from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, ignore
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Default silence after which a rank counts as dead, and time without a step after which a run counts as hanging."""
@@ -67,8 +67,8 @@ def set_environment() -> None:
     two idle cores.
 
     Raises:
-        SpecError: a line of ``.deepspeed_env`` can't be parsed, or the ranks are on several hosts and the first is
-            unknown.
+        SpecError: a line of ``.deepspeed_env`` or a variable of Slurm can't be parsed, or the ranks are on several
+            hosts and the first is unknown.
     """
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -151,13 +151,19 @@ def _of_slurm() -> dict[str, str]:
         return {}
     per_node: list[str] = []
     for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):  # such as 4(x2),3
-        tasks, _, times = part.rstrip(")").partition("(x")
-        per_node += [tasks] * int(times or 1)
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
+        per_node += [found[1]] * int(found[2] or 1) if found else []
+    node = os.environ["SLURM_NODEID"]
+    if not re.fullmatch(r"\d{1,6}", node, re.ASCII) or int(node) >= len(per_node):
+        raise SpecError(
+            f"SLURM_NODEID = {node} in the environment is no node of SLURM_STEP_TASKS_PER_NODE = "
+            f"{os.environ['SLURM_STEP_TASKS_PER_NODE']}; start with srun, or unset SLURM_STEP_ID"
+        )
     return {
         "RANK": os.environ["SLURM_PROCID"],
         "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": per_node[int(os.environ["SLURM_NODEID"])],
+        "LOCAL_WORLD_SIZE": per_node[int(node)],
     }
 
 
@@ -250,13 +256,14 @@ def record_training() -> None:
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
-    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself, since there is
-    nothing to save yet; after ``main`` signals are ignored. A crash outside of Python, such as on an image file
-    truncated while it is read, prints a stack trace; to the others the rank is lost, and the next start names the file.
+    With ``stoppable`` a stop signal ends it at once with code 75, whatever it waits for, until ``main`` handles signals
+    itself, since there is nothing to save yet; after ``main`` signals are ignored. A crash outside of Python, such as
+    on an image file truncated while it is read, prints a stack trace; to the others the rank is lost, and the next
+    start names the file.
     """
     faulthandler.enable(2)
-    for number in STOP_SIGNALS if stoppable else ():
-        signal.signal(number, lambda number, frame: os._exit(record_exit(EXIT_PREEMPTED)))
+    if stoppable:
+        SignalThread(_leave)
     _record(STARTED)
     try:
         code = main()
@@ -266,6 +273,13 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
         if leaving.code is None or isinstance(leaving.code, int):
             record_exit(leaving.code or 0)
         raise
+
+
+def _leave(number: int) -> None:
+    """End this process, and first its worker processes, which would complain that their parent has gone."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(record_exit(EXIT_PREEMPTED))
 
 
 def _record(word: str) -> None:

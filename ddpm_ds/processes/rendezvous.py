@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +44,8 @@ MOST_LOOKS = 5000
 TELL_SECONDS = 10.0
 """Time for which a rank that can't take part tries to tell the others."""
 REFUSAL = "refusal"
+OVER = "over"
+"""Key that rank 0 writes at the end of a rendezvous: a rank that comes later belongs to another run."""
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -152,7 +155,7 @@ class Rendezvous:
     """Rendezvous of the ranks of a start, until their process group exists. A single rank waits for nobody.
 
     Raises:
-        LayoutError: on rank 0, another job on this host has the port.
+        LayoutError: another job has the port.
         PeerLostError: rank 0 can't be reached.
     """
 
@@ -252,6 +255,9 @@ class Rendezvous:
         """
         self._closed.set()
         if self._store is not None:
+            if self.rank == 0:
+                with contextlib.suppress(dist.DistError):
+                    self._store.set(OVER, "")
             self._beating.join(BEAT_SECONDS)
 
     @contextlib.contextmanager
@@ -317,17 +323,34 @@ def refuse_alone(error: UserError) -> None:
 def _store(rank: int, seconds: float) -> dist.Store:
     """Return the store at the master's port, also for the process group, served by rank 0 or torchrun."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    met = SimpleQueue[dist.Store | Exception]()
+
+    def meet() -> None:
+        try:
+            met.put(connect(rank, port, timedelta(seconds=seconds)))
+        except Exception as error:
+            met.put(error)
+
+    # In a thread, since PyTorch waits for ever for one who accepts the connection and is silent.
+    threading.Thread(target=meet, daemon=True).start()
     try:
-        store = connect(rank, port, timedelta(seconds=seconds))
-    except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise port_taken() from None
+        store = met.get(timeout=seconds + BEAT_SECONDS)
+    except Empty:
+        store = dist.DistError()
+    if isinstance(store, dist.DistError):
+        if "EADDRINUSE" in str(store):
+            raise port_taken()
         raise PeerLostError(
             f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
             "up, and the port open? ddpm-ds doctor --hostfile FILE checks it"
-        ) from None
+        )
+    if isinstance(store, Exception):
+        raise store
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return SealedStore(dist.PrefixStore(f"ddpm_ds/rendezvous/{start}", store))
+    found = SealedStore(dist.PrefixStore(f"ddpm_ds/rendezvous/{start}", store))
+    if found.check([OVER]):
+        raise port_taken()
+    return found
 
 
 def port_taken() -> LayoutError:

@@ -1,6 +1,7 @@
 """Requests to a training run from outside: to save, or to save and stop.
 
-    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once
+    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once, and so does
+                                             any before the first step has ended
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
     checkpoint.every_minutes                 rank 0's clock
     a launcher that is gone                  save, leave: nobody would end this rank or read its output
@@ -10,9 +11,6 @@ later, when it has long arrived.
 """
 
 import os
-import signal
-import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.processes.ranks import Launcher, record_exit, record_training
-from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, SignalThread
 
 FILES = ("save", "save_and_stop")
 
@@ -39,7 +37,9 @@ class SaveOrStop:
 
 
 class Requests:
-    """Listener to a run's requests from construction to :meth:`close`; collective over all ranks."""
+    """Listener to a run's requests from construction, and :meth:`listen` for signals, to :meth:`close`; collective over
+    all ranks.
+    """
 
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
@@ -47,30 +47,20 @@ class Requests:
         self._seconds = 60 * every_minutes if every_minutes else None
         self._saved_at = time.monotonic()
         self._files: tuple[str, ...] = ()
-        self._signalled = False
+        self._signalled_at: float | None = None
+        self._signals: SignalThread | None = None
         self._group: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
-        self._listen_to_signals()
 
-    def _listen_to_signals(self) -> None:
-        """Handle signals in a thread woken through a socket, since the main thread may wait in a collective."""
-        self._heard, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
-        self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
-        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
-        self._hearing = threading.Thread(target=self._hear, name="signals", daemon=True)
-        self._hearing.start()
+    def listen(self) -> None:
+        """Let signals ask to stop from now on, once there is something to save; before, they end the process."""
+        self._signals = SignalThread(self._hear)
         record_training()
 
-    def _hear(self) -> None:
-        heard_at = time.monotonic()
-        with self._heard:
-            while numbers := self._heard.recv(1):
-                if numbers[0] not in STOP_SIGNALS:
-                    continue
-                if self._signalled and time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
-                    os._exit(record_exit(128 + numbers[0]))
-                self._signalled, heard_at = True, time.monotonic()
+    def _hear(self, number: int) -> None:
+        if self._signalled_at is not None and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
+            os._exit(record_exit(128 + number))
+        self._signalled_at = time.monotonic()
 
     def poll(self) -> SaveOrStop:
         """Return the requests that all ranks agree on; call it once a step on every rank."""
@@ -79,7 +69,7 @@ class Requests:
             self._files = tuple(name for name in FILES if os.path.exists(self._run_dir / name))
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
         save = dist.get_rank() == 0 and (late or "save" in self._files)
-        stop = self._signalled or "save_and_stop" in self._files
+        stop = self._signalled_at is not None or "save_and_stop" in self._files
         abandoned = 1 + dist.get_rank() if self._launcher.is_gone() else 0
         mine = torch.tensor([save, stop, abandoned], dtype=torch.int32)
         if self._group is None:
@@ -108,14 +98,8 @@ class Requests:
         """Stop listening; with ``leaving`` signals are ignored from now on, since the process is about to end."""
         if self._under_way is not None:
             self._under_way[0].wait()
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_IGN if leaving else handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        # Workers of the loader have copies of the socket, so closing does not end the thread. If it ended with them,
-        # while Python shuts down, it would release collectives of the process group, which aborts the process.
-        self._wakeup.shutdown(socket.SHUT_WR)
-        self._hearing.join()
-        self._wakeup.close()
+        if self._signals is not None:
+            self._signals.close(leaving=leaving)
 
     def _asked(self, wishes: torch.Tensor) -> SaveOrStop:
         save, stop, abandoned = wishes.tolist()

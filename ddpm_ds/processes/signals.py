@@ -7,8 +7,10 @@ import contextlib
 import math
 import os
 import signal
+import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -43,6 +45,39 @@ def ignore(numbers: Iterable[int]) -> None:
     """Ignore signals from now on, since the process has done its work and is about to end."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+
+
+class SignalThread:
+    """Thread that gives the number of each stop signal to ``hear``, from construction to :meth:`close`.
+
+    It is woken through a socket, since Python runs no handler while the main thread waits in a library.
+    """
+
+    def __init__(self, hear: Callable[[int], None]) -> None:
+        self._hear = hear
+        self._heard, self.wakeup = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno())
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._heard:
+            while numbers := self._heard.recv(1):
+                if numbers[0] in STOP_SIGNALS:
+                    self._hear(numbers[0])
+
+    def close(self, *, leaving: bool = False) -> None:
+        """Handle signals as before; with ``leaving`` ignore them, since the process is about to end."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_IGN if leaving else handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        # Workers of the loader have copies of the socket, so closing does not end the thread. If it ended with them,
+        # while Python shuts down, it would release collectives of the process group, which aborts the process.
+        self.wakeup.shutdown(socket.SHUT_WR)
+        self._thread.join()
+        self.wakeup.close()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -220,6 +220,15 @@ def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {PDSH_MORE_ARGUMENTS: f"{given} {SSH_ALIVE}".strip()}
 
 
+class Outcome(NamedTuple):
+    """How a start of the ranks ended."""
+
+    code: int
+    """Exit code."""
+    killed: bool = False
+    """Whether the system or a person killed the rank that was the first to fail."""
+
+
 def supervise(
     program: Sequence[str],
     place: Place,
@@ -228,8 +237,8 @@ def supervise(
     grace_seconds: float,
     pause_seconds: float = 1.0,
     log: Callable[[str], None],
-) -> int:
-    """Start the ranks of a training program, again if that helps; return the last exit code.
+) -> Outcome:
+    """Start the ranks of a training program, again if that helps; return how the last start ended.
 
     ``program`` is ``-m MODULE`` or a script, with its options. A start that wrote a checkpoint resets the count of
     restarts; the next one resumes from the newest, whatever ``--resume`` says. Each start reads the hostfile again, and
@@ -248,9 +257,10 @@ def supervise(
             place.check()
             port = place.port or (DEFAULT_PORT if place.hostfile or place.node.of > 1 else free_port())
             port += starts if place.hostfile else 0
-            code = _Start(tuple(program), replace(place, port=port), heard, grace_seconds, log).run()
+            ended = _Start(tuple(program), replace(place, port=port), heard, grace_seconds, log).run()
+            code = ended.code
             if code in FINAL or heard:
-                return code
+                return ended
             starts += 1
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
@@ -258,13 +268,13 @@ def supervise(
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
-                return code
+                return ended
             pause = min(pause_seconds * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
             log(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
             until = time.monotonic() + pause
             while time.monotonic() < until:
                 if heard:
-                    return EXIT_PREEMPTED
+                    return Outcome(EXIT_PREEMPTED)
                 time.sleep(POLL_SECONDS)
 
 
@@ -333,7 +343,7 @@ class _Start:
     grace_seconds: float
     log: Callable[[str], None]
 
-    def run(self) -> int:
+    def run(self) -> Outcome:
         """Start the ranks, wait for them, and leave no process running."""
         with contextlib.ExitStack() as cleanup:
             self._processes = self._ranks(cleanup) if self.place.hostfile is None else self._launcher(cleanup)
@@ -342,11 +352,12 @@ class _Start:
             finally:
                 self._kill()
             if self._exits.read().finished:
-                return 0
+                return Outcome(0)
         if len(self.heard) > 1:
             self.log(f"{self.heard[-1].name}: ended everything at once")
-            return 128 + self.heard[-1]
-        return code
+            return Outcome(128 + self.heard[-1])
+        failed = self._processes.failed
+        return Outcome(code, killed=failed is not None and failed[1] == -signal.SIGKILL and not self.heard)
 
     def _ranks(self, cleanup: contextlib.ExitStack) -> Processes:
         self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))

@@ -74,21 +74,21 @@ TOGETHER_BEATS = 3
 """Maximum beats between the last signs of ranks that are lost at the same moment: their beat, ours, and delays."""
 
 
-def make_store(rank: int, world_size: int) -> SealedStore | None:
-    """Return a key-value store besides the process group's, served by rank 0 on a free port; None for a single rank.
+def make_store(rank: int, world_size: int) -> SealedStore:
+    """Return a key-value store besides the process group's, served by rank 0 on a free port; that of a single rank is
+    in its own memory.
 
     Collective over all ranks, whose process group must exist.
     """
-    if world_size == 1:
-        return None
     if rank != 0:
         return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
-    served = connect(rank, 0, STORE_TIMEOUT)
+    served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
     store = SealedStore(served)
     for peer in range(world_size):
         store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
     store.set(VERDICT, "")
-    broadcast_object(served.port, int)
+    if isinstance(served, dist.TCPStore):
+        broadcast_object(served.port, int)
     return store
 
 
@@ -212,7 +212,7 @@ class Heartbeat(threading.Thread):
         frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
         if frame is None:
             return "running", "-"
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        place = _place(frame)
         waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
         return "waiting" if waits else "running", place
 
@@ -241,6 +241,14 @@ def _key(rank: int) -> str:
     return f"alive/{rank}"
 
 
+def _place(frame: FrameType) -> str:
+    """Return where a thread with this innermost frame is, in the innermost call outside of Python's own library."""
+    at = frame
+    while at.f_back and at.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
+        at = at.f_back
+    return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} ({at.f_code.co_name})"
+
+
 def waits_for_a_rank(frame: FrameType) -> bool:
     """Return whether the thread with this innermost Python frame waits in a collective or for a message.
 
@@ -263,14 +271,14 @@ def _culprit_seconds() -> float:
 
 
 class Watchdog:
-    """Watchdog over all other ranks from construction to ``stop``, or as a context; does nothing for a single rank.
+    """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices a hang.
 
     A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: only the rank
     that reads a bad file knows of it, and the others would wait for this rank.
 
     Args:
         names: all ranks' names for users, such as "rank 2 (stage 1)".
-        store: made by ``make_store``.
+        store: made by ``make_store``; None watches nothing.
         dead_seconds: silence after which a rank counts as dead.
         hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
         work: work of this rank's device; None for a CPU.
@@ -298,7 +306,7 @@ class Watchdog:
         self._asked = False
         self._stopped = threading.Event()
         self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now, work=work)
-        if len(names) > 1:
+        if store is not None:
             self._heartbeat.start()
             threading.Thread(target=self._judge, name="judge", daemon=True).start()
 
@@ -322,7 +330,7 @@ class Watchdog:
         If several ranks fail at once, the reason of one of them counts for all. Returns only for a single rank.
         """
         heartbeat, self._asked = self._heartbeat, True
-        if not heartbeat.is_alive():
+        if len(self.names) == 1 or not heartbeat.is_alive():
             return
         found = heartbeat.proposal = Judgement([self._rank], line, code)
         until = time.monotonic() + LAST_WORDS_SECONDS
@@ -362,7 +370,8 @@ class Watchdog:
         except (UserError, *KNOWN_TO_ALL_RANKS):
             raise
         except BaseException as error:
-            finding = self._missing() if isinstance(error, RuntimeError) and not is_out_of_memory(error) else None
+            may_be_lost = len(self.names) > 1 and isinstance(error, RuntimeError) and not is_out_of_memory(error)
+            finding = self._missing() if may_be_lost else None
             if finding is not None and finding.code != EXIT_PEER_LOST:
                 self._end(finding)  # another rank has given the reason and exited before this judge read it
             self.stop(failure=None if finding else type(error).__name__)
@@ -393,11 +402,13 @@ class Watchdog:
 
     def _lost(self) -> Judgement | None:
         heartbeat = self._heartbeat
+        if len(self.names) == 1:
+            return None
         if heartbeat.verdict:
             return heartbeat.verdict
         if heartbeat.closed:
             return Judgement([0], f"{self.names[0]} has gone")
-        if not heartbeat.is_alive():  # a single rank, or rank 0 has left as intended
+        if not heartbeat.is_alive():  # rank 0 has left as intended
             return None
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")

@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 from pydantic import TypeAdapter
 
 from ddpm_ds import files
-from ddpm_ds.checkpoint.folder import checkpoint_name, images_of
+from ddpm_ds.checkpoint.folder import PROBE, checkpoint_name, images_of
 from ddpm_ds.errors import OutputError
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import resolve_uri
@@ -123,8 +123,7 @@ def check_output(run_dir: Path, resume: str) -> None:
     for folder in (run_dir, checkpoints_of(run_dir)):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
-    begun = (LOCK, ".spec.yaml.tmp")  # what a start that was killed at once leaves in a new folder
-    if run_dir.exists() and any(path.name not in begun for path in run_dir.iterdir()):
+    if run_dir.exists() and not all(map(_is_begun, run_dir.iterdir())):
         if not (run_dir / files.SPEC).exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
@@ -137,6 +136,14 @@ def check_output(run_dir: Path, resume: str) -> None:
         raise OutputError(
             f"--run-dir {run_dir} can't be written ({error.strerror}: {existing}); name a folder that can"
         ) from None
+
+
+def _is_begun(path: Path) -> bool:
+    """Return whether a start that was killed before it wrote its spec may have left ``path`` in a new folder."""
+    if path.name == checkpoints_of(path.parent).name:
+        return all(probe.name.startswith(PROBE) for probe in path.iterdir())
+    written = (files.REHEARSAL, f".{files.REHEARSAL}.tmp", f".{files.SPEC}.tmp")
+    return path.name in (LOCK, *written)
 
 
 @contextlib.contextmanager

@@ -122,6 +122,10 @@ NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "sche
 """Keys of the DeepSpeed JSON on which the numbers of a run depend beyond rounding."""
 
 
+MOST_CHANGES = 5
+"""Maximum settings that a message names; a checkpoint with more differences is of another run."""
+
+
 class Claim(NamedTuple):
     """Run folder, locked until the claim is dropped."""
 
@@ -251,6 +255,8 @@ def check_resume(
     refused = [change for change in found if not change.startswith(MAY_CHANGE)]
     own = checkpoints_of(run_dir).resolve() in checkpoint.path.resolve().parents
     anew = f"to train a new run, {'use another --run-dir' if own else 'leave --resume out'}"
+    if len(refused) > MOST_CHANGES:
+        raise CheckpointError(f"{checkpoint.path} is of another run, with {len(refused)} other settings; {anew}")
     if refused:
         raise CheckpointError(
             f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or {anew}"

@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import Residence
+from ddpm_ds.data.loader import Residence, failures_said
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -146,7 +146,9 @@ def train(run: Training) -> Interval:
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
         if first:  # the loss is on the screen before the first log point
-            run.recorder.first_loss(gather(meter.so_far(), engine).loss)
+            loss = gather(meter.so_far(), engine).loss
+            run.requests.listen()  # all ranks have something to save
+            run.recorder.first_loss(loss)
             first = False
         asked = run.requests.poll()
         seen = engine.images_seen
@@ -170,6 +172,8 @@ def train(run: Training) -> Interval:
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("sampling"):
                 run.validation.after_step(before, done)
+            asked = run.requests.poll()  # a signal may have come meanwhile
+            save = save or asked.save or asked.stop
         if run.saver is not None and save:
             with meter.paused(), run.observer.span("checkpoint"), run.watchdog.pause():  # waits for the one before
                 seconds = run.saver.save()
@@ -413,8 +417,13 @@ def _train(
     if holds_out:
         losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
     prompts = prompts_of(spec, prepared.prompts, engine.device)
-    previews = Previews(spec, engine, watchdog, *(prepared.held_out if holds_out else prepared.images), prompts)
-    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder)
+    drawn_for = prepared.held_out if holds_out else prepared.images
+
+    def stops() -> bool:
+        return requests.poll().stop
+
+    previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
+    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops)
 
     def batches() -> Iterator[Any] | None:
         """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
@@ -454,7 +463,8 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, run_dir, recorder.tracker):
+        sending = system_metrics(watchdog.store, run_dir, recorder.tracker)
+        with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case

@@ -3,11 +3,12 @@
 Both use the averaged weights and run through the pipeline: replicas share the images, stages share the U-Net.
 """
 
+import contextlib
 import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,24 @@ from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due
 from ddpm_ds.train.objective import HeldOutLoss
-from ddpm_ds.unet.blocks import Carry
 from ddpm_ds.unet.layers import augmentation_numbers
+
+PART = 8
+"""Evaluations of the U-Net, on every micro-batch of a picture, between two looks whether to stop."""
+Stops = Callable[[], bool]
+"""Collective function that returns whether the run is asked to stop, the same on all ranks."""
+
+
+class Stopped(Exception):
+    """The run is asked to stop, so pictures and losses are left out; on all ranks alike."""
+
+
+def _parts(calls: Sequence[int], stops: Stops) -> Iterator[Sequence[int]]:
+    """Yield calls in parts; raises Stopped between them if the run is asked to stop."""
+    for first in range(0, len(calls), PART):
+        if stops():
+            raise Stopped
+        yield calls[first : first + PART]
 
 
 class Previews:
@@ -42,7 +59,7 @@ class Previews:
 
     A run with a condition of each image draws members for the images at the first of the ``positions`` of its data-set
     cache ``store``, which first stages read. Members of residuals are residuals. A run with text draws for ``prompts``,
-    which every rank has whose layers read them.
+    which every rank has whose layers read them. ``stops`` is asked every few evaluations of the U-Net.
     """
 
     def __init__(
@@ -53,8 +70,10 @@ class Previews:
         store: DatasetCache | None = None,
         positions: Indices | None = None,
         prompts: Prompts | None = None,
+        stops: Stops = lambda: False,
     ) -> None:
         self._spec, self._engine, self._watchdog, self._store = spec, engine, watchdog, store
+        self._stops = stops
         self._prompts = prompts
         data, device = spec.data, engine.device
         statistics = store.meta.statistics if store is not None and data.are_fields else {}
@@ -72,7 +91,11 @@ class Previews:
                 self.count = min(self.count, self.members * len(positions))
 
     def draw(self) -> Drawn | None:
-        """Draw the images; None on ranks other than 0. Collective over all ranks."""
+        """Draw the images; None on ranks other than 0. Collective over all ranks.
+
+        Raises:
+            Stopped: the run is asked to stop.
+        """
         spec, engine, replicas = self._spec, self._engine, self._engine.dp_world_size
         sampler = Sampler(spec.sampler, spec.diffusion)
         # as many micro-batches as keep all stages at work, each no larger than those of training
@@ -86,14 +109,16 @@ class Previews:
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
-            ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
-                rounds * len(visits),
-                lambda number: drawings[number % rounds].inputs(),
-                lambda number, prediction: drawings[number % rounds].take(prediction),
-                context=functools.partial(_context, drawings, visits[0]),
-                depth=rounds,
-                progress=self._watchdog.progress,
-            )
+            pipeline = ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1))
+            for some in _parts(visits, self._stops):
+                pipeline.run(
+                    rounds * len(some),
+                    lambda number: drawings[number % rounds].inputs(),
+                    lambda number, prediction: drawings[number % rounds].take(prediction),
+                    context=functools.partial(_context, drawings, visits[0]),
+                    depth=rounds,
+                    progress=self._watchdog.progress,
+                )
         if not engine.is_first_stage() or engine.module.tensor.rank > 0:  # a tensor group has drawn the same
             return None
         with self._watchdog.pause():  # an autoencoder may take long
@@ -194,32 +219,37 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
     return Prompts(unet, known.encoded, against, size=pixels_of(spec.data).size, device=device, texts=known.texts)
 
 
-def measured(held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog) -> dict[str, float]:
+def measured(
+    held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
+) -> dict[str, float]:
     """Return the held-out loss of an engine, whose replicas share the calls, by the names of
     :meth:`HeldOutLoss.values`.
 
     Collective over all ranks; all first stages get the numbers, the others an empty dictionary. Only first stages read
     images and what belongs to them, and text the ranks whose layers read it.
+
+    Raises:
+        Stopped: the run is asked to stop.
     """
-    mine = range(engine.grid.get_data_parallel_id(), held_out.calls, engine.dp_world_size)
+    replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
     sums, module = held_out.zeros(), engine.module
     sized = len(module.sized_layers) > 1
 
-    def give(number: int) -> Carry:
-        return held_out.inputs(mine[number])
+    pipeline = ForwardPipeline(engine, held_out.images)
 
-    def take(number: int, prediction: Tensor) -> None:
-        held_out.add(sums, mine[number], prediction)
+    def run(calls: Sequence[int]) -> None:
+        pipeline.run(
+            len(calls),
+            lambda number: held_out.inputs(calls[number]),
+            lambda number, prediction: held_out.add(sums, calls[number], prediction),
+            context=lambda number: held_out.context(calls[number]),
+            sizes=[module.size_number(held_out.size(number)) for number in calls] if sized else (),
+            depth=len(calls),
+            progress=watchdog.progress,
+        )
 
-    ForwardPipeline(engine, held_out.images).run(
-        len(mine),
-        give,
-        take,
-        context=lambda number: held_out.context(mine[number]),
-        sizes=[module.size_number(held_out.size(number)) for number in mine] if sized else (),
-        depth=len(mine),
-        progress=watchdog.progress,
-    )
+    for turns in _parts(range(-(-held_out.calls // replicas)), stops):  # as many on every replica
+        run([call for turn in turns if (call := turn * replicas + replica) < held_out.calls])
     if not engine.is_first_stage():
         return {}
     dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
@@ -241,10 +271,11 @@ class Validation:
         previews: Previews,
         watchdog: Watchdog,
         recorder: Recorder,
+        stops: Stops = lambda: False,
     ) -> None:
         self._spec, self._engine, self._ema = spec, engine, ema
         self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
-        self._previews = previews
+        self._previews, self._stops = previews, stops
 
     def due(self, before: int, done: bool) -> bool:
         """Return whether samples or the held-out loss are due after the step from ``before`` images on."""
@@ -257,16 +288,18 @@ class Validation:
         return is_due(spec.samples.every_images, before, seen, done), losses
 
     def after_step(self, before: int, done: bool) -> None:
-        """Draw the samples and measure the loss that are due after the step from ``before`` images on."""
+        """Draw the samples and measure the loss that are due after the step from ``before`` images on, unless the run
+        is asked to stop meanwhile.
+        """
         begin = time.perf_counter()
         samples, losses = self._due(before, done)
-        with self._ema.applied():
+        with self._averaged():
             if samples:
                 self._draw(begin)
             if losses and self._held_out is not None:
                 begin_measuring = time.perf_counter()
                 with self._recorder.doing("measuring the held-out loss"):
-                    values = measured(self._held_out, self._engine, self._watchdog)
+                    values = measured(self._held_out, self._engine, self._watchdog, self._stops)
                 values["usage/evaluation_seconds"] = time.perf_counter() - begin_measuring
                 self._recorder.evaluation(values, self._engine.global_steps)
 
@@ -277,8 +310,17 @@ class Validation:
         """
         if self._spec.samples.every_images is not None and not self._engine.global_steps:
             begin = time.perf_counter()
-            with self._ema.applied():
+            with self._averaged():
                 self._draw(begin)
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Use the averaged weights inside this context, which ends early if the run is asked to stop."""
+        try:
+            with self._ema.applied():
+                yield
+        except Stopped:
+            self._recorder.log("asked to stop: pictures and held-out loss of this point are left out")
 
     def _draw(self, begin: float) -> None:
         with self._recorder.doing("drawing samples"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from ddpm_ds.cli import init
 from ddpm_ds.cli.init import KINDS
 from ddpm_ds.cli.main import main, make_parser
 from ddpm_ds.config.ds_config import DS_CONFIGS, read_ds_config
@@ -130,3 +134,24 @@ def test_the_commands_for_sdxl_work_with_a_tiny_pipeline_in_its_place(tmp_path: 
         terminal = Terminal(["bash", "-ec", f"{replaced(command)} {more}"], folder)
         assert terminal.ended() == 0, terminal.text
     assert (folder / "runs" / "first" / "checkpoints" / "latest").is_file()
+
+
+def test_a_disk_that_is_full_leaves_nothing_and_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After each number of files."""
+    (tmp_path / "empty").mkdir()
+    write = init.write_file
+    for most in range(4):
+        room = iter(range(most))
+
+        def full(path: Path, content: bytes, room: Iterator[int] = room) -> None:
+            if next(room, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write(path, content)
+
+        monkeypatch.setattr(init, "write_file", full)
+        for folder in ("empty", "new/deep"):
+            assert main(["init", str(tmp_path / folder)]) == EXIT_BAD_INPUT
+            assert "No space left on device" in capsys.readouterr().err
+        assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]

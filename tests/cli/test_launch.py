@@ -19,8 +19,10 @@ import yaml
 from ddpm_ds.cli import launch, train
 from ddpm_ds.cli.launch import _outcome, _place
 from ddpm_ds.cli.main import main, make_parser
+from ddpm_ds.command_line import gib
+from ddpm_ds.device import host_memory
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
-from ddpm_ds.processes.supervisor import Place
+from ddpm_ds.processes.supervisor import Outcome, Place
 from tests.forking import REPOSITORY
 from tests.launching import place_digits, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
@@ -63,11 +65,11 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
     assert saved is not None, first.lines[-5:]
     first.assert_clean()
 
-    def without_imports(program: Sequence[str], place: Place, **options: object) -> int:
+    def without_imports(program: Sequence[str], place: Place, **options: object) -> Outcome:
         """The ranks, which don't import PyTorch each."""
         done = run_ranks(place.processes, REPOSITORY / "launch" / "train.py", *program[2:], MLFLOW_TRACKING_URI="")
         assert f"images-{int(saved[1].replace(',', '')):09}" in done.stderr, "resumed"
-        return done.returncode
+        return Outcome(done.returncode)
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -106,9 +108,9 @@ def test_ranks_are_given_the_groups_that_the_planner_chose(
 ) -> None:
     started: list[list[str]] = []
 
-    def supervise(program: list[str], *_: object, **__: object) -> int:
+    def supervise(program: list[str], *_: object, **__: object) -> Outcome:
         started.append(program)
-        return 1
+        return Outcome(1)
 
     monkeypatch.setattr(launch, "supervise", supervise)
     words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--processes", "2", "--device", "cpu"]
@@ -144,14 +146,14 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     """Started by ``ddpm-ds train`` or by a launcher; the folder of one that does not begin is removed."""
     begun: list[Path] = []
 
-    def supervised(command: Sequence[str], place: Place, **options: object) -> int:
+    def supervised(command: Sequence[str], place: Place, **options: object) -> Outcome:
         begun.append(tmp_path / command[command.index("--run-dir") + 1])
         assert list(begun[-1].iterdir()) == []
         if len(begun) > 1:
-            return EXIT_BAD_INPUT
+            return Outcome(EXIT_BAD_INPUT)
         (begun[-1] / "checkpoints").mkdir()
         (begun[-1] / "checkpoints" / "latest").write_text("images-000064000\n")
-        return EXIT_PREEMPTED
+        return Outcome(EXIT_PREEMPTED)
 
     @contextlib.contextmanager
     def started(plan: object, run_dir: Path, *arguments: object) -> Iterator[tuple[SimpleNamespace, None]]:
@@ -172,7 +174,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--device", "cpu"]
     assert main(["train", *words, "--dry-run"]) == train.main([*words, "--dry-run"]) == 0 and not Path("runs").exists()
     assert [main(["train", *words]), main(["train", *words])] == [EXIT_PREEMPTED, EXIT_BAD_INPUT]
-    assert "nothing was saved; start again with: " in capsys.readouterr().err.splitlines()[-1]
+    assert capsys.readouterr().err.splitlines()[-1].endswith("nothing was saved; see the error above")
     assert [train.main(words), train.main(words)] == [0, EXIT_BAD_INPUT]
     names = [path.name.removeprefix("20261101-120000-tiny") for path in begun]
     assert names == ["", "-2", "-2", "-3"] and sorted(Path("runs").iterdir()) == [
@@ -184,7 +186,12 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
 def test_the_last_line_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
     given = ["--spec", "my spec.yaml", "--resume", "never", "--run-dir", str(tmp_path)]
     again = f"ddpm-ds train --spec 'my spec.yaml' --run-dir {tmp_path}"
-    assert _outcome(1, tmp_path, given) == f"nothing was saved; start again with: {again}"
+    assert _outcome(Outcome(75), tmp_path, given) == f"nothing was saved; start again with: {again}"
+    for code in (1, EXIT_BAD_INPUT, 3):
+        assert _outcome(Outcome(code), tmp_path, given) == "nothing was saved; see the error above"
+    said = _outcome(Outcome(76, killed=True), tmp_path, given)
+    assert f"killed, probably for memory, of which this machine has {gib(host_memory())}: " in said
+    assert "ddpm-ds train" not in said
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("images-000064000\n")
-    assert _outcome(76, tmp_path, given) == f"saved after 64,000 images in {tmp_path}; go on with: {again}"
+    assert _outcome(Outcome(76), tmp_path, given) == f"saved after 64,000 images in {tmp_path}; go on with: {again}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
 import queue
 import shutil
+import signal
 import subprocess
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,10 +29,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import Memory, MicroBatch, Residence, _Reads, micro_batches, split
+from ddpm_ds.data.loader import Memory, MicroBatch, Residence, _Reads, failures_said, micro_batches, split
 from ddpm_ds.data.order import RUNS, Order, _runs
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.errors import DataError, SpecError
+from ddpm_ds.errors import DataError, HostError, SpecError
 from tests.launching import PATIENCE_SECONDS, tiny_spec
 
 counts = st.integers(1, 50)
@@ -210,6 +214,44 @@ def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache, monkeyp
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # 5 s between two looks
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
         take(broken(digits, die=True), 1, workers=2)
+
+
+def unshared(*_: Any) -> None:
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def die_of(number: int) -> Callable[..., None]:
+    return lambda *_: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("send", "kind", "line"),
+    [
+        (unshared, HostError, r"^data.workers: a process .* --shm-size 8g, or --set data.workers=0$"),
+        (die_of(signal.SIGBUS), HostError, r"^data.workers: a process .* --shm-size 8g, or --set data.workers=0$"),
+        (die_of(signal.SIGKILL), MemoryError, "was killed, probably for memory"),
+    ],
+)
+def test_a_worker_that_can_not_hand_over_is_said_in_a_line(
+    digits: DatasetCache,
+    monkeypatch: pytest.MonkeyPatch,
+    send: Callable[..., None],
+    kind: type[Exception],
+    line: str,
+) -> None:
+    """As on a small /dev/shm: the thread that sends fails, or the system ends the process."""
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", send)
+    with pytest.raises(kind, match=line), failures_said():
+        take(digits, 1, workers=1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_workers_that_can_not_be_started_are_said_in_a_line(
+    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(loader, "DataLoader", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(HostError, match="--shm-size 8g"):
+        take(digits, 1, workers=1)
 
 
 def test_a_scheduler_that_asks_all_processes_to_stop_does_not_take_the_workers_away(digits: DatasetCache) -> None:

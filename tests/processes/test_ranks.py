@@ -55,6 +55,23 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("SLURM_STEP_TASKS_PER_NODE", value) for value in ("", "2(x", "2(xx2)", "two", "-2(x3)", "2(x9999999999)")),
+        *(("SLURM_NODEID", value) for value in ("", "x", "-1", "3", "9" * 5000)),
+        *((name, value) for name in ("SLURM_PROCID", "SLURM_LOCALID") for value in ("", "x", "-1", "7", "9" * 5000)),
+        *(("SLURM_STEP_NUM_TASKS", value) for value in ("", "x", "0", "1", "9" * 5000)),
+    ],
+)
+def test_odd_variables_of_slurm_are_refused_in_a_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, text in {**SRUN, name: value}.items():
+        monkeypatch.setenv(known, text)
+    with pytest.raises(SpecError) as refused:
+        set_environment()
+    assert len(str(refused.value).splitlines()) == 1 and "in the environment" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("given", "expected"),
     [
         pytest.param({}, "0 1 0 1", id="alone"),
@@ -184,10 +201,16 @@ def test_a_home_folder_that_is_nobodys_or_can_not_be_read_is_none(monkeypatch: p
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(number: int, tmp_path: Path) -> None:
-    program = (
-        "import sys, time; from ddpm_ds.processes.ranks import recorded\n"
-        "sys.exit(recorded(lambda: print('on', flush=True) or time.sleep(1000), stoppable=True))"
-    )
+    program = """
+import hashlib, sys
+from ddpm_ds.processes.ranks import recorded
+
+def stuck():
+    print("on", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which Python does not handle a signal
+
+sys.exit(recorded(stuck, stoppable=True))
+"""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"on\n"
@@ -269,3 +292,36 @@ def test_what_is_made_for_good_is_never_looked_through_again_even_if_making_it_f
         raise KeyError
     assert gc.isenabled() and not any(one is kept for one in gc.get_objects())
     gc.unfreeze()
+
+
+DECODES = """
+import signal, sys
+from multiprocessing.popen_spawn_posix import Popen
+from ddpm_ds.data import prepare
+from ddpm_ds.processes.ranks import recorded
+
+class Decoding:
+    large = None
+    def parts(self, numbers): return [range(1)] * 8
+
+def main():
+    launch = Popen._launch
+    def launched(self, process):
+        launch(self, process)
+        if "SpawnProcess-2" in process.name:
+            signal.raise_signal(signal.SIGTERM)
+    Popen._launch = launched
+    with prepare.by_processes(Decoding(), 2) as chunks:
+        list(chunks(range(8)))
+
+if __name__ == "__main__":
+    sys.exit(recorded(main, stoppable=True))
+"""
+
+
+def test_a_rank_that_is_stopped_while_its_decoders_start_ends_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "decodes.py"
+    script.write_text(DECODES)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, script], capture_output=True, env=environment, timeout=PATIENCE_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (75, b"", b"")

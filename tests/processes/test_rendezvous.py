@@ -269,3 +269,24 @@ def test_what_differs_is_named_with_both_values() -> None:
         assert isinstance(error, HostError)
         assert "host worker-2 (rank 2) differs from host worker-1 (rank 0)" in str(error)
         assert f"train.seed is 7, not {plans[0].spec.train.seed}; give all hosts the same file" in str(error)
+
+
+def test_a_stranger_who_accepts_and_is_silent_is_waited_for_as_long_as_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("MASTER_PORT", str(stranger.getsockname()[1]))
+        with pytest.raises(PeerLostError, match=r"can't reach rank 0 at .* within 0\.1 s"):
+            Rendezvous(0.1)
+
+
+def test_a_rank_that_meets_a_run_that_has_begun_says_that_the_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("RANK", "0")
+    first = Rendezvous(PATIENCE_SECONDS)
+    monkeypatch.setenv("RANK", "1")
+    Rendezvous(PATIENCE_SECONDS).close()
+    first.close()
+    with pytest.raises(LayoutError, match="is taken, by another run"):
+        Rendezvous(PATIENCE_SECONDS)

@@ -35,6 +35,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[[float | None], Requests]]:
 
     def make(every_minutes: float | None = None) -> Requests:
         made.append(Requests(tmp_path, every_minutes, ["rank 0"]))
+        made[-1].listen()
         return made[-1]
 
     yield make
@@ -62,16 +63,20 @@ def test_a_signal_asks_to_stop_and_two_at_once_are_one(numbers: list[int], liste
 def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     requests = Requests(tmp_path, None, ["rank 0"])
+    assert signal.getsignal(signal.SIGTERM) == before[0]
+    requests.listen()
     assert signal.getsignal(signal.SIGTERM) != before[0]
     requests.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
 
 
 def test_the_thread_ends_with_close_although_a_forked_process_has_its_socket(tmp_path: Path) -> None:
-    requests = Requests(tmp_path, None, ["rank 0"])
-    copy = os.dup(requests._wakeup.fileno())  # as the loader's workers have one
+    before, requests = threading.enumerate(), Requests(tmp_path, None, ["rank 0"])
+    requests.listen()
+    assert requests._signals is not None
+    copy = os.dup(requests._signals.wakeup.fileno())  # as the loader's workers have one
     requests.close()
-    assert not any(thread.name == "signals" for thread in threading.enumerate())
+    assert threading.enumerate() == before
     os.close(copy)
 
 
@@ -121,6 +126,7 @@ import torch.distributed as dist
 from ddpm_ds.processes.requests import Requests
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 requests = Requests(Path("."), None, ["rank 0"])
+requests.listen()
 print("listening", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which Python does not handle a signal
 """

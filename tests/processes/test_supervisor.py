@@ -33,7 +33,7 @@ from ddpm_ds.processes.ranks import (
     recorded,
 )
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
-from ddpm_ds.processes.supervisor import DEFAULT_PORT, Node, Place, exit_code, supervise
+from ddpm_ds.processes.supervisor import DEFAULT_PORT, Node, Outcome, Place, exit_code, supervise
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 ONE, TWO = Place(1), Place(2)
@@ -115,12 +115,12 @@ def test_hosts_that_start_again_on_their_own_meet_at_the_same_port(
         def __init__(self, program: tuple[str, ...], place: Place, *others: object) -> None:
             places.append(place)
 
-        def run(self) -> int:
-            return 76 if len(places) < 3 else 0
+        def run(self) -> Outcome:
+            return Outcome(76 if len(places) < 3 else 0)
 
     monkeypatch.setattr(supervisor, "_Start", Start)
     place = Place(2, Node(1, 2, "node-1"))
-    code = supervise(
+    ended = supervise(
         ["train.py", "--run-dir", str(run_dir)],
         place,
         max_restarts=2,
@@ -128,7 +128,7 @@ def test_hosts_that_start_again_on_their_own_meet_at_the_same_port(
         pause_seconds=0.0,
         log=lambda line: None,
     )
-    assert code == 0 and places == [replace(place, port=DEFAULT_PORT)] * 3
+    assert ended.code == 0 and places == [replace(place, port=DEFAULT_PORT)] * 3
 
 
 def program(run_dir: Path, name: str, script: str) -> None:
@@ -155,8 +155,8 @@ def supervised(
         then(line)
 
     with heard_signals():  # a supervisor is the last of a process and leaves signals ignored; this one goes on
-        code = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
-        return code, said
+        ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
+        return ended.code, said
 
 
 def options_of(place: Place) -> list[str]:

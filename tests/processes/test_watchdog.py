@@ -309,14 +309,16 @@ def test_a_collective_that_raised_since_another_rank_had_ended_all_ends_with_the
     assert take(events, 3) == {(1, "the file is bad"), (1, 2), (0, 2)}
 
 
-def test_a_single_rank_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "WAIT_FOR_CULPRIT_SECONDS", 0.1)
-    alone = Watchdog(0, NAMES[:1], make_store(0, 1), dead_seconds=0, hang_seconds=0)
-    alone.progress()
+def test_a_single_rank_watches_nobody_and_ends_when_it_hangs(watch: Watched, events: Events) -> None:
+    alone = watch(0, 1, dead_seconds=0)
     with pytest.raises(RuntimeError, match="of its own"), alone.blamed():
         raise RuntimeError("of its own")
     alone.fail("is raised by the one rank", 2)
-    alone.stop()
+    assert events.empty()
+    alone = watch(0, 1, dead_seconds=0, hang_seconds=0.5)
+    (_, line), (_, code) = events.get(timeout=PATIENCE_SECONDS), events.get(timeout=PATIENCE_SECONDS)
+    assert re.match(rf"no step for 0.5 s, {re.escape(NAMES[0])} hangs in test_watchdog.py:\d+ \(", str(line)), line
+    assert code == EXIT_PEER_LOST
 
 
 RANK_0 = """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,8 +274,67 @@ def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
         claim_folder(tmp_path / "run")
     claim.close()
     claim_folder(tmp_path / "run").close()
-    (tmp_path / "run" / ".spec.yaml.tmp").touch()
-    check_output(tmp_path / "run", "auto")  # what a claim and a killed start leave is no reason to refuse the folder
+
+
+class Killed(BaseException):
+    """No ``except`` and no ``suppress`` of the program stops it."""
+
+
+class Kill:
+    """Ends this process's work at its n-th change of a folder below ``root``; audit hooks can't be removed."""
+
+    def __init__(self) -> None:
+        self.root, self.left = "", -1
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, details: tuple[Any, ...]) -> None:
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        changes |= event == "open" and bool((details[2] or 0) & os.O_CREAT)
+        if self.left < 0 or not changes or not str(details[0]).startswith(self.root):
+            return
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+
+KILL = Kill()
+
+
+def test_a_start_that_is_killed_after_any_file_leaves_a_folder_that_the_next_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tracker, "start", Mock(spec=Tracker))
+
+    def start(run_dir: Path) -> None:
+        check_output(run_dir, "auto")
+        claim = claim_run(run_dir, 0, [""], lambda value: [value])
+        with contextlib.closing(cast(Any, claim.lock)):
+            written = {"spec.yaml": "one", "ds_config.json": "two"}
+            recorded(
+                run_dir, MagicMock(spec=ProgressLine), SPEC, files=written, settings={}, tags={}, dataset={}
+            ).__enter__()
+
+    left = set()
+    for kills in itertools.count():
+        run_dir = tmp_path / str(kills)
+        KILL.root, KILL.left = str(run_dir), kills
+        with contextlib.suppress(Killed):
+            start(run_dir)
+            break
+        left |= {str(path.relative_to(run_dir)) for path in run_dir.rglob("*")}
+        start(run_dir)
+    KILL.left = -1
+    assert {".lock", "checkpoints", ".spec.yaml.tmp", "spec.yaml", ".identity.tmp"} <= left
+    assert any(path.startswith("checkpoints/.probe-") for path in left)
+
+
+def test_a_rehearsal_is_no_reason_to_refuse_a_folder_and_other_files_are(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "rehearsal.json").touch()
+    check_output(tmp_path, "auto")
+    (tmp_path / "checkpoints" / "of another program").touch()
+    with pytest.raises(OutputError, match="is neither empty nor the folder of a run"):
+        check_output(tmp_path, "auto")
 
 
 @pytest.mark.parametrize("file", ["run", "run/checkpoints"])

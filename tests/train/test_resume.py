@@ -158,6 +158,20 @@ def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -
                 check_resume(checkpoint, after, {}, images, tmp_path / "own")
 
 
+@pytest.mark.parametrize("changed", [5, 6])
+def test_more_than_five_other_settings_are_another_run(changed: int) -> None:
+    before = tiny_spec().model_dump(mode="json")
+    manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
+    checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
+    others = {"seed": 7, "batch_images": 48}
+    optimizer = {"learning_rate": 0.5, "warmup_images": 3, "decay": "cosine", "decay_to": 0.5}
+    after = tiny_spec(train=others, optimizer=dict(list(optimizer.items())[: changed - len(others)]))
+    with pytest.raises(CheckpointError) as refused:
+        check_resume(checkpoint, after, {}, {}, Path())
+    named = f"older is of another run, with {changed} other settings; to train a new run, leave --resume out"
+    assert (str(refused.value) == named) == (changed > 5) and ("train.seed: " in str(refused.value)) == (changed <= 5)
+
+
 def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_removed(tmp_path: Path) -> None:
     """Else its numbers, which may have gone bad, would stay in the curves of what is trained now."""
     folder, config = RunFolder(tmp_path), {"gradient_clipping": 1.0, "pipeline": {"stages": 1}}

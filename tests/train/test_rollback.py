@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from ddpm_ds.errors import Preempted
 from ddpm_ds.observe.observer import Observers
 from ddpm_ds.processes.requests import SaveOrStop
 from ddpm_ds.processes.watchdog import Watchdog
@@ -126,6 +127,33 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
     session.train(Training(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
     names = ["save", "roll_back", "save"]
     assert paused == [(name, 1) for name in names] and watchdog._heartbeat.pauses == 0
+
+
+def test_a_signal_while_pictures_are_drawn_saves_and_stops_without_another_step() -> None:
+    engine: Any = SimpleNamespace(images_seen=0, global_steps=0, fp16_enabled=lambda: False)
+    engine.train_batch_size = lambda: 8
+
+    def train_batch(batches: object) -> torch.Tensor:
+        engine.images_seen, engine.global_steps = engine.images_seen + 8, engine.global_steps + 1
+        return torch.tensor(1.0)
+
+    engine.train_batch = train_batch
+    requests, saver = Mock(**{"poll.side_effect": [SaveOrStop(), SaveOrStop(stop=True)]}), Mock()
+    saver.save.return_value = 0.0
+    run = {
+        "spec": tiny_spec(train={"images": 24, "batch_images": 8}),
+        "macs": 0,
+        "batches": lambda: None,
+        "requests": requests,
+        "validation": Mock(**{"due.return_value": True}),
+        "observer": Observers(),
+        "recorder": Recorder(),
+        "ended": lambda: False,
+    }
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted):
+        patch.setattr(session, "gather", lambda interval, engine: interval)
+        session.train(Training(engine=engine, saver=saver, watchdog=Watchdog(0, ["rank 0"], None), **cast(Any, run)))
+    assert engine.global_steps == 1 and saver.save.called and requests.saved.called
 
 
 @pytest.mark.launch

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.staged import Give, Take
 from ddpm_ds.train import validation
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, channel_names
-from ddpm_ds.train.validation import Previews
+from ddpm_ds.train.validation import Previews, Validation
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import run_ranks, tiny_spec, write_json
@@ -137,6 +139,53 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
     drawn = Previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG).draw()
     assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
+
+
+def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the first step as after one; the averages are put back, and nothing is recorded."""
+    ran: list[int] = []
+
+    def run(calls: int, give: Give, take: Take, **how: object) -> None:
+        ran.append(calls)
+        for number in range(calls):
+            take(number, torch.zeros_like(give(number)[0]))
+
+    monkeypatch.setattr(validation, "ForwardPipeline", lambda engine, images: SimpleNamespace(run=run))
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: None)
+    spec = tiny_spec(samples={"every_images": 8, "count": 4}, evaluation={"every_images": 8}, sampler={"steps": 20})
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    engine: Any = SimpleNamespace(
+        micro_batch_size=4,
+        num_stages=1,
+        dp_world_size=1,
+        grid=grid,
+        device=CPU,
+        is_first_stage=lambda: True,
+        module=SimpleNamespace(tensor=ALONE, sized_layers=[None]),
+        images_seen=8,
+        global_steps=0,
+    )
+    losses = Mock(calls=20, images=4, **{"inputs.return_value": (torch.zeros(1),)})
+    for polls, parts in ((0, []), (2, [8, 8]), (4, [8, 8, 4, 8])):  # 20 steps of a picture, and then 20 calls
+        asked, averages, recorder = iter([False] * polls), MagicMock(), MagicMock()
+        averages.applied.return_value.__exit__.return_value = False
+
+        def stops(asked: Iterator[bool] = asked) -> bool:
+            return next(asked, True)
+
+        previews = Previews(spec, engine, WATCHDOG, stops=stops)
+        monkeypatch.setattr(dist, "all_gather", lambda everyone, mine, group: None)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        all_of = Validation(spec, engine, averages, losses, previews, WATCHDOG, recorder, stops)
+        all_of.after_step(0, done=False)
+        assert ran == parts and averages.applied.return_value.__exit__.called
+        assert recorder.log.call_count == 1 and not recorder.evaluation.called
+        ran.clear()
+    previews._stops = lambda: True
+    all_of.before_first_step()
+    assert not ran and recorder.log.call_count == 2
 
 
 @pytest.mark.parametrize("process", ["stored", "regression"])
