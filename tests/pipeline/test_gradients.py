@@ -128,6 +128,7 @@ def check(processes: int, rows: list[Row], folder: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.capability
 @pytest.mark.parametrize(
     ("processes", "rows"),
     [
