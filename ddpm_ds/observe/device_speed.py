@@ -68,7 +68,8 @@ def _key(facts: Sequence[Any]) -> str:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
+    capability = torch.backends.cpu.get_cpu_capability()  # chooses between ways in unet/operations.py
+    return f"{platform.processor() or platform.machine()} {capability} x {torch.get_num_threads()}"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def measured_times(
 ) -> LayerTimes:
     """Return a function that measures layers: each shape once for each micro-batch, on ``device`` in ``precision``.
 
-    Results are cached by device, threads, layer, micro-batch, precision and PyTorch's version. ``progress`` is called
-    before a layer is timed.
+    Results are cached by device, vector instructions, threads, layer, micro-batch, precision and PyTorch's version.
+    ``progress`` is called before a layer is timed.
     """
     known = Remembered("layer_times.json")
 

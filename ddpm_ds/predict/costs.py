@@ -131,8 +131,9 @@ def launches(layer: Layer) -> tuple[int, int]:
     """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
 
     They are operators that are neither views nor allocations (tests/predict/test_launches.py counts them, within a
-    tenth); a library's operator may be several kernels of a GPU. A split layer also launches its sums, the padding of
-    its parts, copies of gradients, and weight gradients apart from those of inputs.
+    tenth); a library's operator may be several kernels of a GPU. A convolution's three gradients count as three, as in
+    weight-gradient passes, although a backward of PyTorch's computes them together. A split layer also launches its
+    sums, the padding of its parts, and copies of gradients.
     """
     match layer:
         case BlockLayer():

@@ -122,7 +122,7 @@ class SentBytes(TorchDispatchMode):
 
 @dataclass
 class HostCost:
-    """What a step costs the host: exact counts, the same on every machine."""
+    """What a step costs the host: exact counts, which on a CPU depend on its vector instructions."""
 
     operators: int = 0
     """Operators that reach PyTorch's dispatcher."""

@@ -44,7 +44,7 @@ def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], lis
     return [layer.forward for layer in times(LAYERS, images)], timed
 
 
-def test_each_shape_is_timed_once_and_remembered() -> None:
+def test_each_shape_is_timed_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     first, timed = times_with(2)
     assert len(first) == len(LAYERS) and min(first) > 0
     assert 0 < len(timed) < len(LAYERS)  # equal layers are timed once
@@ -52,6 +52,8 @@ def test_each_shape_is_timed_once_and_remembered() -> None:
     assert times_with(3)[1] == timed
     assert times_with(2, "bf16")[1] == timed
     assert times_with(2) == (first, [])
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another processor's")
+    assert times_with(2)[1] == timed
 
 
 @pytest.mark.usefixtures("alone")

@@ -74,6 +74,7 @@ def test_a_parameter_without_gradient_is_an_error_and_not_a_bucket_without_it(tm
 
 
 @pytest.mark.launch
+@pytest.mark.capability
 def test_a_step_in_host_memory_has_the_bits_of_one_on_the_device(tmp_path: Path) -> None:
     """Where both are a CPU; one step of fp16 overflows."""
     cases = [{"offloads": case} for case in ((1, "bf16"), (2, "fp16"), (1, "fp32"))]

@@ -1,8 +1,8 @@
 """What a training step costs the host: operators, launches and Python calls of the engine, beside a plain loop.
 
-As a script, with a folder for its report, this counts one step of each case. Counts are exact and the same on every
-machine: an operator is one that reaches PyTorch's dispatcher, a launch one that is neither a view nor an allocation.
-Those that draw noise and timesteps are left out, in the loop as in the engine.
+As a script, with a folder for its report, this counts one step of each case: an operator is one that reaches PyTorch's
+dispatcher, a launch one that is neither a view nor an allocation. Those that draw noise and timesteps are left out, in
+the loop as in the engine. Counts are exact, but depend on the processor's vector instructions, alike in both.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.launching import run_ranks, tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import DTYPES, Case, Precision, layers_of
 
+pytestmark = pytest.mark.capability
 WARM_UP = 2
 IMAGES = 2
 """Images of a micro-batch."""

@@ -105,6 +105,7 @@ def error_lines(stderr: str) -> set[str]:
 
 
 @pytest.mark.launch
+@pytest.mark.capability
 @pytest.mark.parametrize("process", ["ddpm", "edm"])
 def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
     """Rung e. A change that moves these losses changes what is trained: say so, and write the new ones."""

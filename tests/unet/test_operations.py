@@ -21,6 +21,7 @@ from ddpm_ds.unet.operations import (
     widening,
 )
 
+pytestmark = pytest.mark.capability
 BOTH = (torch.float16, torch.bfloat16)
 
 
