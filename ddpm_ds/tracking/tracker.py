@@ -13,7 +13,6 @@ threads of the training process.)
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ from typing import IO, Literal
 import psutil
 
 from ddpm_ds.errors import print_to_stderr
+from ddpm_ds.processes.hosts import user_name
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
 from ddpm_ds.tracking.run_folder import EVENTS, KIND_TAG, EventFile, Record, discard, now_ms, send_command, unsent
@@ -59,14 +59,6 @@ class RunLink:
     def open_with(self) -> str:
         """Everything needed to see the run, in one line."""
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
-
-
-def user_name() -> str:
-    """Return the login name, or the user's number if there is no name, as in some containers."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in Python 3.11 and 3.13
-        return str(os.getuid())
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
