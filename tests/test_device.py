@@ -59,9 +59,7 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
     return str(error.value)
 
 
-def place_limits(
-    groups: str | None, limits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def place_limits(groups: str | None, limits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a process into control groups with these limits, by file."""
     monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(device, "OWN_CGROUPS", tmp_path / "own")

@@ -83,6 +83,24 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
     return [program, *asks_nothing, *to_host, shlex.join(words)]
 
 
+def address_of(host: str) -> str:
+    """Return the first address of a host, as DeepSpeed asks for it there; but over ssh as pdsh calls it.
+
+    Raises:
+        SpecError: ssh can't reach the host without a question; the message has what must work.
+    """
+    words = ssh(host, ["hostname", "-I"])
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        addresses = done.stdout.strip().rpartition("\n")[2].split()  # after what a login shell prints
+        if done.returncode == 0 and addresses:
+            return addresses[0]
+        why = [f"exit code {done.returncode}", *done.stderr.splitlines()][-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
+
+
 def ssh_to(host: str) -> list[str]:
     """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
     user, _, name = host.rpartition("@")
