@@ -294,7 +294,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
     answer, trials = machine.work / "fit.json", machine.work / "trials.json"
     fit = ("--deepspeed_config", CONFIGS / "zero2_bf16.json", "--processes", "1", "--micro-batch", sizes)
     machine.run("fit", "-m", "ddpm_ds.cli.main", "fit", *options, *fit, "--out", answer, "--json", trials, seconds=240)
-    trial = json.loads(trials.read_text())["layouts"][0]["trials"][0]
+    trial = json.loads(trials.read_text())["trials"][0]
     images, said = trial["batch_images"], {"fit": max(trial["rank_peak_bytes"])}
     length = settings(train__images=3 * images, logging__log_every_images=images)
     points = machine.train("fitted", answer, *options, *length, seconds=120)
@@ -315,7 +315,7 @@ def planned_bytes(work: Path) -> int:
     from ddpm_ds.predict.memory import peak_bytes
 
     found, path = json.loads((work / "trials.json").read_text()), work / "fit.json"
-    trial, config = found["layouts"][0]["trials"][0], json.loads(path.read_text())
+    trial, config = found["trials"][0], json.loads(path.read_text())
     job = Workload(load_spec(Path(found["spec"])), config, on_cpu=False)
     zero = config["zero_optimization"]["stage"]
     sizes = (trial["micro_batch_images"], trial["micro_batches"], trial["checkpoint_interval"])

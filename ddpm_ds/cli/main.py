@@ -48,10 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
     from ddpm_ds.cli.doctor import add_doctor
     from ddpm_ds.cli.fit import add_fit
     from ddpm_ds.cli.init import add_init
-    from ddpm_ds.cli.launch import add_run, add_sweep, add_train
+    from ddpm_ds.cli.launch import add_run, add_train
     from ddpm_ds.cli.plan import add_plan
     from ddpm_ds.cli.runs import add_checkpoint, add_compare, add_diagnose, add_ema, add_note, add_send
     from ddpm_ds.cli.sample import add_sample
+    from ddpm_ds.cli.sweep import add_sweep
     from ddpm_ds.cli.trained import add_evaluate, add_export, add_import
     from ddpm_ds.command_line import OneLineParser
 
