@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +40,13 @@ def fleet(*hosts: str, **changes: Any) -> Fleet:
 
 
 def question(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    given = {"spec": SPEC, "overrides": [], "ds_config": None, "run_dir": str(tmp_path / "runs"), "run_bytes": 0}
+    given: dict[str, Any] = {
+        "spec": SPEC,
+        "overrides": [],
+        "ds_config": None,
+        "run_dir": str(tmp_path / "runs"),
+        "run_bytes": 0,
+    }
     return {**given, **changes}
 
 
@@ -151,7 +158,7 @@ def test_this_machine_alone_needs_no_ssh_and_no_name_of_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr("getpass.getuser", lambda: {}["uid"])
+    monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError("uid")))
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     words = ["doctor", "--run-dir", str(tmp_path), "--master-port", str(free_port())]

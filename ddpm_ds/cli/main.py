@@ -31,18 +31,6 @@ exit codes
 """
 
 
-WITHDRAWN = {
-    ("vary",): "it is called ddpm-ds sweep",
-    ("bench-data",): "a run measures its wait for data; ddpm-ds diagnose RUN says what to change",
-    ("compare", "--html"): "open MLflow's own comparison, whose address compare prints, or use --markdown",
-    ("evaluate", "--guidances"): "--guidance takes several, such as 1,1.5,2",
-    ("evaluate", "--ema-lengths"): "use --ema-length, which takes several, such as 0.05,0.1",
-    ("fit", "--plot"): "--json has every number, to draw as you like",
-    ("doctor", "--write-env"): "write the variables that hosts need into .deepspeed_env, a line NAME=VALUE for each",
-}
-"""Replacements of the verbs, and of the options of verbs, that version 0.2 had."""
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     from ddpm_ds.cli.doctor import add_doctor
@@ -101,7 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
-        _refuse_withdrawn(given)
         parser = make_parser()
         os.environ.setdefault("LOGNAME", user_name())  # libraries ask, and a container's user may have no name
         options, unknown = parser.parse_known_args(given)
@@ -119,13 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads the output any more, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 128 + signal.SIGPIPE
-
-
-def _refuse_withdrawn(arguments: Sequence[str]) -> None:
-    for (verb, *options), instead in WITHDRAWN.items():
-        found = {word.partition("=")[0] for word in arguments[1:]} if arguments[:1] == [verb] else set()
-        if arguments[:1] == [verb] and found >= set(options):
-            raise SpecError(f"{' '.join((verb, *options))} was withdrawn in version 0.3; {instead}")
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[Any]) -> None:

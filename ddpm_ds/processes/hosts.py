@@ -297,10 +297,10 @@ def facts(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    package, checksum = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(package.rglob("*")):
+    folder, checksum = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
-            checksum.update(f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            checksum.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     named = {f"{name}: ": dict(values) for name, values in documents.items()}
     return {"version of ": found, "": {"ddpm_ds/*.py": checksum.hexdigest()}, **named}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpm_ds.cli.main import WITHDRAWN, main
+from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec_file import SPEC
 from tests.launching import PATIENCE_SECONDS, wait_for
@@ -63,7 +63,6 @@ def test_prepare_writes_two_stores_if_held_out_images_have_a_source_of_their_own
         (["prepare", "--spec", str(DIGITS), "--set", "data.sorce=x"], ["did you mean data.source?"]),
         (["prepare", "--spec", str(DIGITS), "--unknown"], ["--unknown"]),
         (["schema", "--markdown", "mlflow"], ["mlflow", "ds_config"]),
-        *((list(words), [" ".join(words), instead]) for words, instead in WITHDRAWN.items()),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
@@ -147,7 +146,7 @@ def test_help_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_schema_and_errors_come_without_torch() -> None:
     program = """
 import sys
-from ddpm_ds.cli.main import WITHDRAWN, main
+from ddpm_ds.cli.main import main
 codes = main(["schema"]), main(["prepare", "--spec", "missing.yaml"])
 heavy = {"torch", "deepspeed", "mlflow", "numpy", "matplotlib"} & set(sys.modules)
 sys.exit(f"{codes} {heavy}" if codes != (0, 2) or heavy else 0)

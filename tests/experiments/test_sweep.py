@@ -180,7 +180,7 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     items = (f"deepspeed_config={CONFIG},{other}", "processes=1,2", "unet.multipliers=[1,2]", "ds.fp16.loss_scale=128")
     found = made_of("processes=1,2", "unet.channels=32,64", "ds.gradient_clipping=0.5", folder=tmp_path / "sweep-x")
     assert [trial.run_dir.name.removeprefix("sweep-x.") for trial in found] == [
-        f"processes-{count}-unet.channels-{channels}-ds.gradient_clipping-0.5"
+        f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5"
         for count in (1, 2)
         for channels in (32, 64)
     ]
@@ -261,7 +261,7 @@ def test_the_trials_are_shown_before_they_are_started_and_the_same_command_is_th
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown(*words: str) -> list[str]:
-        assert main(command(tmp_path, *words, "--dry-run")) == 0
+        assert main(command(tmp_path, *words, "--dry-run", "--", "-p", "1")) == 0
         return capsys.readouterr().out.splitlines()
 
     varied = ("--vary", f"{SEED}=1,2", "--vary", "processes=1,2")
