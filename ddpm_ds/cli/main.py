@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, UserError
-from ddpm_ds.processes.hosts import user_name
 from ddpm_ds.processes.signals import EXIT_INTERRUPTED, SUPERVISOR_SIGNALS, leave_on, raise_on_interrupt
 from ddpm_ds.version import __version__
 
@@ -90,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         parser = make_parser()
+        from ddpm_ds.processes.hosts import user_name
+
         os.environ.setdefault("LOGNAME", user_name())  # libraries ask, and a container's user may have no name
         options, unknown = parser.parse_known_args(given)
         if unknown and not hasattr(options, "unknown"):
