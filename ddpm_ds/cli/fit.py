@@ -25,7 +25,7 @@ from ddpm_ds.command_line import (
     seconds,
     writing,
 )
-from ddpm_ds.config.ds_config import check_ds_config, read_ds_config, tensor_split
+from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_ds_config, tensor_split
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.fit import Task, search, try_size
@@ -34,7 +34,12 @@ from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 USABLE = 0.9
 """Maximum share of a host's available memory that its processes may take together by default."""
-OPEN = [f"{JSON_PREFIX}{key}=auto" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+ONE_IMAGE = [
+    f"{JSON_PREFIX}train_micro_batch_size_per_gpu=1",
+    f"{JSON_PREFIX}gradient_accumulation_steps=auto",
+    "train.accumulation=auto",
+]
+"""Overrides with which every layout is possible that is possible at all."""
 DESCRIPTION = """\
 Find the largest micro-batch that fits, by trying: training for a few steps with the micro-batch that the planner
 expects to be the largest, then with larger or smaller ones until the limit is known. The batch stays
@@ -89,7 +94,8 @@ def _fit(options: argparse.Namespace) -> int:
     device = "cuda" if devices or given == "cuda" else "cpu"
     os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed
     count, config = options.processes or devices or 1, options.deepspeed_config
-    asked, stages = [*options.overrides, *OPEN], options.pipeline_stages
+    checked, stages = check_ds_config(read_ds_config(config, options.overrides), config), options.pipeline_stages
+    asked = [*options.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
     layout = plan_run(options.spec, asked, config, world_size=count, stages=stages, device=device).ds.layout
     task = Task(
         spec=options.spec,
@@ -102,7 +108,7 @@ def _fit(options: argparse.Namespace) -> int:
         budget_bytes=_budget(options.memory_budget, count, device),
         steps=options.steps,
         hang_seconds=options.hang_seconds,
-        tensor=tensor_split(check_ds_config(read_ds_config(config, options.overrides), config)).size,
+        tensor=tensor_split(checked).size,
     ).choosing_from(options.micro_batch)
     from ddpm_ds.data.held_out import prepare_all
 

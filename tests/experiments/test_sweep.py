@@ -152,7 +152,7 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     assert (parent.status, parent.note, parent.artifacts()) == ("FINISHED", "how high?", ["comparison.txt"])
     (trial,) = find_runs(str(folder_of(tmp_path)))
     assert (trial.status, trial.parent) == ("FINISHED", parent.id)
-    assert trial.folder == folder_of(tmp_path, "optimizer.learning_rate-1e-3")
+    assert trial.folder == folder_of(tmp_path, "optimizer.learning-rate-1e-3")
     assert trial.tags["sweep.values"] == "optimizer.learning_rate=1e-3"
     assert [point.step for point in trial.history("train/loss")] == list(range(2, 51, 2))
 
