@@ -30,7 +30,7 @@ from ddpm_ds.command_line import GIB, counted, gib
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import UserError
-from ddpm_ds.processes.hosts import REMEDIES, address_of, facts, ssh, use_interface_towards
+from ddpm_ds.processes.hosts import REMEDIES, address_of, facts, ssh, ssh_to, use_interface_towards
 from ddpm_ds.tracking.tracker import flatten
 
 MARK = "ddpm-ds-doctor "
@@ -40,7 +40,7 @@ NO_FOLDER, NO_PYTHON, NO_SSH, SILENT = 71, 72, 255, -1
 FIXES = {
     NO_FOLDER: "put the project there: a shared file system, or rsync -a {folder}/ {host}:{folder}/",
     NO_PYTHON: "make the environment there at the same path: {python}",
-    NO_SSH: "this must work without a question: ssh {host} true",
+    NO_SSH: "this must work without a question: {ssh} true",
     SILENT: "see whether it is up, or give it longer: --timeout-seconds",
 }
 """Fixes for a host that does not answer, by the exit code of its process."""
@@ -78,9 +78,8 @@ class Fleet:
     def ask(self, what: str, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the answer of each host to its question; a :class:`Cell` that says why there is none."""
         with ThreadPoolExecutor(len(questions)) as pool:
-            return dict(
-                zip(questions, pool.map(lambda host: self._ask(host, what, questions[host]), questions), strict=True)
-            )
+            answers = pool.map(lambda host: self._ask(host, what, questions[host]), questions)
+            return dict(zip(questions, answers, strict=True))
 
     def _ask(self, host: str, what: str, question: Mapping[str, Any]) -> Any:
         program = [self.python, "-u", "-m", __name__, what, json.dumps(question), str(self.seconds)]
@@ -104,7 +103,8 @@ class Fleet:
         except subprocess.TimeoutExpired:
             code, said = SILENT, [f"no answer in {self.seconds} s"]
         fix = NETWORK if what == "all_reduce" else FIXES.get(code, NOT_OURS)
-        return Cell("no", said[-1].strip(), fix.format(host=host, folder=self.folder, python=self.python))
+        words = shlex.join(ssh_to(host))
+        return Cell("no", said[-1].strip(), fix.format(host=host, folder=self.folder, python=self.python, ssh=words))
 
 
 def examined(fleet: Fleet, question: Mapping[str, Any], port: int, *, network: bool) -> dict[str, dict[str, Cell]]:

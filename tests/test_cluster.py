@@ -68,7 +68,7 @@ def test_hosts_answer_and_one_that_does_not_says_why_and_what_helps(tmp_path: Pa
     table = examined(named, question(tmp_path, overrides=["train.seed=7"]), free_port(), network=True)
     assert table["no-host"] == {
         "answers": Cell(
-            "no", "ssh: Could not resolve hostname no-host", "this must work without a question: ssh no-host true"
+            "no", "ssh: Could not resolve hostname no-host", "this must work without a question: ssh -a -x no-host true"
         )
     }
     assert [name.split()[0] for name in table["one"]] == ["answers", "devices", "open", "free", "free", "port"]
