@@ -30,6 +30,7 @@ from ddpm_ds.command_line import GIB, counted, gib
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import UserError
+from ddpm_ds.files import processors
 from ddpm_ds.processes.hosts import REMEDIES, address_of, facts, ssh, ssh_to, use_interface_towards
 from ddpm_ds.tracking.tracker import flatten
 
@@ -137,8 +138,6 @@ def look(
     spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str, run_bytes: int, slots: int, port: int
 ) -> Findings:
     """Return what this host has; paths are relative to the working folder. ``port``, if not 0, is tried."""
-    from ddpm_ds.device import processors
-
     documents: dict[str, Mapping[str, Any]] = {}
     cells, folders = dict[str, Cell](), {"runs": (Path(run_dir), run_bytes, "--run-dir DIR")}
     try:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ import pynvml
 import torch
 
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.files import control_groups, processors
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
@@ -149,39 +149,13 @@ def limit_memory(device: torch.device, size: int | None) -> None:
         torch.cuda.set_per_process_memory_fraction(min(size / memory_bytes(device), 1.0), device)
 
 
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's files with the limits of control groups, which bound what containers and jobs get, and with the groups of
-this process."""
-
-
-def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folder of this process's control group, in both versions of them, and the folders above it."""
-    with contextlib.suppress(OSError):
-        for line in OWN_CGROUPS.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers or controller in controllers.split(","):
-                inside = (CGROUPS / controller if controllers else CGROUPS) / group.lstrip("/")
-                yield from (inside, *inside.parents)
-
-
 def host_memory() -> int:
     """Return the bytes of memory that this process may use: the host's, or less if a control group limits it."""
     most = int(psutil.virtual_memory().total)
-    for folder in _control_groups("memory"):
+    for folder in control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 most = min(most, int((folder / name).read_text()))
-    return most
-
-
-def processors() -> int:
-    """Return the processors that this process may use: those it is bound to, or fewer by a control group's quota."""
-    most = len(os.sched_getaffinity(0))
-    for folder in _control_groups("cpu"):
-        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-                most = min(most, -(-quota // period)) if quota > 0 else most
     return most
 
 

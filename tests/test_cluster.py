@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddpm_ds import cluster, device
+from ddpm_ds import cluster
 from ddpm_ds.cli.doctor import exported, report
 from ddpm_ds.cli.main import main
 from ddpm_ds.cluster import Cell, Fleet, examined, look
@@ -131,7 +131,7 @@ def test_only_what_differs_is_shown_with_both_values_and_the_fix(
 
 def test_a_host_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault is looked for on this machine; none of them changes another cell."""
-    monkeypatch.setattr(device, "processors", lambda: 2)
+    monkeypatch.setattr(cluster, "processors", lambda: 2)
     monkeypatch.setattr(cluster, "_gpus", list)
     given: dict[str, Any] = {**question(tmp_path), "slots": 2, "port": 0}
     _, good, _ = look(**given)

@@ -15,7 +15,7 @@ import pynvml
 import pytest
 import torch
 
-from ddpm_ds import device
+from ddpm_ds import device, files
 from ddpm_ds.device import LOCKING_ENVIRONMENT, MESSAGE_ENVIRONMENT, choose_device
 from ddpm_ds.errors import LayoutError
 from tests.forking import ONE_THREAD, REPOSITORY
@@ -61,8 +61,8 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
 
 def place_limits(groups: str | None, limits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a process into control groups with these limits, by file."""
-    monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(device, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(files, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(files, "OWN_CGROUPS", tmp_path / "own")
     if groups is not None:
         (tmp_path / "own").write_text(groups)
     for name, limit in limits.items():
@@ -103,7 +103,7 @@ def test_processors_are_those_that_a_process_may_use(
 ) -> None:
     place_limits(groups, limits, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
-    assert device.processors() == count
+    assert files.processors() == count
 
 
 @pytest.mark.parametrize(

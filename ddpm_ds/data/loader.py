@@ -30,8 +30,9 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import HeldOut
 from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices, Kind, StoredImages
 from ddpm_ds.data.order import BucketOrder, Order
-from ddpm_ds.device import host_memory, processors
+from ddpm_ds.device import host_memory
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import processors
 from ddpm_ds.keyed import Stream
 
 HELD = 0.8

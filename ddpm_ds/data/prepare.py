@@ -88,8 +88,8 @@ from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, printable
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
-from ddpm_ds.device import processors
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import processors
 
 if TYPE_CHECKING:
     import torch
