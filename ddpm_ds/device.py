@@ -15,6 +15,7 @@ import pynvml
 import torch
 
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.files import control_groups, processors
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
@@ -79,6 +80,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
             raise LayoutError(f"{name} = {value} would stop a pipeline of {stages} stages for ever: {why}; unset it")
     try:
         if "LOCAL_RANK" in os.environ:
+            check_architecture(torch.cuda.get_device_name(local_rank), torch.cuda.get_device_capability(local_rank))
             torch.cuda.set_device(local_rank)
     except RuntimeError as error:
         raise LayoutError(
@@ -108,6 +110,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         check_cuda(devices := torch.cuda.device_count())
         if (found.index or 0) >= devices:
             raise LayoutError(f"device = {device}, but this process has {devices} CUDA devices; use another, or cpu")
+        check_architecture(torch.cuda.get_device_name(found), torch.cuda.get_device_capability(found))
     return found
 
 
@@ -136,7 +139,8 @@ def described(sharing: int) -> tuple[str, int]:
 def share_threads(device: torch.device) -> None:
     """Give each process on this host its share of the cores, unless the environment sets the number of threads."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        threads = min(torch.get_num_threads(), processors())
+        torch.set_num_threads(max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def limit_memory(device: torch.device, size: int | None) -> None:
@@ -145,24 +149,13 @@ def limit_memory(device: torch.device, size: int | None) -> None:
         torch.cuda.set_per_process_memory_fraction(min(size / memory_bytes(device), 1.0), device)
 
 
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's files with the limits of control groups, which bound the memory of containers and jobs, and with the group of
-this process."""
-
-
 def host_memory() -> int:
     """Return the bytes of memory that this process may use: the host's, or less if a control group limits it."""
     most = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError):
-        for line in OWN_CGROUPS.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
-            inside = root / group.lstrip("/")
-            for folder in (inside, *inside.parents):
-                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    most = min(most, int((folder / name).read_text()))
+    for folder in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                most = min(most, int((folder / name).read_text()))
     return most
 
 
@@ -223,6 +216,28 @@ def check_cuda(devices: int) -> None:
         f"({why}); {_driver()}, and this PyTorch is built for CUDA {torch.version.cuda}: update the driver, install a "
         "PyTorch for its CUDA, or use --device cpu"
     )
+
+
+def check_architecture(name: str, capability: tuple[int, int]) -> None:
+    """Raise an error if this PyTorch has no kernels for a GPU; without this the first kernel of a run would fail.
+
+    Kernels of one architecture run on later ones of the same major number, and code for ``compute_XY`` on all later
+    ones, for which the driver compiles it.
+
+    Raises:
+        LayoutError: the message names the architectures that it has.
+    """
+    built = torch.cuda.get_arch_list()
+    for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
+        made_for = (int(major), int(minor))
+        later = made_for < capability and (kind == "compute" or made_for[0] == capability[0])
+        if made_for == capability or (later and suffix != "a"):
+            return
+    if torch.version.cuda is not None and built:
+        raise LayoutError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and this PyTorch {torch.__version__} has "
+            f"kernels for {', '.join(built)} only; install one that is built for it, or use --device cpu"
+        )
 
 
 def _hidden() -> bool:

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -276,6 +276,32 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Linux's files with the limits of control groups, which bound what containers and jobs get, and with the groups of
+this process."""
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folder of this process's control group, in both versions of them, and the folders above it."""
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                inside = (CGROUPS / controller if controllers else CGROUPS) / group.lstrip("/")
+                yield from (inside, *inside.parents)
+
+
+def processors() -> int:
+    """Return the processors that this process may use: those it is bound to, or fewer by a control group's quota."""
+    most = len(os.sched_getaffinity(0))
+    for folder in control_groups("cpu"):
+        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                most = min(most, -(-quota // period)) if quota > 0 else most
+    return most
 
 
 def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:

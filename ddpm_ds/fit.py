@@ -1,5 +1,5 @@
-"""Trials for the largest micro-batch that fits: rehearsals of the training command with one layout and micro-batch, in
-processes that may run out of memory, and the search over them. Imports no torch before a search begins.
+"""Trials for the largest micro-batch that fits: rehearsals of the training command with one micro-batch, in processes
+that may run out of memory, and the search over them, from the planner's bound on. Imports no torch before that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.processes.supervisor import Processes, rank_environments
 
-KNEE = 0.05
-"""Maximum share of the best speed that training with a smaller micro-batch may give up."""
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 60.0
@@ -62,21 +60,6 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> in
     return sizes[fitting] if fitting >= 0 else None
 
 
-def knee(speeds: dict[int, float]) -> int:
-    """Return the smallest size whose speed is within :data:`KNEE` of the best; ``speeds`` are by size."""
-    enough = (1 - KNEE) * max(speeds.values())
-    return min(size for size, speed in speeds.items() if speed >= enough)
-
-
-def look_below(sizes: Sequence[int], speed: Callable[[int], float], size: int) -> None:
-    """Try the speed of ``size`` and of smaller ``sizes``, each at most half of the one before, until one is slow."""
-    speeds: dict[int, float] = {}
-    place = bisect_left(sizes, size)
-    while place >= 0 and (not speeds or knee(speeds) == min(speeds)):
-        speeds[sizes[place]] = speed(sizes[place])
-        place = bisect_right(sizes, sizes[place] // 2) - 1
-
-
 class TrialError(UserError):
     """A trial ended for another reason than memory; it has the last words and the exit code of its ranks."""
 
@@ -87,7 +70,7 @@ class TrialError(UserError):
 
 @dataclass(frozen=True)
 class Task:
-    """Search on one layout: everything that a trial needs except the micro-batch."""
+    """Search: everything that a trial needs except the micro-batch."""
 
     spec: Path
     given: tuple[str, ...]
@@ -112,11 +95,6 @@ class Task:
     @property
     def processes(self) -> int:
         return self.stages * self.tensor * self.replicas
-
-    @property
-    def name(self) -> str:
-        """Layout, stages x replicas."""
-        return f"{self.stages}x{self.replicas}"
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
@@ -163,7 +141,7 @@ class Task:
             raise refusals[0]
         if other := set(asked) - set(possible):
             raise LayoutError(
-                f"--micro-batch {min(other)} is not possible with train.batch_images = {batch} in layout {self.name}; "
+                f"--micro-batch {min(other)} is not possible with train.batch_images = {batch}; "
                 f"use some of {','.join(map(str, possible))}, or --accumulation to let the batch grow"
             )
         return replace(self, sizes=asked or possible)
@@ -199,54 +177,23 @@ class TriedSize:
 
     def line(self) -> str:
         """Return the line printed when the trial is done."""
-        size = f"  micro-batch {self.micro_batch_images:<6}"
+        size = f"  {self.micro_batches:5} x {self.micro_batch_images:<5}"
         if not self.fits:
             return f"{size} does not fit: {self.why}"
         return f"{size} {self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
 
 
-@dataclass(frozen=True)
-class Found:
-    """Trials of a layout, in ascending order of size."""
-
-    task: Task
-    trials: tuple[TriedSize, ...]
-
-    @property
-    def fitting(self) -> dict[int, TriedSize]:
-        """Trials that fit, by size."""
-        return {trial.micro_batch_images: trial for trial in self.trials if trial.fits}
-
-    @property
-    def is_limit(self) -> bool:
-        """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
-        return self.trials[-1].fits
-
-    @property
-    def largest(self) -> TriedSize:
-        """Largest micro-batch that fits."""
-        return self.fitting[max(self.fitting)]
-
-    @property
-    def knee(self) -> TriedSize:
-        """Smallest micro-batch that is nearly as fast as the fastest."""
-        return self.fitting[knee({size: trial.images_per_second for size, trial in self.fitting.items()})]
-
-
-def search(task: Task, attempt: Callable[[int], TriedSize]) -> Found:
-    """Search a layout with ``attempt``, which tries a micro-batch, from the planner's expectation on."""
+def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
+    """Search with ``attempt``, which tries a micro-batch, from the planner's bound on; return the trials by size."""
     tried: dict[int, TriedSize] = {}
 
-    def trial(size: int) -> TriedSize:
-        if size not in tried:
-            tried[size] = attempt(size)
-            print(tried[size].line(), flush=True)
-        return tried[size]
+    def fits(size: int) -> bool:
+        tried[size] = attempt(size)
+        print(tried[size].line(), flush=True)
+        return tried[size].fits
 
-    found = largest(task.sizes, lambda size: trial(size).fits, expected(task))
-    if found is not None:
-        look_below(task.sizes, lambda size: trial(size).images_per_second, found)
-    return Found(task, tuple(tried[size] for size in sorted(tried)))
+    largest(task.sizes, fits, expected(task))
+    return [tried[size] for size in sorted(tried)]
 
 
 def expected(task: Task) -> int:
@@ -286,7 +233,7 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
         TrialError: it failed for a reason other than memory.
         KeyboardInterrupt: a signal asked the search to end.
     """
-    layout, run_dir, log = task.plan(size).ds.layout, folder / f"{task.name}-{size}", folder / f"{task.name}-{size}.log"
+    layout, run_dir, log = task.plan(size).ds.layout, folder / str(size), folder / f"{size}.log"
     words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device, "--run-dir", run_dir]
     words += ["--steps", task.steps, "--hang-seconds", task.hang_seconds]
     words += [] if task.budget_bytes is None else ["--memory-budget", f"{task.budget_bytes}B"]

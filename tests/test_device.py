@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pynvml
 import pytest
 import torch
 
-from ddpm_ds import device
+from ddpm_ds import device, files
 from ddpm_ds.device import LOCKING_ENVIRONMENT, MESSAGE_ENVIRONMENT, choose_device
 from ddpm_ds.errors import LayoutError
 from tests.forking import ONE_THREAD, REPOSITORY
@@ -40,6 +41,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus if shown is None else shown)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
         monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
         monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
         monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: gpus)
         monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "470.82.01")
@@ -55,6 +59,18 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
     return str(error.value)
 
 
+def place_limits(groups: str | None, limits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a process into control groups with these limits, by file."""
+    monkeypatch.setattr(files, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(files, "OWN_CGROUPS", tmp_path / "own")
+    if groups is not None:
+        (tmp_path / "own").write_text(groups)
+    for name, limit in limits.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(limit + "\n")
+
+
 @pytest.mark.parametrize(
     ("groups", "limits", "part"),
     [
@@ -68,15 +84,54 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
 def test_memory_is_the_hosts_or_what_control_groups_leave_of_it(
     groups: str | None, limits: dict[str, str], part: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(device, "OWN_CGROUPS", tmp_path / "own")
-    if groups is not None:
-        (tmp_path / "own").write_text(groups)
-    for name, limit in limits.items():
-        file = tmp_path / "cgroup" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(limit + "\n")
+    place_limits(groups, limits, tmp_path, monkeypatch)
     assert device.host_memory() == (psutil.virtual_memory().total if part is None else part)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "count"),
+    [
+        ("0::/job/step\n", {"job/step/cpu.max": "max 100000", "job/cpu.max": "250000 100000"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("5:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        ("5:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ("0::/\n", {}, 64),
+    ],
+)
+def test_processors_are_those_that_a_process_may_use(
+    groups: str, limits: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place_limits(groups, limits, tmp_path, monkeypatch)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    assert files.processors() == count
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((12, 0), ["sm_90", "sm_90a"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),
+        ((6, 1), ["sm_75", "compute_75"], False),
+        ((10, 3), ["sm_100a", "sm_120"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((9, 0), [], True),  # nothing is known
+    ],
+)
+def test_a_gpu_without_kernels_is_refused_before_anything_is_started(
+    capability: tuple[int, int], built: list[str], runs: bool, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host()
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    for choose in (lambda: choose_device("auto"), lambda: device.usable_device("cuda:0")):
+        with contextlib.nullcontext() if runs else pytest.raises(LayoutError, match="or use --device cpu") as refused:
+            choose()
+        if refused is not None:
+            said = f"Some GPU has compute capability {capability[0]}.{capability[1]}, and this PyTorch"
+            assert str(refused.value).startswith(said) and f"kernels for {', '.join(built)} only" in str(refused.value)
 
 
 def test_messages_get_their_environment_before_cuda_is_first_called_and_rank_0_says_so_once(

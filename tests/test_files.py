@@ -93,7 +93,7 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     LOCK: claim_folder,
     METRICS: lambda run_dir: RunFolder(run_dir).append(METRICS, {}, 1),
     RESUMES: lambda run_dir: RunFolder(run_dir).add_resume(run_dir / "images-1", []),
-    LOG: lambda run_dir: run_command([sys.executable, "-c", ""], run_dir / LOG, [], lambda: None),
+    LOG: lambda run_dir: run_command([sys.executable, "-c", ""], run_dir / LOG, []),
 }
 
 

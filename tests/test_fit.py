@@ -23,9 +23,7 @@ from ddpm_ds.fit import (
     TrialError,
     TriedSize,
     expected,
-    knee,
     largest,
-    look_below,
     out_of_memory,
     run_ranks,
     search,
@@ -60,26 +58,6 @@ def test_a_guess_that_is_right_to_a_tenth_takes_few_tries() -> None:
     assert largest(range(1, 2**20), fits, 600) == 642
     assert asked == [600, 660, 630, 645, 637, 641, 643, 642]
     assert largest([1, 2, 3, 4, 6, 8, 12, 24], lambda size: size <= 8, 6) == 8
-
-
-def test_smaller_sizes_are_tried_as_long_as_they_are_nearly_as_fast() -> None:
-    speeds = {1: 50.0, 2: 90.0, 3: 94.0, 4: 96.0, 6: 99.0, 8: 98.0, 12: 97.0, 24: 90.0}
-    asked: list[int] = []
-
-    def speed(size: int) -> float:
-        asked.append(size)
-        return speeds[size]
-
-    look_below(sorted(speeds), speed, 24)
-    assert asked == [24, 12, 6, 3]  # which is over 5 % slower than 6
-    look_below([6], speed, 6)
-    assert asked[4:] == [6]
-
-
-def test_the_knee_is_the_smallest_that_is_nearly_the_fastest() -> None:
-    assert knee({1: 50, 2: 94.9, 4: 95, 8: 100, 16: 90}) == 4
-    assert knee({1: 50, 2: 40}) == 1
-    assert knee({8: 99, 32: 100}) == 8
 
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -209,13 +187,13 @@ def fits_up_to(memory: int) -> Callable[[int], TriedSize]:
     return attempt
 
 
-def test_a_search_finds_the_largest_and_the_knee_and_tries_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_finds_the_largest_and_tries_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
     found = search(task(sizes=[1, 2, 4, 8, 16, 32, 64]), fits_up_to(40))
-    assert (found.largest.micro_batch_images, found.knee.micro_batch_images, found.is_limit) == (32, 2, False)
-    assert [one.micro_batch_images for one in found.trials] == [1, 2, 4, 8, 16, 32, 64]
-    assert capsys.readouterr().out.count("  micro-batch ") == 7
-    assert search(task(sizes=[1, 2]), fits_up_to(2)).is_limit
-    assert not search(task(sizes=[4, 8]), fits_up_to(2)).fitting
+    assert [one.micro_batch_images for one in found if one.fits][-1] == 32
+    assert [one.micro_batch_images for one in found if not one.fits] == [64]
+    assert capsys.readouterr().out.count("images/s") == sum(one.fits for one in found)
+    assert [one.fits for one in search(task(sizes=[1, 2]), fits_up_to(2))][-1]
+    assert not any(one.fits for one in search(task(sizes=[4, 8]), fits_up_to(2)))
 
 
 def test_a_search_begins_with_what_the_planner_expects_to_fit() -> None:
@@ -275,7 +253,7 @@ def test_what_the_json_says_of_its_own_micro_batch_is_replaced(tmp_path: Path) -
             task(stages=2),
             [4, 5],
             LayoutError,
-            "= 64 in layout 2x1; use some of 1,2,4",
+            "= 64; use some of 1,2,4",
         ),
         (task(config=FOLDED, stages=2), [32], LayoutError, "use some of 1,2,4,8,16, or --accumulation"),
         (task(config=FOLDED, replicas=2), [], LayoutError, "has nothing to fold on one stage"),

@@ -35,10 +35,11 @@ def make_parser() -> argparse.ArgumentParser:
     from ddpm_ds.cli.doctor import add_doctor
     from ddpm_ds.cli.fit import add_fit
     from ddpm_ds.cli.init import add_init
-    from ddpm_ds.cli.launch import add_run, add_sweep, add_train
+    from ddpm_ds.cli.launch import add_run, add_train
     from ddpm_ds.cli.plan import add_plan
     from ddpm_ds.cli.runs import add_checkpoint, add_compare, add_diagnose, add_note, add_send
     from ddpm_ds.cli.sample import add_sample
+    from ddpm_ds.cli.sweep import add_sweep
     from ddpm_ds.cli.trained import add_evaluate, add_export, add_import
     from ddpm_ds.command_line import OneLineParser
 
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         parser = make_parser()
+        from ddpm_ds.processes.hosts import user_name
+
+        os.environ.setdefault("LOGNAME", user_name())  # libraries ask, and a container's user may have no name
         options, unknown = parser.parse_known_args(given)
         if unknown and not hasattr(options, "unknown"):
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -19,30 +19,21 @@ from ddpm_ds.command_line import (
     add_overwrite,
     aligned,
     check_output,
-    check_outputs,
     file_path,
-    writing,
 )
 from ddpm_ds.errors import CheckpointError, print_to_stderr
-from ddpm_ds.experiments.compare import ARTIFACT_FOLDER, FILE, comparison, markdown, terminal
+from ddpm_ds.experiments.compare import find_compared, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import checkpoints_of, identity_of
-from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
+from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, keep_with
 
 COMPARE_DESCRIPTION = """\
-Print what differs between runs - parameters, metrics with their ratios to a baseline, notes, verdicts - as MLflow has
-it. A RUN is a folder, an id, the beginning of one or a name; instead of runs an experiment may be named, or the run of
-a sweep, whose trials are compared. Children of one run are compared in that run's artifacts too, in comparison/.
-"""
+Print a table of runs: settings that differ, losses, speed and flops of each stage, with ratios to the first run. A RUN
+is a folder, or in MLflow an id, the beginning of one or a name; the folder of a sweep means its trials, the name of an
+experiment all its training runs.
 
-COMPARE_EXAMPLES = """\
-examples
-  ddpm-ds compare runs/digits-1 runs/digits-2 --baseline runs/digits-1
-  ddpm-ds compare digits --markdown digits.md
-      every training run of the experiment digits
-  ddpm-ds compare digits-1 digits-2 --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
-
-docs/compare.md says how to read it.
+  ddpm-ds compare runs/digits-1 runs/digits-2
+  ddpm-ds compare digits --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
 """
 
 NOTE_DESCRIPTION = """\
@@ -95,22 +86,9 @@ WHICH = "folder of a checkpoint, or of a run for its newest good one"
 
 def add_compare(verbs: Verbs) -> None:
     """Add the verb ``compare``."""
-    parser = verbs.add_parser(
-        "compare",
-        help="compare settings and results of runs",
-        description=COMPARE_DESCRIPTION,
-        epilog=COMPARE_EXAMPLES,
-    )
-    parser.add_argument("recorded_runs", nargs="+", type=os.path.expanduser, metavar="RUN | EXPERIMENT")
-    parser.add_argument(
-        "--baseline",
-        type=os.path.expanduser,
-        metavar="RUN",
-        help="run that ratios refer to (default: the first with metrics)",
-    )
+    parser = verbs.add_parser("compare", help="compare settings and results of runs", description=COMPARE_DESCRIPTION)
+    parser.add_argument("recorded_runs", nargs="+", type=os.path.expanduser, metavar="RUN | SWEEP | EXPERIMENT")
     parser.add_argument("--metrics", type=metric_names, metavar="A,B,C", help="the metrics to compare")
-    parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
-    add_overwrite(parser)
     add_runs_option(parser)
     parser.set_defaults(run=_compare)
 
@@ -124,28 +102,8 @@ def metric_names(text: str) -> list[str]:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    check_outputs(options, "markdown")
-    runs = [run for text in options.recorded_runs for run in find_runs(text, root=options.runs)]
-    baseline = None
-    if options.baseline is not None:
-        named = [run for run in runs if options.baseline in (run.name, run.id)]
-        baseline = named[0] if len(named) == 1 else find_run(options.baseline, root=options.runs)
-    compared = comparison(runs, baseline, options.metrics)
-    print(terminal(compared, shutil.get_terminal_size((120, 24)).columns))
-    if (found := compared.mlflow_page) is not None:
-        url, command = found
-        print(f"\nMLflow's own comparison\n  {url}")
-        if command is not None:
-            print(f"  served by {command}")
-    text = markdown(compared)
-    if options.markdown is not None:
-        with writing(options.markdown, overwrite=options.overwrite) as file:
-            file.write(text.encode())
-        print(f"\n{options.markdown}: {len(text.encode()) / 2**10:,.0f} KiB")
-    if compared.parent is not None:
-        kept = keep_with(compared.parent, runs[0].tracking_uri, {f"{ARTIFACT_FOLDER}/{FILE}": text})
-        if kept is not None:  # such as in somebody else's run; the rest still works
-            print(f"ddpm-ds: {FILE} could not be kept with run {compared.parent} ({kept})", file=sys.stderr)
+    runs = [run for text in options.recorded_runs for run in find_compared(text, root=options.runs)]
+    print(terminal(runs, options.metrics, shutil.get_terminal_size((120, 24)).columns))
 
 
 def add_note(verbs: Verbs) -> None:

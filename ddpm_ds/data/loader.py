@@ -36,6 +36,7 @@ from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Im
 from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.device import host_memory
 from ddpm_ds.errors import HostError, SpecError
+from ddpm_ds.files import processors
 from ddpm_ds.keyed import Stream
 
 HELD = 0.8
@@ -423,7 +424,7 @@ class Residence:
             stored_bytes=stored + text,
             decoded_bytes=decoded + text,
             memory_bytes=host_memory(),
-            cores=len(os.sched_getaffinity(0)),
+            cores=processors(),
         )
 
     @property

@@ -90,6 +90,7 @@ from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, prin
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import processors
 
 if TYPE_CHECKING:
     import torch
@@ -283,7 +284,7 @@ def prepare_images(
         elif regression is not None:
             _build_residuals(path, regression, prepare(fields_of(spec), progress, together=together), spec, progress)
         else:
-            path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
+            path = _build(spec, progress, max(1, processors() // together))
     except OSError as error:
         raise _unwritable(spec, error) from error
     made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files

@@ -14,9 +14,11 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,7 +48,6 @@ PRINTED = "NCCL"
 
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 """Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
-CHECKSUM_DIGITS = 12
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
@@ -59,6 +60,14 @@ _VALUE = re.compile(
 )
 _ESCAPED = re.compile(r'\\([\\"$`])')
 _NEEDS_ESCAPE = re.compile(r'[\\"$`]')
+
+
+def user_name() -> str:
+    """Return the login name, or the user's number if there is no name, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in Python 3.11 and 3.13
+        return str(os.getuid())
 
 
 def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[str]:
@@ -74,6 +83,24 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
     return [program, *asks_nothing, *to_host, shlex.join(words)]
 
 
+def address_of(host: str) -> str:
+    """Return the first address of a host, as DeepSpeed asks for it there; but over ssh as pdsh calls it.
+
+    Raises:
+        SpecError: ssh can't reach the host without a question; the message has what must work.
+    """
+    words = ssh(host, ["hostname", "-I"])
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        addresses = done.stdout.strip().rpartition("\n")[2].split()  # after what a login shell prints
+        if done.returncode == 0 and addresses:
+            return addresses[0]
+        why = [f"exit code {done.returncode}", *done.stderr.splitlines()][-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    raise SpecError(f"{host} can't be asked for its address ({why}); this must work: {shlex.join(words)}")
+
+
 def ssh_to(host: str) -> list[str]:
     """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
     user, _, name = host.rpartition("@")
@@ -81,7 +108,7 @@ def ssh_to(host: str) -> list[str]:
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
     options = [word for variable in (PDSH_MORE_ARGUMENTS, PDSH_ARGUMENTS) for word in _words_of(variable)]
     named = any("%h" in option for option in options)
-    for sign, value in (("%h", name), ("%u", user or getpass.getuser())):
+    for sign, value in (("%h", name), ("%u", user or user_name())):
         options = [option.replace(sign, value) for option in options]
     as_user = ["-l", user] if user else []
     return ["ssh", *as_user, *options, *([] if named else [name])]
@@ -260,20 +287,26 @@ def use_interface_towards(address: str) -> None:
             os.environ[GLOO_INTERFACE] = name
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of ddpm_ds and of each of :data:`PACKAGES`; a missing one is left out."""
-    found = {"ddpm_ds": __version__}
+def facts(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return everything in which the hosts of a run must be alike, by the beginning of its name in a message.
+
+    ``documents`` are the content of the spec and of the DeepSpeed JSON, by file name. A package that is missing is left
+    out; all files of ddpm_ds have one checksum.
+    """
+    found = {"python": ".".join(map(str, sys.version_info[:2])), "ddpm_ds": __version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    return found
+    folder, checksum = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            checksum.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    named = {f"{name}: ": dict(values) for name, values in documents.items()}
+    return {"version of ": found, "": {"ddpm_ds/*.py": checksum.hexdigest()}, **named}
 
 
-def sources() -> dict[str, str]:
-    """Return the beginning of the checksum of each of this package's files, by its path."""
-    package = Path(__file__).parents[1]
-    return {
-        str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:CHECKSUM_DIGITS]
-        for path in sorted(package.rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
-    }
+REMEDIES = {
+    "version of ": "install the same versions on all hosts",
+    "": "bring all hosts to one commit, with the same changes",
+}
+"""Fixes for hosts that differ, by the beginning of the names of :func:`facts`; of all others the files differ."""

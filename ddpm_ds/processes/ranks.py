@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ddpm_ds.command_line import MOST_PROCESSES, whole
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError, print_to_stderr
-from ddpm_ds.processes.hosts import find_environment
+from ddpm_ds.processes.hosts import find_environment, user_name
 from ddpm_ds.processes.signals import STOP_SIGNALS, SignalThread, ignore
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
@@ -70,6 +70,7 @@ def set_environment() -> None:
         SpecError: a line of ``.deepspeed_env`` or a variable of Slurm can't be parsed, or the ranks are on several
             hosts and the first is unknown.
     """
+    os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program

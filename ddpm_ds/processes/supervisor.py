@@ -37,6 +37,7 @@ from ddpm_ds.processes.hosts import (
     PDSH_ARGUMENTS,
     PDSH_MORE_ARGUMENTS,
     PRINTED,
+    address_of,
     find_environment,
     read_hostfile,
     this_host,
@@ -385,6 +386,8 @@ class _Start:
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}
         quiet = ["-m", "deepspeed.launcher.runner", "--log_level", "critical"]
+        if len(hosts := self.place.hosts()) > 1:  # which DeepSpeed would do by an ssh without pdsh's options
+            quiet += ["--no_ssh_check", "--master_addr", address_of(next(iter(hosts)))]
         words = [sys.executable, *quiet, *self.place.deepspeed(self.program)]
         return Processes(words, [ours | ssh_environment(ours)])
 

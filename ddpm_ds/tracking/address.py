@@ -3,6 +3,7 @@ whether other trackers are installed. None of them is imported.
 """
 
 import os
+import re
 import shlex
 import sqlite3
 from collections.abc import Sequence
@@ -78,6 +79,8 @@ def uri_fault(uri: str) -> str | None:
         scheme = "unreadable"
     if uri == "databricks" or scheme in SERVERS:
         return None
+    if re.fullmatch(r"(.*@)?([\w.-]+|\[[\da-fA-F:]+\]):\d+(/.*)?", uri):
+        return f"{named} has no scheme; write http://{address}"
     if len(scheme) < 2 or scheme == "file":
         if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1"):
             return None

@@ -193,7 +193,7 @@ def recorded(
         replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
     flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
     params = parameters(flat, own)
-    own |= {name: value for name, value in flat.items() if name.startswith(DERIVED) and name not in params}
+    own |= {name: value for name, value in flat.items() if name.startswith(DERIVED)}  # of this start, unlike params
     if checkpoint is not None:
         own["resume_count"] = str(folder.add_resume(checkpoint, changed))
     tracker = Tracker.start(

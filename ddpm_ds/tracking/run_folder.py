@@ -60,7 +60,7 @@ RESUMES = "resumes.jsonl"
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
 KIND_TAG = "kind"
-"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
+"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, sweep."""
 START_TAG = "ddpm_ds.start"
 """Tag with a run's identity, which finds it again when the answer to its creation was lost."""
 PARENT_TAG = "mlflow.parentRunId"
@@ -406,12 +406,19 @@ def place_of(tracker: str, start: Record) -> str:
     return f"MLflow at {public_address(resolve_uri(start['start']['output_root']))}" if tracker == MLFLOW else tracker
 
 
-def is_ended(events: Path) -> bool:
-    """Return whether the end of a run is the last line of a file."""
-    with suppress(OSError), files.open_regular(events) as file:
+def ending(events: Path) -> str | None:
+    """Return how the run of a file has ended, if that is its last line; else None."""
+    with suppress(OSError, ValueError), files.open_regular(events) as file:
         file.seek(max(0, events.stat().st_size - LAST_BYTES))
-        return file.read().rpartition(b"\n{")[2].startswith(b'"finish"')
-    return False
+        last = json.loads(b"{" + file.read().rpartition(b"\n{")[2])
+        return str(last["finish"]) if "finish" in last else None
+    return None
+
+
+def end_killed(events: Path, log: Callable[[str], None]) -> None:
+    """Write into a file that its run was killed, if it does not say how the run ended; nobody else may write it now."""
+    if events.is_file() and ending(events) is None:
+        EventFile(events, log).append({"finish": "KILLED"})
 
 
 def unsent(events: Path) -> str | None:

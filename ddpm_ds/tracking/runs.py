@@ -59,13 +59,12 @@ if TYPE_CHECKING:
 
 RATE = "perf/images_per_second"
 """Metric of a log point's speed over the steps since the previous point, without pauses."""
-SWEEP = "vary"
+SWEEP = "sweep"
 """Kind of the run whose children are the trials of a sweep."""
-VARIED_TAG = "vary.keys"
+VARIED_TAG = "sweep.keys"
 """Tag of a trial with the settings that its sweep varies, separated by spaces."""
 DERIVED = "derived."
 """Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
-FAILURES = ("FAILED", "KILLED")
 NOTE_CHARACTERS = 8000  # MLflow's limit for the value of a tag
 SHORTEST_ID = 6  # hexadecimal digits that are taken for the beginning of an id
 NEAR_NAMES = 3
@@ -133,7 +132,7 @@ class Run:
 
         They are in the order of the steps; a value is NaN if its point has none of this name.
         """
-        return _columns(self.points(METRICS))
+        return columns(self.points(METRICS))
 
     @property
     def images_per_second(self) -> float:
@@ -145,7 +144,7 @@ class Run:
     @property
     def evaluations(self) -> dict[str, list[float]]:
         """Columns of the held-out losses, as in :attr:`metrics`."""
-        return _columns(self.points(EVALUATIONS))
+        return columns(self.points(EVALUATIONS))
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -160,7 +159,8 @@ class Run:
         return file.read_text() if file.is_file() else None
 
 
-def _columns(written: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+def columns(written: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Return points by name, in the order of their steps and without those that a rollback has left; NaN is none."""
     points: list[dict[str, float]] = []
     for point in written:
         while points and points[-1]["step"] >= point["step"]:  # of a course that a rollback has left

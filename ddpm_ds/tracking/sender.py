@@ -49,13 +49,15 @@ from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
 from ddpm_ds.tracking.address import check_tracking_uri, reason
 from ddpm_ds.tracking.run_folder import (
     EVENTS,
+    LOCK,
     SYSTEM_METRICS,
     Cursor,
     EventFile,
     Record,
     begun,
     discard,
-    is_ended,
+    end_killed,
+    ending,
     lock,
     place_of,
     read,
@@ -327,9 +329,9 @@ class Child:
             while left := {feed: thread for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()}:
                 if self.alone and deadline == math.inf:
                     deadline = time.monotonic() + FLUSH_SECONDS
-                    if begun(events) == (start, own) and not is_ended(events):  # nor resumed already
+                    if begun(events) == (start, own) and ending(events) is None:  # nor resumed already
                         EventFile(events, lambda line: self.log("disk", line)).append({"finish": "FAILED"})
-                if self.alone or is_ended(events):
+                if self.alone or ending(events) is not None:
                     hurried.set()
                 if time.monotonic() > deadline:
                     self.log("unsent", unsent(events) or "")
@@ -368,9 +370,12 @@ def _send_file(events: Path) -> bool:
         if (held := lock(events)) is None:
             print(f"{events}: another process sends it, as that of a run that is still going does")
             return False
-        with held:
+        with held, contextlib.ExitStack() as claim:
             if (last := begun(events)) is None:
                 return True
+            if (run := events.with_name(LOCK)).is_file() and (free := lock(run)) is not None:
+                claim.enter_context(free)
+                end_killed(events, print)
             check_tracking_uri(Path(last[0]["start"]["output_root"]))
             cursor = Cursor(events)
             feeds = [
@@ -381,7 +386,7 @@ def _send_file(events: Path) -> bool:
     except OSError as error:
         print(f"{events} can't be read ({error.strerror}); allow it")
         return False
-    if everything and is_ended(events):
+    if everything and ending(events) is not None:
         discard(events)
     return everything
 

@@ -13,7 +13,6 @@ threads of the training process.)
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import signal
@@ -31,9 +30,20 @@ from typing import IO, Literal
 import psutil
 
 from ddpm_ds.errors import print_to_stderr
+from ddpm_ds.processes.hosts import user_name
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, page_of, resolve_uri
-from ddpm_ds.tracking.run_folder import EVENTS, KIND_TAG, EventFile, Record, discard, now_ms, send_command, unsent
+from ddpm_ds.tracking.run_folder import (
+    EVENTS,
+    KIND_TAG,
+    EventFile,
+    Record,
+    discard,
+    end_killed,
+    now_ms,
+    send_command,
+    unsent,
+)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run has ended, in MLflow's words."""
@@ -59,14 +69,6 @@ class RunLink:
     def open_with(self) -> str:
         """Everything needed to see the run, in one line."""
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
-
-
-def user_name() -> str:
-    """Return the login name, or the user's number if there is no name, as in some containers."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in Python 3.11 and 3.13
-        return str(os.getuid())
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
@@ -179,6 +181,7 @@ class Tracker:
         name = EVENTS if kind is None else f"events-{kind}-{start['id']}.jsonl"
         self._events = EventFile(Path(start["run_dir"]) / name, log)
         self._lock, self._closed = threading.Lock(), False
+        end_killed(self._events.path, log)  # the start before, which may have been another run
         self._begun = self._events.append({"start": start})
         self._run: dict[str, str] = {}
         self._sent, self._down = 0, False  # as the child said last
@@ -192,6 +195,11 @@ class Tracker:
     def run_id(self) -> str | None:
         """Id of the run; None until MLflow has answered."""
         return self._run.get("run_id")
+
+    def wait_for_run(self, stop: Callable[[], bool]) -> None:
+        """Wait until MLflow has the run, however busy the machine, unless it fails, which is said, or ``stop``."""
+        while self.run_id is None and self._listener.is_alive() and not self._down and not stop():
+            time.sleep(0.1)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from PIL import Image  # at the top, since two threads that import it at once may see it half-imported
 
@@ -54,18 +56,26 @@ class MlflowRun:
                 metrics = [Metric(name, value, point["time"], self._step(point)) for point, (name, value) in points]
                 client.log_batch(run, metrics=metrics, synchronous=True)
             case {"artifact": path, "folder": folder}:
+                self._check_files()
                 client.log_artifact(run, path, folder or None)
             case {"image": path, "key": key, "step": step, "time": at}:
+                self._check_files()
                 name = rf"images/{re.sub('/', '.', key)}\Wstep\W{step}\Wtimestamp\W{at}\W.*compressed"
                 if not any(re.match(name, file.path) for file in client.list_artifacts(run, "images")):
                     with Image.open(path) as image:
                         client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
             case {"text": text, "name": name}:
+                self._check_files()
                 client.log_text(run, text, name)
             case {"tags": tags} | {"numbers": tags}:
                 tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"finish": status, "time": at}:
+                if self._alone and not self._join_parent():
+                    place = f"MLflow at {public_address(resolve_uri(self._start['output_root']))}"
+                    self._log(
+                        "orphan", f"{place} does not have the parent of {self._start['run_dir']}; it stands alone"
+                    )
                 client.set_terminated(run, status, at)
 
     def _step(self, point: Record) -> int:
@@ -96,8 +106,7 @@ class MlflowRun:
                 found = client.create_run(experiment_id, start["time"], tags, start["run_name"])
             self._run, run_id = found, found.info.run_id
             new = {} if found.data.params else start["params"]
-            parent = self._find(experiment_id, start["parent"]) if start.get("parent") else None
-            tags = start["tags"] | ({PARENT_TAG: parent.info.run_id} if parent else {})
+            tags = dict(start["tags"])
             if NOTE_TAG in found.data.tags:  # which may have been edited
                 tags.pop(NOTE_TAG, None)
             params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
@@ -105,9 +114,26 @@ class MlflowRun:
             if start.get("dataset"):
                 client.log_inputs(run_id, [_dataset_input(**start["dataset"])])
         self._told({"run": {"run_id": run_id, "experiment_id": experiment_id}})
-        if start.get("parent") and parent is None and PARENT_TAG not in found.data.tags:
-            where = public_address(uri)
-            self._log("orphan", f"MLflow at {where} does not have the run of {start['run_dir']}; {run_id} stands alone")
+        self._alone = bool(start.get("parent")) and PARENT_TAG not in found.data.tags and not self._join_parent()
+
+    def _join_parent(self) -> bool:
+        """Make the run a child of its parent; return False if MLflow does not have that, perhaps not yet."""
+        parent = self._find(self._run.info.experiment_id, self._start["parent"])
+        if parent is not None:
+            self._client.set_tag(self._run.info.run_id, PARENT_TAG, parent.info.run_id)
+        return parent is not None
+
+    def _check_files(self) -> None:
+        """Raise FileNotFoundError if a server keeps files in a folder of its own, which this host does not have."""
+        where = urlsplit(self._run.info.artifact_uri)
+        folders = Path(where.path).parents[1:3]  # of the experiment, and of all
+        if not resolve_uri(self._start["output_root"]).startswith("http") or where.scheme not in ("", "file"):
+            return
+        if not any(os.access(folder, os.W_OK) for folder in folders):
+            raise FileNotFoundError(
+                f"the server keeps files in {folders[0]}, a folder that is not on this host; start it with "
+                "--artifacts-destination, not --default-artifact-root, and name a new experiment: logging.experiment"
+            )
 
     def _find(self, experiment_id: str, identity: str) -> Run | None:
         found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{identity}'", max_results=1)

@@ -3,11 +3,8 @@ and a GPU each, and decides what is still open.
 """
 
 import contextlib
-import hashlib
 import itertools
-import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +30,7 @@ from ddpm_ds.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_thre
 from ddpm_ds.errors import HostError, SpecError, one_line
 from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.planning import RunPlan, cut_and_ordered, decided
-from ddpm_ds.processes.hosts import sources, versions
+from ddpm_ds.processes.hosts import REMEDIES, facts
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
@@ -264,20 +261,12 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
         HostError: a rank differs from rank 0; the message says how, and the fix.
         PeerLostError: a rank did not join.
     """
-    software = {"python": ".".join(map(str, sys.version_info[:2])), **versions()}
-    checksum = hashlib.sha256(json.dumps(sources()).encode()).hexdigest()
-    about = {
-        "version of ": (software, "install the same versions on all hosts"),
-        "": ({"ddpm_ds/*.py": checksum}, "bring all hosts to one commit, with the same changes"),
-        f"{plan.spec_path}: ": (plan.spec.model_dump(mode="json"), "give all hosts the same file and --set"),
-        f"{plan.ds_path}: ": (plan.ds.as_json(), "give all hosts the same file and -p"),
-        "chosen ": (
-            {"cuts": list(plan.bounds[1:-1]), "device": device},
-            "give -p and --device, so that no host has to choose",
-        ),
-    }
-    said = rendezvous.agree("start", {title: values for title, (values, _) in about.items()})
-    for title, (_, remedy) in about.items():
+    documents = {str(plan.spec_path): plan.spec.model_dump(mode="json"), str(plan.ds_path): plan.ds.as_json()}
+    about = facts(documents) | {"chosen ": {"cuts": list(plan.bounds[1:-1]), "device": device}}
+    remedies = REMEDIES | {"chosen ": "give -p and --device, so that no host has to choose"}
+    said = rendezvous.agree("start", about)
+    for title in about:
+        remedy = remedies.get(title, "give all hosts the same file, --set and -p")
         _check(rendezvous, title, [one.get(title, {}) for one in said], remedy)
 
 

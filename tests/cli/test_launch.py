@@ -23,6 +23,7 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.device import host_memory
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.supervisor import Outcome, Place
+from ddpm_ds.tracking.run_folder import EVENTS, EventFile, ending
 from tests.forking import REPOSITORY
 from tests.launching import place_digits, run_ranks, tiny_spec
 from tests.terminal import PROGRAM, Terminal
@@ -101,6 +102,25 @@ print(json.dumps(found))
     assert len(twice[1].splitlines()) == 1 and "--processes" in twice[1]
     assert [imported for _, _, imported in (dry, uneven, twice)] == [[]] * 3
     assert not list(tmp_path.glob("runs*"))
+
+
+def test_a_run_that_a_second_signal_ends_is_killed_in_its_file_and_a_line_says_what_tells_mlflow(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def supervise(*_: object, **__: object) -> int:
+        run_dir.mkdir()
+        EventFile(run_dir / EVENTS, print).append({"start": {"output_root": str(tmp_path), "trackers": []}})
+        return 128 + signal.SIGINT
+
+    monkeypatch.setattr(launch, "supervise", supervise)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--processes", "1", "--device", "cpu"]
+    assert main(["train", *words, "--run-dir", str(run_dir)]) == 128 + signal.SIGINT
+    assert ending(run_dir / EVENTS) == "KILLED"
+    assert f"not sent: 2 records to MLflow at sqlite:///{tmp_path}/mlflow.db" in (said := capsys.readouterr().err)
+    assert f"to send them: ddpm-ds send {run_dir}\n" in said
 
 
 def test_ranks_are_given_the_groups_that_the_planner_chose(

@@ -22,13 +22,11 @@ from tests.evaluate.planted import FAST, plant
 
 PLAN = ["plan", "--spec", "SPEC", "--deepspeed_config", "JSON", "--processes", "1"]
 FIT = ["fit", "--spec", "SPEC", "--deepspeed_config", "JSON"]
-COMPARE = ["compare", "RUN"]
 VERBS = {
     "plan --out": [*PLAN, "--out", "FILE"],
     "plan --timeline": [*PLAN, "--timeline", "FILE"],
     "fit --out": [*FIT, "--out", "FILE"],
     "fit --json": [*FIT, "--json", "FILE"],
-    "compare --markdown": [*COMPARE, "--markdown", "FILE"],
     "checkpoint consolidate out": ["checkpoint", "consolidate", "RUN", "FILE"],
 }
 """Words of each verb that writes a file, of which all but FILE are missing: the file is looked at first."""

@@ -172,7 +172,7 @@ def test_a_run_folder_that_is_taken_is_refused(
         ("file:///data/mlruns", "write sqlite:////data/mlruns/mlflow.db"),
         ("/data/runs.db", "write sqlite:////data/runs.db"),
         ("sqlite:////usr", "sqlite:////usr is a folder; write sqlite:////usr/mlflow.db"),
-        ("host:5000", "host:5000 is no store of MLflow's; write http://HOST:5000 or"),
+        ("host:5000", "MLFLOW_TRACKING_URI=host:5000 has no scheme; write http://host:5000"),
         ("postgres://me:hush@db/ml", "postgres://db/ml is no store of MLflow's"),
         ("http://[host", "is no store of MLflow's"),
         ("mysql+none://me:hush@db/ml", "mysql+none://db/ml can't be read; write it as mysql+pymysql://"),
@@ -260,6 +260,8 @@ def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
     assert choose_device("cpu").type == "cpu" and not torch.backends.cudnn.benchmark
     assert choose_device("cuda").type == "cuda" and torch.backends.cudnn.benchmark

@@ -1,17 +1,14 @@
-"""Runs as training would have left them, without training: in MLflow's store, or held in memory."""
+"""Runs as training would have left them, without training: in MLflow's store."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
-
-from ddpm_ds.tracking.runs import Point, RecordedRun
 
 BEGIN_MS = 1_790_000_000_000
 BATCH = 64
@@ -19,47 +16,6 @@ STEPS_PER_POINT = 10
 DATABASE = "mlflow.db"
 
 Points = Mapping[str, list[float]]
-
-
-@dataclass(frozen=True)
-class HeldRun(RecordedRun):
-    """A run that needs no MLflow."""
-
-    points: Points = field(default_factory=dict)
-
-    def history(self, name: str) -> list[Point]:
-        return [
-            Point(STEPS_PER_POINT * number, self.start_ms + 1000 * number, value)
-            for number, value in enumerate(self.points[name], start=1)
-        ]
-
-    def artifacts(self, folder: str = "") -> list[str]:
-        return []
-
-    def read_artifact(self, path: str) -> bytes | None:
-        return None
-
-
-def held(name: str, points: Points | None = None, **changes: Any) -> HeldRun:
-    """A finished run in memory; ``points`` are the values of its metrics at its log points."""
-    points = points or {}
-    options: dict[str, Any] = {
-        "id": f"{abs(hash(name)):032x}",
-        "name": name,
-        "experiment": "digits",
-        "experiment_id": "1",
-        "status": "FINISHED",
-        "start_ms": BEGIN_MS,
-        "params": {},
-        "metrics": {metric: values[-1] for metric, values in points.items()},
-        "tags": {},
-        "folder": None,
-        "parent": None,
-        "tracking_uri": "nowhere",
-        "points": points,
-    } | changes
-    options["params"] = {"train.batch_images": str(BATCH), **options["params"]}
-    return HeldRun(**options)
 
 
 class PlantedStore:

@@ -55,8 +55,8 @@ def test_a_note_that_says_nothing_or_would_be_cut_is_refused(root: Path, capsys:
 def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Path) -> None:
     said: list[str] = []
     folder = {FOLDER_TAG: str(tmp_path)}
-    write_labels(tmp_path, {"vary.changed": "precision=fp16"})
-    given = {"vary.changed": "precision=fp16", **folder}
+    write_labels(tmp_path, {"sweep.values": "precision=fp16"})
+    given = {"sweep.values": "precision=fp16", **folder}
     assert labels(tmp_path, "why not", said.append) == {**given, NOTE_TAG: "why not"}
     (tmp_path / "identity").write_text("1234\n")
     assert labels(tmp_path, "why not", said.append) == labels(tmp_path, None, said.append) == given

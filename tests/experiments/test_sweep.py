@@ -1,8 +1,9 @@
-"""ddpm-ds sweep: trials that are run, stopped, gone on with and compared."""
+"""ddpm-ds sweep: trials that are made, run, stopped, gone on with and compared."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -15,8 +16,12 @@ import psutil
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.experiments.sweep import Ending, Sweep, run_command
-from ddpm_ds.tracking.runs import find_run, find_runs
+from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.errors import UserError
+from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
+from ddpm_ds.tracking.recorder import parameters
+from ddpm_ds.tracking.runs import VARIED_TAG, find_run, find_runs
+from ddpm_ds.tracking.tracker import Tracker, flatten
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
 from tests.train.ranks import QUIET, TINY
@@ -43,13 +48,14 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     print("started", flush=True)
     (run_dir / "begun").touch()
-    if run_dir.suffix == ".zero-1" and (run_dir / "output.log").read_text().count("started") == 1:
+    if run_dir.suffix.endswith("seed-1") and (run_dir / "output.log").read_text().count("started") == 1:
         while not stop:
             time.sleep(0.05)
         return 75
-    if run_dir.suffix == ".zero-0":
+    if run_dir.suffix.endswith("seed-0"):
         print("ddpm_ds: error: too bad; try another", file=sys.stderr)
         return 3
+    (run_dir / "events.jsonl").write_text('{}\\n{"finish": "FINISHED", "time": 1}\\n')
     return 0
 
 sys.exit(recorded(main))
@@ -92,14 +98,21 @@ def left_running(root: Path) -> list[str]:
 
 def folder_of(root: Path, trial: str = "") -> Path:
     """The sweep's folder, or a trial's."""
-    (found,) = (root / "runs").glob(f"vary-*.{trial}") if trial else (root / "runs").glob("vary-digits-????????")
+    (found,) = (root / "runs").glob(f"sweep-*.{trial}" if trial else "sweep-digits-????????")
     return found
 
 
+SEED = "train.seed"
+
+
+def trial_of(seed: int) -> str:
+    return f"train.seed-{seed}"
+
+
 def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_path: Path) -> None:
-    words = ["--vary", "zero=2,1,0", "--note", "does sharing pay?"]
+    words = ["--vary", f"{SEED}=2,1,0", "--note", "does sharing pay?"]
     first = start(tmp_path, *words)
-    wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("vary-*.zero-1/begun")))
+    wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("sweep-*seed-1/begun")))
     first.send_signal(signal.SIGTERM)
     code, said = first.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
     assert code == 75, said
@@ -110,14 +123,15 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     again = start(tmp_path, *words)
     code, said = again.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
     assert code == 3, said
-    assert "baseline: done before" in said and "zero=1: done after" in said
-    failure = "zero=0: exit code 3 (the numbers went bad)"
-    assert said.count(failure) == 2 and "    ddpm_ds: error: too bad; try another" in said
-    logs = [(folder_of(tmp_path, trial) / "output.log").read_text() for trial in ("baseline", "zero-1", "zero-0")]
+    assert f"{SEED}=2: 1 stage" in said and "(done)" in said and f"{SEED}=1: done" in said
+    assert said.count(f"{SEED}=0: exit code 3") == 2 and "    ddpm_ds: error: too bad; try another" in said
+    logs = [(folder_of(tmp_path, trial_of(seed)) / "output.log").read_text() for seed in (2, 1, 0)]
     assert [log.count("started") for log in logs] == [1, 2, 1]
     parent = find_run(str(folder_of(tmp_path)))
-    assert (parent.status, parent.note, parent.params["vary.zero"]) == ("FAILED", "does sharing pay?", "2,1,0")
-    assert parent.artifacts("failed/zero-0") == ["failed/zero-0/output.log"]
+    assert (parent.status, parent.note, parent.params["vary"]) == ("FAILED", "does sharing pay?", f"{SEED}=2,1,0")
+    assert [
+        file.rpartition("/")[2] for file in parent.artifacts(f"failed/{folder_of(tmp_path, trial_of(0)).name}")
+    ] == ["output.log"]
 
 
 @pytest.mark.long
@@ -133,27 +147,90 @@ def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
         timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "train/loss" in done.stdout
+    assert "train/loss" in done.stdout and (folder_of(tmp_path) / "comparison.txt").read_text() in done.stdout
     parent = find_run(str(folder_of(tmp_path)))
-    assert (parent.status, parent.note) == ("FINISHED", "how high?")
-    assert parent.artifacts("comparison") == ["comparison/comparison.md"]
+    assert (parent.status, parent.note, parent.artifacts()) == ("FINISHED", "how high?", ["comparison.txt"])
     (trial,) = find_runs(str(folder_of(tmp_path)))
-    assert (trial.status, trial.parent, trial.folder) == ("FINISHED", parent.id, folder_of(tmp_path, "baseline"))
-    assert (trial.tags["vary.changed"], trial.tags["vary.name"]) == ("baseline", parent.name)
+    assert (trial.status, trial.parent) == ("FINISHED", parent.id)
+    assert trial.folder == folder_of(tmp_path, "optimizer.learning-rate-1e-3")
+    assert trial.tags["sweep.values"] == "optimizer.learning_rate=1e-3"
     assert [point.step for point in trial.history("train/loss")] == list(range(2, 51, 2))
 
 
 def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
     log = tmp_path / "output.log"
 
-    def run(program: str) -> Ending:
-        return run_command([sys.executable, "-c", program], log, [], lambda: None)
+    def run(program: str) -> tuple[int, tuple[str, ...]]:
+        return run_command([sys.executable, "-c", program], log, [])
 
-    assert run("import sys; sys.exit('ddpm_ds: error: the first')").said == ("ddpm_ds: error: the first",)
-    second = run("print('[2026-11-21 launcher]\\n\\nbut why'); raise SystemExit(76)")
-    assert (second.exit_code, second.said, second.stopped) == (76, ("but why",), False)
-    assert run("pass").said == () and "the first" in log.read_text()
-    assert run("import os; os.kill(os.getpid(), 15)").stopped
+    assert run("import sys; sys.exit('ddpm_ds: error: the first')") == (1, ("ddpm_ds: error: the first",))
+    assert run("print('[2026-11-21 launcher]\\n\\nbut why'); raise SystemExit(76)") == (76, ("but why",))
+    assert run("pass") == (0, ()) and "the first" in log.read_text()
+    assert run("import os; os.kill(os.getpid(), 15)")[0] == -15
+
+
+def made_of(*items: str, processes: int = 1, folder: Path = Path("runs/sweep-x")) -> list[Trial]:
+    spec, overrides = REPOSITORY / "launch" / "specs" / "digits.yaml", ["train.seed=3"]
+    options = {"processes": processes, "stages": 1, "device": "cpu"}
+    return make_trials(parse_variables(items), folder, spec, CONFIG, overrides, **options)  # type: ignore[arg-type]
+
+
+def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
+    other = str(REPOSITORY / "ds_configs" / "zero0_fp32.json")
+    items = (f"deepspeed_config={CONFIG},{other}", "processes=1,2", "unet.multipliers=[1,2]", "ds.fp16.loss_scale=128")
+    found = made_of("processes=1,2", "unet.channels=32,64", "ds.gradient_clipping=0.5", folder=tmp_path / "sweep-x")
+    assert [trial.run_dir.name.removeprefix("sweep-x.") for trial in found] == [
+        f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5"
+        for count in (1, 2)
+        for channels in (32, 64)
+    ]
+    assert [(len(trial.plan.hosts), trial.plan.spec.unet.channels) for trial in found] == [
+        (1, 32),
+        (1, 64),
+        (2, 32),
+        (2, 64),
+    ]
+    trial = found[-1]
+    trial.prepare(["train.seed=3"])
+    config = read_ds_config(trial.run_dir / "asked_ds_config.json", [])
+    assert config["gradient_clipping"] == 0.5 and trial.plan.spec.train.seed == 3
+    labels = json.loads((trial.run_dir / "tags.json").read_text())
+    settings = flatten({"unet": {"channels": 64}, "ema": {}, "ds_config": {"gradient_clipping": 0.5, "zero": 1}})
+    shown = parameters(settings, {VARIED_TAG: labels[VARIED_TAG]})
+    assert set(shown) == {"unet.channels", "ds_config.gradient_clipping"}
+    precisions = [trial.plan.ds.precision for trial in made_of(f"deepspeed_config={CONFIG},{other}")]
+    assert precisions == ["fp16", "fp32"] and len(items) == 4
+    same = made_of("data.path=a/b,a-b", "data.source=folder")
+    assert [trial.run_dir.name for trial in same] == [
+        "sweep-x.data.path-a-b-data.source-folder",
+        "sweep-x.data.path-a-b-data.source-folder-2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        (
+            ["precision=fp16"],
+            "--vary precision=fp16: precision can't be varied; use processes, deepspeed_config, a key",
+        ),
+        (["processes"], "write NAME=VALUE,VALUE"),
+        (["processes=1,"], "write NAME=VALUE,VALUE"),
+        (["processes=1,1"], "comes twice"),
+        (["processes=1", "processes=2"], "processes comes twice"),
+        (["processes=1,0"], "trial processes=0: '0' is not a whole number from 1 to 65,536"),
+        (["logging.experiment=a,b"], "logging.experiment can't be varied"),
+        (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
+        (["unet.chanels=32"], "did you mean unet.channels?"),
+        (["ds.zero_optimization.stage=1,three"], 'zero_optimization.stage = "three" should be'),
+        (["ds.pipeline.schedule=1f1b,folded"], "trial ds.pipeline.schedule=folded: "),
+        ([f"train.seed={','.join(map(str, range(1001)))}"], "makes 1,001 trials, and 1,000 are the most"),
+    ],
+)
+def test_a_variable_or_a_value_that_can_not_be_is_one_line(items: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        made_of(*items)
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_nothing_is_started_unless_every_trial_can_be(
@@ -161,14 +238,9 @@ def test_nothing_is_started_unless_every_trial_can_be(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     for words, said in (
-        (["--vary", "schedule=1f1b,zigzag"], 'trial schedule=zigzag: .*"zigzag" should be'),
-        (["--vary", "schedule=1f1b,folded"], "trial schedule=folded: .* nothing to fold on one stage"),
-        (["--vary", "stages=1,2", "--processes", "2", "--", "-p", "2"], "-p 2 after -- and --vary stages"),
-        (["--vary", "zero=1,2", "--", "--run-dir", "here"], "--run-dir after --: each trial gets its own"),
-        (["--vary", "zero=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
-        (["--vary", "zero=1,2", "--", "--trace-steps", "50-51"], "trial baseline has 50 steps"),
-        (["--vary", "zero=1,2", "--metrics", "train/loss,"], "'train/loss,' has an empty name"),
-        (["--vary", "zero=1,2", "stray"], "stray is no option of sweep"),
+        (["--vary", "train.seed=1,2", "--", "--run-dir", "here"], "run_dir after --: each trial gets its own"),
+        (["--vary", "train.seed=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
+        (["--vary", "train.seed=1,2", "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),
     ):
         assert main(command(tmp_path, *words)) == 2
@@ -177,33 +249,25 @@ def test_nothing_is_started_unless_every_trial_can_be(
         assert re.search(said, lines[0]), lines
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs").touch()
-    assert main(command(tmp_path, "--vary", "zero=1,2")) == 2
+    assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
     assert "can't be written" in capsys.readouterr().err
     (tmp_path / "runs").unlink()
-    monkeypatch.setattr(Sweep, "begin", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    assert main(command(tmp_path, "--vary", "zero=1,2")) == 2
+    monkeypatch.setattr(Tracker, "start", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    assert main(command(tmp_path, "--vary", "train.seed=1,2")) == 2
     assert "can't be written (No space left on device)" in capsys.readouterr().err
 
 
-def test_the_same_command_is_the_same_sweep_and_another_one_is_not(
+def test_the_trials_are_shown_before_they_are_started_and_the_same_command_is_the_same_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def name(*words: str) -> str:
-        assert main(command(tmp_path, *words, "--dry-run")) == 0
-        return capsys.readouterr().out.split(",")[0]
+    def shown(*words: str) -> list[str]:
+        assert main(command(tmp_path, *words, "--dry-run", "--", "-p", "1")) == 0
+        return capsys.readouterr().out.splitlines()
 
-    varied = ("--vary", "precision=fp32,fp16", "--vary", "zero=1,2")
-    assert name(*varied) == name(*varied, "--note", "again") == name(*varied, "--metrics", "train/loss")
-    others = [name(*varied, "--full"), name(*varied[:2]), name(*varied, "--set", "train.seed=4")]
-    assert len({name(*varied), *others}) == 4
+    varied = ("--vary", f"{SEED}=1,2", "--vary", "processes=1,2")
+    first, *trials = shown(*varied)
+    assert first.endswith("4 trials") and len(trials) == 4
+    assert trials[-1] == f"  {SEED}=2 processes=2: 1 stage x 2 replicas, fp16, ZeRO-2, 2 micro-batches of 2, 50 steps"
+    assert shown(*varied, "--note", "again")[0] == first
+    assert len({first, shown(*varied[:2])[0], shown(*varied, "--set", "train.seed=4")[0]}) == 3
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_trials_are_shown_before_they_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(command(tmp_path, "--vary", "zero=0,2", "--vary", "processes=1,2", "--full", "--dry-run", "--", "-p", "1"))
-        == 0
-    )
-    out = capsys.readouterr().out
-    assert "4 trials" in out and "zero=0, processes=1" in out
-    assert "  zero=2 processes=2: 1 stage x 2 replicas, fp16, ZeRO-2, 2 micro-batches of 2, 50 steps" in out

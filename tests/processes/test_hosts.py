@@ -18,6 +18,8 @@ from ddpm_ds.processes.hosts import (
     find_environment,
     read_environment,
     read_hostfile,
+    ssh,
+    ssh_to,
     this_host,
     write_environment,
 )
@@ -86,6 +88,18 @@ def test_this_host_is_known_by_what_ssh_calls_it(tmp_path: Path, monkeypatch: py
     config.write_text("Host first\n  HostName 127.0.0.1\nHost second\n  HostName 192.0.2.8\n")
     monkeypatch.setenv("PDSH_SSH_ARGS", f"-F {config}")
     assert this_host(["second", "me@first"]) == "me@first"
+
+
+def test_ssh_is_called_as_pdsh_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    *words, remote = ssh("me@worker-1", ["echo", "a b", "$HOME"])
+    assert " ".join(words) == "ssh -o BatchMode=yes -o ConnectTimeout=10 -l me -a -x worker-1"
+    assert remote == "echo 'a b' '$HOME'"
+    monkeypatch.setenv("PDSH_SSH_ARGS", "-F 'my config' -l%u %h")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
+    assert ssh_to("you@worker-1") == ["ssh", "-l", "you", "-p", "2222", "-F", "my config", "-lyou", "worker-1"]
+    for host in ("-oProxyCommand=reboot", "me@-oProxyCommand=reboot"):
+        with pytest.raises(SpecError, match="would be an option of ssh"):
+            ssh_to(host)
 
 
 def test_what_people_write_is_understood(tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def several_hosts(run_dir: Path) -> Place:
     return Place(hostfile=Path("hostfile"), port=29511)
 
 
+KEYED_SSH = 'case "$*" in *" -i key "*) echo Welcome; echo 10.0.0.7 10.1.0.7 ;; *) echo "no key" >&2; exit 255 ;; esac'
+"""An ssh that lets in those with a key of pdsh's options alone."""
+
+
 @pytest.fixture
 def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Several hosts, and a launcher in the place of DeepSpeed's."""
@@ -94,6 +98,8 @@ def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     program(run_dir, "pdsh", "")
+    program(run_dir, "ssh", KEYED_SSH)
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parents[1]), str(REPOSITORY)]))
     return several_hosts(run_dir)
 
@@ -431,10 +437,20 @@ def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_p
     assert said == [f"{LOST}; restart 1 of 3 in 0.1 s", f"{LOST}; restart 2 of 3 in 0.2 s"]
 
     (first, environment, travels), (second, _, _) = map(json.loads, Path("starts").read_text().splitlines())
-    assert first == ["--log_level", "critical", "--hostfile", "hostfile", "--master_port", "29511"]
+    asked = ["--no_ssh_check", "--master_addr", "10.0.0.7"]
+    assert first == ["--log_level", "critical", *asked, "--hostfile", "hostfile", "--master_port", "29511"]
     assert second == [*first[:-1], "29512"]
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
     assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={environment[EXIT_FILE_VARIABLE]}\n"
+
+
+def test_a_first_host_that_ssh_does_not_reach_with_pdshs_options_is_one_line(
+    run_dir: Path, stand_in: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i none")
+    with pytest.raises(SpecError, match=r"can't be asked for its address \(no key\); this must work: ssh .* -i none"):
+        supervised(playing(run_dir, "0"), stand_in)
+    assert not Path("starts").exists()
 
 
 @pytest.mark.parametrize("hosts", ["one host", "several hosts"])

@@ -50,9 +50,9 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Store:
     store = Store(root)
     one = store.run("digits-1", **{"mlflow.note.content": "why not"})
     store.run("digits-2")
-    sweep = store.run("vary-digits", kind="vary")
+    sweep = store.run("sweep-digits", kind="sweep")
     for trial in ("baseline", "fp16"):
-        store.run(f"vary-digits.{trial}", **{PARENT_TAG: sweep})
+        store.run(f"sweep-digits.{trial}", **{PARENT_TAG: sweep})
     store.run("evaluate images-000000640", kind="evaluate", **{PARENT_TAG: one})
     store.client.log_param(one, "unet.channels", "8")
     for step, value, at in ((5, 3.0, 100), (10, 2.0, 200), (10, 2.5, 400), (5, 3.5, 300)):  # rewound after 10
@@ -103,9 +103,9 @@ def test_a_folder_that_is_another_runs_by_now_is_not_taken_for_this_ones(store: 
 
 
 def test_an_experiment_means_its_training_runs_and_a_sweep_its_trials(store: Store) -> None:
-    trials = ["vary-digits.baseline", "vary-digits.fp16"]
+    trials = ["sweep-digits.baseline", "sweep-digits.fp16"]
     assert [run.name for run in find_runs("digits", root=store.root)] == ["digits-1", "digits-2", *trials]
-    assert [run.name for run in find_runs("vary-digits", root=store.root)] == trials
+    assert [run.name for run in find_runs("sweep-digits", root=store.root)] == trials
     assert [run.name for run in find_runs("digits-2", root=store.root)] == ["digits-2"]
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,8 +26,10 @@ from PIL import Image
 from ddpm_ds.cli.main import main
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
-from ddpm_ds.tracking.run_folder import EVENTS, NOTE_TAG, SYSTEM_METRICS, lock, read
+from ddpm_ds.tracking.address import uri_fault
+from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
 from ddpm_ds.tracking.tracker import RunLink, flatten
+from ddpm_ds.tracking.trackers import MlflowRun
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
 
@@ -287,6 +290,86 @@ def test_a_start_that_a_full_disk_refused_comes_before_the_next_event(
     tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(1, 1.0)] and read_run(root).info.status == "FINISHED"
     assert {path.name for path in (root / "run").iterdir()} == ({EVENTS, "events.sent.json"} if kind is None else set())
+
+
+def test_a_run_that_was_killed_is_so_in_mlflow_when_its_folder_is_taken_again(root: Path) -> None:
+    """The second run is another one, as after a start that saved nothing; ``send`` does the same for the last one."""
+    for identity, killed in (("one", True), ("two", False), ("three", True)):
+        tracker = start(root, identity=identity)
+        tracker.wait_for_run(lambda: False)
+        if killed:
+            tracker._process.kill()
+            tracker._process.wait()
+        else:
+            tracker.finish("FINISHED", PATIENCE_SECONDS)
+    (root / "run" / LOCK).touch()
+    assert send(root) == 0
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    (experiment,) = (one for one in client.search_experiments() if one.name == "experiment")
+    ends = {run.data.tags[START_TAG]: run.info.status for run in client.search_runs([experiment.experiment_id])}
+    assert ends == {"one": "KILLED", "two": "FINISHED", "three": "KILLED"}
+
+
+def test_a_child_finds_its_parent_however_late_that_comes(root: Path) -> None:
+    said: list[str] = []
+    child = start(root, identity="child", parent="parent", log=said.append)
+    child.wait_for_run(lambda: False)
+    (root / "sweep").mkdir()
+    parent = start(root, identity="parent", run_dir=root / "sweep")
+    parent.wait_for_run(lambda: False)
+    link = child.finish("FINISHED", PATIENCE_SECONDS)
+    run = MlflowClient(f"sqlite:///{root}/mlflow.db").get_run(str(link.run_id))
+    assert run.data.tags[PARENT_TAG] == parent.finish("FINISHED", PATIENCE_SECONDS).run_id and said == []
+
+
+def test_a_parent_that_mlflow_can_not_have_is_not_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+    said: list[str] = []
+    tracker = start(root, log=said.append)
+    tracker.wait_for_run(lambda: False)
+    assert tracker.run_id is None and "Connection refused" in said[0]
+    tracker.finish("FAILED", timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("uri", "files", "kept"),
+    [
+        ("http://tracker:5000", "/nowhere/mlruns/1/id/artifacts", False),
+        ("http://tracker:5000", "file:///nowhere/mlruns/1/id/artifacts", False),
+        ("http://tracker:5000", "{root}/1/id/artifacts", True),  # a folder that both hosts have
+        ("http://tracker:5000", "mlflow-artifacts:/1/id/artifacts", True),
+        ("sqlite:///x/mlflow.db", "file:///nowhere/1/id/artifacts", True),
+    ],
+)
+@pytest.mark.parametrize(
+    "record",
+    [{"artifact": "x", "folder": ""}, {"text": "x", "name": "x"}, {"image": "x", "key": "k", "step": 1, "time": 1}],
+)
+def test_files_of_a_server_that_keeps_them_in_its_own_folder_are_refused(
+    uri: str, files: str, kept: bool, record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    run = MlflowRun(Mock(), Mock())
+    run._client, run._start = Mock(), {"output_root": str(tmp_path)}
+    run._client.list_artifacts.return_value = [Mock(path="images/k%step%1%timestamp%1%x.compressed")]
+    run._run = Mock(info=Mock(artifact_uri=files.replace("{root}", str(tmp_path))))
+    if kept:
+        with contextlib.suppress(FileNotFoundError):  # of the picture
+            run.send([record])
+        assert run._client.method_calls
+    else:
+        with pytest.raises(FileNotFoundError, match=r"in /nowhere/mlruns/1, a folder that is not on this host; start"):
+            run.send([record])
+        assert not run._client.method_calls
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:5000", "127.0.0.1:5000", "tracker.example.org:5000/ml", "me:hush@tracker:80", "[::1]:5000"]
+)
+def test_an_address_without_a_scheme_is_refused_with_what_to_write(address: str) -> None:
+    said = str(uri_fault(address))
+    assert "has no scheme; write http://" in said and "hush" not in said
+    assert uri_fault(said.rpartition("write ")[2]) is None
 
 
 TRAINER = """

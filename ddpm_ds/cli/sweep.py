@@ -1,0 +1,158 @@
+"""``ddpm-ds sweep``: train a spec with all combinations of some values, one run after another, and compare the runs."""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from ddpm_ds.cli.train import parse
+from ddpm_ds.command_line import Verbs, add_config_option, add_spec_options, counted, processes, take_files, valid_text
+from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
+from ddpm_ds.errors import EXIT_PREEMPTED, UserError, print_to_stderr
+from ddpm_ds.experiments.compare import of_folder, terminal
+from ddpm_ds.experiments.sweep import LOG, OPTIONS, Trial, make_trials, parse_variables, run_command
+from ddpm_ds.files import replace_file
+from ddpm_ds.processes.signals import heard_signals
+from ddpm_ds.tracking import run_folder
+from ddpm_ds.tracking.address import check_experiment
+from ddpm_ds.tracking.run_folder import KIND_TAG, RunFolder, identity_of
+from ddpm_ds.tracking.runs import SWEEP, ExperimentError, add_runs_option
+from ddpm_ds.tracking.tracker import Tracker
+
+DESCRIPTION = f"""\
+Train the same spec with all combinations of some values, one run after another, and compare the runs. All trials are
+checked before the first one starts. The runs are children of one run in MLflow. The same command continues where it was
+stopped: what is done is skipped, what failed is tried again.
+
+variables: {", ".join(OPTIONS)}, a key of the spec (unet.channels), or one of the JSON after ds. (ds.pipeline.stages)
+
+  ddpm-ds sweep --spec launch/specs/digits.yaml --deepspeed_config ds_configs/zero2_fp16.json \\
+      --vary ds.fp16.enabled=false,true --vary processes=1,2 --note "is half precision worth it on this machine?"
+
+exit codes: 0 all trials are done   2 bad input, nothing was started   75 stopped, start it again
+  else that of the first trial that failed, see ddpm-ds run --help
+"""
+COMPARISON = "comparison.txt"
+
+
+def add_sweep(verbs: Verbs) -> None:
+    """Add the verb ``sweep``."""
+    about = "train one spec with different values, and compare the runs"
+    parser = verbs.add_parser("sweep", help=about, description=DESCRIPTION)
+    add_spec_options(parser)
+    add_config_option(parser)
+    vary = "a setting and its values; may be repeated"
+    parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE", help=vary)
+    parser.add_argument("--processes", type=processes, default=1, metavar="N", help="processes of each run (default 1)")
+    parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this is tried; kept in MLflow")
+    add_runs_option(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check and print the trials, and exit")
+    more = "options of ddpm-ds train for every run, such as -p 2"
+    parser.add_argument("train_options", nargs=argparse.REMAINDER, metavar="-- ...", help=more)
+    parser.set_defaults(run=_sweep)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    take_files(options)
+    first, *given = options.train_options or ["--"]
+    if first != "--":
+        raise ExperimentError(f"{first} is no option of sweep; write options of ddpm-ds train after --")
+    files = ["--deepspeed_config", str(options.deepspeed_config)]
+    default, asked = parse(files), parse([*files, *given])
+    for name in (
+        "spec",
+        "overrides",
+        "deepspeed_config",
+        "run_dir",
+        "parent_run",
+        "note",
+        "resume",
+        "dry_run",
+        "steps",
+    ):
+        if getattr(asked, name) != getattr(default, name):
+            raise ExperimentError(f"{name} after --: each trial gets its own; leave it out, or give it before the --")
+    spec = load_spec(options.spec, spec_overrides(options.overrides))
+    config = read_ds_config(options.deepspeed_config, options.overrides)
+    content = json.dumps([spec.model_dump(mode="json"), config, options.vary, options.processes, given], sort_keys=True)
+    folder = options.runs / f"sweep-{spec.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    trials = make_trials(
+        parse_variables(options.vary),
+        folder,
+        options.spec,
+        options.deepspeed_config,
+        options.overrides,
+        processes=options.processes,
+        stages=asked.pipeline_stages,
+        device=asked.device,
+    )
+    check_experiment(spec.logging.experiment, options.runs)
+    print(f"sweep        {folder}, {counted(len(trials), 'trial')}")
+    for trial in trials:
+        layout, state = trial.plan.ds.layout, " (done)" if trial.done else ""
+        batch = f"{counted(layout.micro_batches, 'micro-batch')} of {layout.micro_batch_images}"
+        how = f"{trial.plan.ds.precision}, ZeRO-{layout.zero_stage}, {batch}, {trial.plan.steps:,} steps"
+        print(f"  {trial.label}: {layout.processes_words()}, {how}{state}", flush=True)
+    return 0 if options.dry_run else _train(folder, trials, options, given)
+
+
+def _log(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may have been closed
+        print_to_stderr(f"ddpm-ds sweep: {line}")
+
+
+def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given: list[str]) -> int:
+    """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
+    failed, stopped = dict[str, int](), 0
+    with run_folder.disk_errors_said(folder), run_folder.claim_folder(folder), heard_signals() as heard:
+        own = {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
+        tags = (
+            run_folder.labels(folder, options.note, _log) | own
+        )  # before identity(): a run that has one keeps its note
+        identity = RunFolder(folder).identity()
+        tracker = Tracker.start(
+            trials[0].plan.spec.logging.experiment,
+            folder.name,
+            output_root=folder.parent,
+            run_dir=folder,
+            params={"vary": " ".join(options.vary), "command": shlex.join(["ddpm-ds", *sys.argv[1:]])},
+            tags=tags,
+            identity=identity,
+            log=_log,
+        )
+        tracker.wait_for_run(lambda: bool(heard))  # its children look for it
+        for trial in trials:
+            if trial.done or heard or stopped:
+                continue
+            trial.prepare(options.overrides)
+            _log(f"{trial.label}: started, its output is in {trial.run_dir / LOG}")
+            code, said = run_command(trial.command(identity, given), trial.run_dir / LOG, heard)
+            if code == EXIT_PREEMPTED or not 0 <= code <= 128:  # by request
+                stopped = code if code > 0 else EXIT_PREEMPTED
+            elif code:
+                failed[trial.label] = code
+                tracker.artifact(trial.run_dir / LOG, f"failed/{trial.run_dir.name}")
+            for line in (
+                f"{trial.label}: {f'exit code {code}' if code else 'done'}",
+                *(f"    {line}" for line in said),
+            ):
+                _log(line)
+        done = sum(trial.done for trial in trials)
+        begun = [trial.run_dir for trial in trials if identity_of(trial.run_dir)]
+        if begun and not (heard or stopped):
+            with contextlib.suppress(UserError):  # a trial that failed before it had anything
+                text = terminal([of_folder(run) for run in begun], width=shutil.get_terminal_size((120, 24)).columns)
+                print(f"\n{text}", flush=True)
+                replace_file(folder / COMPARISON, text.encode() + b"\n")
+                tracker.artifact(folder / COMPARISON)
+        tracker.finish("KILLED" if heard or stopped else "FAILED" if failed else "FINISHED")
+    for label, code in failed.items():
+        _log(f"{label}: exit code {code}")
+    again = f"look again: ddpm-ds compare {folder}" if done == len(trials) else "the same command continues"
+    _log(f"{done} of {len(trials)} trials are done; {again}")
+    return stopped or (EXIT_PREEMPTED if heard and done < len(trials) else 0) or next(iter(failed.values()), 0)
