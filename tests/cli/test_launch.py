@@ -109,10 +109,10 @@ def test_a_run_that_a_second_signal_ends_is_killed_in_its_file_and_a_line_says_w
 ) -> None:
     run_dir = tmp_path / "run"
 
-    def supervise(*_: object, **__: object) -> int:
+    def supervise(*_: object, **__: object) -> Outcome:
         run_dir.mkdir()
         EventFile(run_dir / EVENTS, print).append({"start": {"output_root": str(tmp_path), "trackers": []}})
-        return 128 + signal.SIGINT
+        return Outcome(128 + signal.SIGINT)
 
     monkeypatch.setattr(launch, "supervise", supervise)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")

@@ -346,8 +346,8 @@ def test_a_run_larger_than_a_container_s_limit_is_refused_before_anything_is_bui
     (tmp_path / "cgroup").mkdir()
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "cgroup" / "memory.max").write_text(f"{2**24}\n")
-    monkeypatch.setattr("ddpm_ds.device.CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr("ddpm_ds.device.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("ddpm_ds.files.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("ddpm_ds.files.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr("ddpm_ds.train.start.started", None)
     assert "needs about" in refused(capsys, tmp_path)
 
