@@ -311,7 +311,7 @@ def prompts_for(
     if known is None:
         if texts is None:
             log("no prompt is given, so it draws for the empty text")
-        known = EncodedPrompts.of(_encoding(trained), texts or ("",), device, log)
+        known = EncodedPrompts.of(_encoding(trained), texts or ("",), device, log, trained.learned_encoders)
     return trained.prompts(known, negative)
 
 
