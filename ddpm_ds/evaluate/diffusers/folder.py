@@ -313,7 +313,8 @@ class DiffusersFolder:
             )
         try:
             if self.single is not None:
-                return process_from_scheduler(self.single.scheduler(objective)[0], base)
+                silent = "v" if base is not None and base.objective == "v" else "eps"
+                return process_from_scheduler(self.single.scheduler(objective, silent)[0], base)
             return process_from_scheduler(_read_json(self._scheduler), base)
         except ValueError as error:
             what, where = (

@@ -226,7 +226,7 @@ class _EdmArguments(_Noise):
 class _FlowMatchArguments(_Noise):
     """Arguments of a scheduler that knows flow matching alone; those of noise in timesteps have no effect there."""
 
-    class_names: ClassVar = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+    class_names: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 
     num_train_timesteps: Literal[1000] = 1000
     invert_sigmas: Literal[False] = False

@@ -341,9 +341,9 @@ class SingleFile:
         """Whether it is of SDXL's kind, with a pooled text."""
         return "addition_embed_type" in self.config
 
-    def scheduler(self, typed: str | None = None) -> tuple[dict[str, Any], bool]:
+    def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, Any], bool]:
         """Return the arguments of the scheduler, and whether the file says what is predicted. What is ``typed``, an
-        objective, counts before that; a file that does not say it predicts eps, as most of its kind.
+        objective, counts before that, and ``silent`` where the file does not say it.
 
         Raises:
             ValueError: it says what can't be expressed, or two things.
@@ -362,7 +362,7 @@ class SingleFile:
                 f"{' and '.join(predicts.values())} contradict each other; --set diffusion.objective="
                 f"{' or '.join(sorted(predicts))} says which is right"
             )
-        objective = typed or next(iter(predicts), "eps")
+        objective = typed or next(iter(predicts), silent)
         zero_snr = next((key for key, value in says.items() if value is True), None)
         if zero_snr and objective == "eps":
             raise ValueError(
