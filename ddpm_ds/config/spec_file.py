@@ -139,8 +139,9 @@ def spec_overrides(overrides: Sequence[str]) -> list[str]:
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
-def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML.
+def load_spec(path: GivenPath, overrides: Sequence[str] = (), unasked: Sequence[str] = ()) -> RunSpec:
+    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML; ``unasked`` ones
+    count last, and no message names them.
 
     Raises :class:`SpecError`, one line for each fault, if the file can't be read or a key or value is wrong. Whether
     values fit each other is only checked once each of them is right.
@@ -154,6 +155,8 @@ def load_spec(path: GivenPath, overrides: Sequence[str] = ()) -> RunSpec:
             origins[_override(values, item)] = f"--set {item}"
         except SpecError as error:
             faults += error.args
+    for item in unasked:
+        _override(values, item)
     try:
         spec = SPEC.read(values)
     except ValidationError as error:

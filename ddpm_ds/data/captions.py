@@ -224,15 +224,23 @@ class EncodedPrompts:
     """N = 1."""
 
     @classmethod
-    def of(cls, spec: TextSpec, texts: Sequence[str], device: torch.device, log: Callable[[str], None]) -> Self:
+    def of(
+        cls,
+        spec: TextSpec,
+        texts: Sequence[str],
+        device: torch.device,
+        log: Callable[[str], None],
+        learned: str | None = None,
+    ) -> Self:
         """Encode texts; ``log`` is told which are longer than the encoders read.
 
         Raises:
-            DataError: the encoders can't be used.
+            DataError: the encoders can't be used, or are others than those with the checksum ``learned``.
         """
         import torch
 
         encoders = TextEncoders.open(spec, device)
+        encoders.check_learned(learned)
         for text, excess in zip(texts, encoders.excess([*texts]), strict=True):
             if excess:
                 begin = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ddpm_ds.config.section import shown
 from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels, written
 from ddpm_ds.data.cache import BUCKETS, TEXTS, DatasetCache
 from ddpm_ds.data.hub import from_hub
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
-"""Files of an autoencoder's folder."""
+HALF = "diffusion_pytorch_model.fp16.safetensors"
+"""Files of an autoencoder's folder; weights in fp16 are read where others are missing."""
 PIXELS_AT_ONCE = 2**18
 """Pixels that are encoded or decoded together, at least one image: 4 images of 256x256. A layer of a common autoencoder
 has 128 values per pixel."""
@@ -60,9 +62,9 @@ Latents: TypeAlias = "npt.NDArray[np.float16]"
 
 
 class _Config(BaseModel):
-    """Part of ``config.json`` that is read, with the defaults of diffusers."""
+    """Content of ``config.json``, with the defaults of diffusers; what is Any decides the layers alone."""
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
     class_name: Literal["AutoencoderKL"] = Field(alias="_class_name")
     in_channels: Literal[3] = 3
@@ -72,8 +74,19 @@ class _Config(BaseModel):
     layers_per_block: Blocks = 1
     scaling_factor: Annotated[float, Field(gt=0.0)] = 0.18215
     shift_factor: float | None = None
+    latents_mean: None = None
+    """Values by channel, which pipelines of SDXL read and ours does not."""
+    latents_std: None = None
     force_upcast: bool = False
     """Whether fp16 is too small, as SDXL's says. Where it is missing diffusers has true, but SD 1.5's fits."""
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    down_block_types: Any = None
+    up_block_types: Any = None
+    act_fn: Any = None
+    norm_num_groups: Any = None
+    sample_size: Any = None
+    mid_block_add_attention: Any = None
 
 
 @dataclass(frozen=True)
@@ -106,17 +119,21 @@ class Autoencoder:
         try:
             folder = name if name.exists() else _from_hub(name)
             content = parse_json(read_bytes(folder / CONFIG))
-            config = _Config.model_validate(content)
-            weights = _checksum(folder / WEIGHTS)
+            decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not the version
+            read = {key: decisive[key] for key in decisive if key in _Config.model_fields or decisive[key]}
+            config = _Config.model_validate_json(
+                json.dumps(read | {"_class_name": content.get("_class_name")}), strict=True
+            )
+            weights = _checksum(_weights(folder))
         except OSError as error:
             raise _unusable(name, f"{error.filename or name} can't be read ({error.strerror or error})") from None
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"])) or CONFIG
-            raise _unusable(name, f"{CONFIG} is of another kind ({key}: {fault['msg']})") from None
-        except ValueError as error:
+            value = "" if fault["type"] == "missing" else f" = {shown(fault['input'])}"
+            raise _unusable(name, f"{CONFIG} is of another kind ({key}{value}: {fault['msg']})") from None
+        except (ValueError, AttributeError) as error:
             raise _unusable(name, f"{CONFIG} is damaged ({error})") from None
-        decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not the version
         followed = f"{json.dumps(decisive, sort_keys=True)} {weights}"
         return cls(
             str(name),
@@ -129,15 +146,49 @@ class Autoencoder:
             needs_fp32=config.force_upcast,
         )
 
+    @property
+    def weights(self) -> Path:
+        """File of its weights."""
+        return _weights(self.folder)
+
     def copy_to(self, folder: Path) -> None:
-        """Copy the autoencoder into a new folder, from which :meth:`open` opens the same one.
+        """Write the autoencoder into a new folder, with its shift in the weights, since pipelines read no shift_factor.
 
         Raises:
             OSError: the file system refuses.
         """
         folder.mkdir()
-        for name in (CONFIG, WEIGHTS):
-            shutil.copyfile(self.folder / name, folder / name)
+        if not self.shift:
+            shutil.copyfile(self.folder / CONFIG, folder / CONFIG)
+            shutil.copyfile(self.weights, folder / WEIGHTS)
+            return
+        from safetensors.torch import load, save
+
+        changes = {"shift_factor": None, "use_quant_conv": True, "use_post_quant_conv": True}
+        config = parse_json(read_bytes(self.folder / CONFIG)) | changes
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tensors = self.unshifted(load(self.weights.read_bytes()))
+        (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+
+    def unshifted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1): encoded means are
+        less by it, and what is decoded more.
+        """
+        import torch
+
+        if not self.shift:
+            return dict(tensors)
+        one, channels = next(iter(tensors.values())), self.channels
+        found = dict(tensors)
+        for name, width in (("quant_conv", 2 * channels), ("post_quant_conv", channels)):
+            found.setdefault(f"{name}.weight", torch.eye(width, dtype=one.dtype)[:, :, None, None].contiguous())
+            found.setdefault(f"{name}.bias", torch.zeros(width, dtype=one.dtype))
+        less = torch.zeros(2 * channels, dtype=torch.float64)
+        less[:channels] = self.shift
+        more = self.shift * found["post_quant_conv.weight"].double().sum(dim=(1, 2, 3))
+        for name, change in (("quant_conv.bias", -less), ("post_quant_conv.bias", more)):
+            found[name] = (found[name].double() + change).float()  # in fp16 the shift would be another
+        return found
 
 
 def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
@@ -239,9 +290,11 @@ class Coder:
         try:
             with torch.device("meta"):  # without memory, which a forged configuration could exhaust
                 parameters = sum(each.numel() for each in kind.from_config(kind.load_config(folder)).parameters())
-            if SMALLEST_ELEMENT_BYTES * parameters > (size := (folder / WEIGHTS).stat().st_size):
+            weights = self.autoencoder.weights
+            if SMALLEST_ELEMENT_BYTES * parameters > (size := weights.stat().st_size):
                 raise ValueError(f"{size:,} bytes for {parameters:,} parameters")
-            model, notes = kind.from_pretrained(folder, output_loading_info=True, **options)
+            variant = "fp16" if weights.name == HALF else None
+            model, notes = kind.from_pretrained(folder, output_loading_info=True, variant=variant, **options)
         except Exception as error:  # diffusers may raise anything on damaged files
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
         if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:
@@ -312,6 +365,12 @@ def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
         yield part, latents.half().numpy()
 
 
+def _weights(folder: Path) -> Path:
+    """Return the file of the weights in an autoencoder's folder."""
+    half = folder / HALF
+    return half if half.is_file() and not (folder / WEIGHTS).exists() else folder / WEIGHTS
+
+
 @until_changed
 def _checksum(path: Path) -> str:
     """Return the SHA-256 of weights, which must be finite.
@@ -321,7 +380,11 @@ def _checksum(path: Path) -> str:
     """
     with open_tensors(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-            if not tensors.get_tensor(name).isfinite().all():
+            tensor = tensors.get_tensor(name)
+            if tensor.element_size() < SMALLEST_ELEMENT_BYTES or not tensor.is_floating_point():
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise OSError(errno.EINVAL, f"{name} is {kind}; convert it to fp16 or fp32", str(path))
+            if not tensor.isfinite().all():
                 raise OSError(errno.EINVAL, f"{name} has a value that is not finite", str(path))
     return sha256_of(path)
 
@@ -331,12 +394,12 @@ def _from_hub(name: Path) -> Path:
     repository, inside = str(name), Path()
     if len(name.parts) == 3:
         repository, inside = str(name.parent), Path(name.name)
-    files = [str(inside / file) for file in (CONFIG, WEIGHTS)]
+    files = [str(inside / file) for file in (CONFIG, WEIGHTS, HALF)]
 
     def opened(folder: Path) -> Path:
-        for file in files:
-            if not (folder / file).is_file():
-                raise _unusable(name, f"it has no {file}")
+        for file in (folder / inside / CONFIG, _weights(folder / inside)):
+            if not file.is_file():
+                raise _unusable(name, f"it has no {inside / file.name}")
         return folder / inside
 
     return from_hub(repository, files, opened, said=f"data.autoencoder = {name}", expected=EXPECTED)

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.text import CrossAttentionSpec, TextSpec, Width
@@ -77,6 +77,13 @@ class _Config(BaseModel):
     num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = 12
     projection_dim: Width = 512
     max_position_embeddings: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 77
+    num_attention_heads: Annotated[int, Field(ge=1, le=1024)] = 8
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"{self.num_attention_heads} heads do not divide hidden_size = {self.hidden_size}")
+        return self
 
     @property
     def parameters(self) -> int:
@@ -127,6 +134,14 @@ class TextEncoders:
         if importlib.util.find_spec("transformers") is None:
             raise DataError(f"data.text.encoders = {spec.encoders} needs transformers: pip install 'ddpm_ds[text]'")
         return cls(spec, parts_of(spec), device)
+
+    def check_learned(self, digest: str | None) -> None:
+        """Refuse other encoders than those with this ``digest``, if one is known; raises DataError."""
+        if digest is not None and digest != self.digest:
+            raise DataError(
+                f"data.text.encoders = {self.spec.encoders} has other encoders or tokenizers than those whose text was "
+                "learned; bring those back"
+            )
 
     @functools.cached_property
     def digest(self) -> str:

@@ -46,6 +46,8 @@ AHEAD = 2**49
 """Difference of the image numbers of one state and the next, above all numbers of images."""
 LOG_SECONDS = 30.0
 """Seconds between two lines of the progress bar if there is no terminal."""
+MOST_PROMPT = 10_000
+"""Maximum number of characters of a prompt."""
 
 
 def draw(
@@ -296,6 +298,11 @@ def prompts_for(
                     f"{name}: the U-Net of {trained.origin} reads no text (unet.text is null); leave it out"
                 )
         return None
+    for text in (*(texts or ()), negative or ""):
+        if len(text) > MOST_PROMPT:
+            raise SpecError(
+                f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most, encoders read fewer"
+            )
     if texts is not None and not texts:
         raise SpecError("prompts = [] has none; use None for those of the run's own pictures")
     if negative is not None and (guided or not sampler.guides):
@@ -311,7 +318,7 @@ def prompts_for(
     if known is None:
         if texts is None:
             log("no prompt is given, so it draws for the empty text")
-        known = EncodedPrompts.of(_encoding(trained), texts or ("",), device, log)
+        known = EncodedPrompts.of(_encoding(trained), texts or ("",), device, log, trained.learned_encoders)
     return trained.prompts(known, negative)
 
 

@@ -34,8 +34,8 @@ from ddpm_ds.config.spec import (
 )
 from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.config.text import TextSpec
-from ddpm_ds.data.cache import CONSTANTS, FieldFacts
-from ddpm_ds.data.captions import EncodedPrompts
+from ddpm_ds.data.cache import CONSTANTS, TEXTS, FieldFacts
+from ddpm_ds.data.captions import ENCODERS, EncodedPrompts
 from ddpm_ds.data.fields import REGRESSION
 from ddpm_ds.data.hub import from_hub, is_hub_name
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
@@ -96,6 +96,8 @@ class Trained:
     """Images and conditions of an export that says them; None for a run."""
     exported_text: TextSpec | None = None
     """How the encoders in an export's folder encode prompts; None for a run, and if there are none."""
+    learned_encoders: str | None = None
+    """Checksum of the encoders whose text was learned; None without text, and for an export, which has its own."""
     autoencoder: Autoencoder | None = None
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
     facts: FieldFacts | None = None
@@ -224,7 +226,7 @@ class Trained:
         assert text is not None and unet is not None
         against = no_text(text, known.empty)
         if negative is not None:
-            against = EncodedPrompts.of(text, [negative], device, print_to_stderr).encoded
+            against = EncodedPrompts.of(text, [negative], device, print_to_stderr, self.learned_encoders).encoded
         size = self.picture_shape[1:]
         return Prompts(unet, known.encoded, against, size=size, device=device, texts=known.texts)
 
@@ -318,6 +320,8 @@ def load_trained(
 
 def _load_export(found: Path, place: _Place) -> Trained:
     folder = DiffusersFolder(found)
+    for line in folder.notes:
+        print_to_stderr(line)
     decoder, digest = folder.autoencoder(), folder.weights.digest
     diffusion, levels = folder.process()
     if decoder is not None:
@@ -399,6 +403,7 @@ def _load_checkpoint(
         images_seen=reader.manifest.images,
         run_dir=run_dir if in_run else None,
         spec=spec,
+        learned_encoders=reader.manifest.data_sha256.get(f"{TEXTS}{ENCODERS}"),
         autoencoder=autoencoder,
         facts=facts,
         constants=_constants(data, path, run_dir),

@@ -236,6 +236,8 @@ def broken(folder: Path, how: str | dict[str, Any]) -> None:
         config.write_text("{")
     elif how == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "float8":
+        save_file(load_file(weights) | {"decoder.conv_out.bias": torch.ones(3).to(torch.float8_e4m3fn)}, weights)
     elif how == "NaN":  # of the decoder, which encoding does not use
         tensors = load_file(weights)
         tensors["decoder.conv_out.bias"][0] = torch.nan
@@ -251,9 +253,13 @@ def broken(folder: Path, how: str | dict[str, Any]) -> None:
         ("no weights", r"can't be used: .*safetensors can't be read \(No such file"),
         (
             {"_class_name": "VQModel"},
-            r"config.json is of another kind \(_class_name: Input should be 'AutoencoderKL'\)",
+            r"config.json is of another kind \(_class_name = .VQModel.: Input should be 'AutoencoderKL'\)",
         ),
-        ({"in_channels": 1}, r"can't be used: config.json is of another kind \(in_channels: Input should be 3\)"),
+        ({"in_channels": 1}, r"can't be used: config.json is of another kind \(in_channels = 1: Input should be 3\)"),
+        ({"_class_name": ["AutoencoderKL"]}, r"of another kind \(_class_name = \["),
+        ({"latents_mean": [0.1] * 4}, r"of another kind \(latents_mean = \[0.1, "),
+        ({"patch_size": [2, 2]}, r"of another kind \(patch_size = \[2, 2\]: Extra inputs"),
+        ("float8", r"can't be read \(decoder.conv_out.bias is float8_e4m3fn; convert it to fp16 or fp32\)"),
         ("no JSON", "can't be used: config.json is damaged"),
         ({"block_out_channels": [8, 8]}, "safetensors is damaged or of another model"),
         ({"block_out_channels": [65536, 65536]}, r"of another model \([0-9,]* bytes for [0-9]*,[0-9,]* parameters\)"),
@@ -281,6 +287,26 @@ def test_numbers_that_do_not_fit_are_one_line_with_those_that_do(spec_of: SpecOf
         autoencoder_of(spec_of(image_size=8000))
     with pytest.raises(DataError, match="is another than that whose latents were learned"):
         autoencoder_of(spec_of(), {"images.npy": "0", "autoencoder": "1"})
+
+
+@pytest.mark.parametrize("convolved", [True, False])
+def test_an_exported_copy_has_its_shift_in_its_weights(convolved: bool, tmp_path: Path) -> None:
+    """Also of weights in fp16 alone, and without convolutions around the latents, as FLUX's."""
+    torch.manual_seed(0)
+    save_autoencoder(tmp_path / "vae", use_quant_conv=convolved, use_post_quant_conv=convolved).half().save_pretrained(
+        tmp_path / "half", variant="fp16"
+    )
+    assert not (tmp_path / "half" / "diffusion_pytorch_model.safetensors").exists()
+    first = Autoencoder.open(tmp_path / "half")
+    first.copy_to(tmp_path / "copy")
+    second = Autoencoder.open(tmp_path / "copy")
+    assert (first.shift, second.shift, second.scale) == (0.25, 0.0, first.scale)
+    pixels, latents = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8), torch.randn(2, 4, 4, 4)
+    one, two = (Coder(each, torch.device("cpu")) for each in (first, second))
+    assert (one.encode(pixels) - two.encode(pixels)).abs().max() < 1e-5
+    assert (one.decode(latents).int() - two.decode(latents).int()).abs().max() <= 1
+    theirs = two.model.decode(latents / two.model.config.scaling_factor).sample  # as pipelines do
+    assert (theirs.add(1).mul(127.5).clamp(0, 255) - one.decode(latents)).abs().max() <= 1
 
 
 def test_a_name_of_the_hub_is_downloaded_and_without_network_is_one_line(

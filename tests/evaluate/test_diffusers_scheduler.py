@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -16,7 +17,12 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.diffusion.levels import Timesteps, alpha_bars, betas
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.evaluate.diffusers.scheduler import _SchedulerArguments, process_from_scheduler, scheduler_config
+from ddpm_ds.evaluate.diffusers.scheduler import (
+    _FlowMatchArguments,
+    _SchedulerArguments,
+    process_from_scheduler,
+    scheduler_config,
+)
 from tests.launching import REPOSITORY
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
@@ -119,9 +125,27 @@ def test_diffusers_has_the_same_alpha_bars(spec: DiffusionSpec) -> None:
 
 
 def test_missing_keys_take_the_defaults_of_diffusers() -> None:
-    ours = {name: field.default for name, field in _SchedulerArguments.model_fields.items()}
-    assert ours == {name: DDPM_KEYS[name].default for name in ours}
+    ours = {name: each.default for name, each in _SchedulerArguments.model_fields.items() if name in DDPM_KEYS}
+    assert len(ours) == 7 and ours == {name: DDPM_KEYS[name].default for name in ours}
     assert process_from_scheduler({})[0] == DiffusionSpec()
+
+
+@pytest.mark.parametrize("name", [*_SchedulerArguments.class_names, *_FlowMatchArguments.class_names])
+@pytest.mark.parametrize("noise", [{}, {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}])
+def test_schedulers_of_the_same_noise_are_read(name: str, noise: dict[str, Any], tmp_path: Path) -> None:
+    """As ``save_pretrained`` writes them, and where keys are missing."""
+    try:
+        scheduler = getattr(diffusers, name)(**({} if name in _FlowMatchArguments.class_names else noise))
+    except ImportError:
+        pytest.skip(f"{name} needs another package")
+    scheduler.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "scheduler_config.json").read_text())
+    found = process_from_scheduler(written)[0]
+    assert found == process_from_scheduler({"_class_name": name, **noise})[0]
+    if name in _FlowMatchArguments.class_names:
+        assert (found.schedule, found.objective) == ("flow", "velocity")
+    else:
+        assert (alpha_bars(found) - scheduler.alphas_cumprod.double()).abs().max() < 1e-5
 
 
 def test_betas_given_one_by_one_are_recognised_as_a_schedule_of_ours() -> None:
@@ -133,6 +157,11 @@ def test_betas_given_one_by_one_are_recognised_as_a_schedule_of_ours() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "class": ({"_class_name": "LCMScheduler"}, '_class_name = "LCMScheduler"'),
+    "a list": ({"_class_name": ["DDPMScheduler"]}, r'_class_name = \["DDPMScheduler"\]: only'),
+    "unknown": ({"snr_shift_scale": 3.0}, "snr_shift_scale = 3.0: no such argument of a scheduler is known"),
+    "x0": ({"predict_epsilon": False}, "predict_epsilon = false"),
+    "continuous": ({"_class_name": "EulerDiscreteScheduler", "timestep_type": "continuous"}, "timestep_type = "),
+    "flow of eps": ({"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True}, "use_flow_sigmas = true"),
     "minus v": ({"_class_name": "EDMEulerScheduler"}, 'prediction_type = "epsilon": it should be .v_prediction'),
     "another sigmoid": ({"beta_schedule": "sigmoid"}, 'beta_schedule = "sigmoid".*trained_betas'),
     "zero snr": ({"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr = true"),

@@ -340,6 +340,7 @@ def test_a_file_of_conditions_draws_what_the_held_out_images_draw(
         ({"coarse": np.zeros((5, 4, 7))}, r"coarse is 1x4x7 for each image, and the run learned 1x4x6$"),
         ({"coarse": np.zeros((5, 2, 4, 6))}, r"coarse is 2x4x6 for each image, and the run learned 1x4x6$"),
         ({"coarse": None}, r"data\.condition\.variables has coarse, which --conditions = \S+ does not hold; it holds"),
+        ({"coarse": np.float32(1.0)}, r"coarse is a single number; give an array of an entry per input"),
         ({"lead": np.zeros(3)}, r"each image needs its own"),
         ({"coarse": np.full((5, 4, 6), np.nan)}, r"coarse is not finite in input 0; replace"),
     ],

@@ -253,3 +253,9 @@ def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(
 def test_prompts_of_pictures_without_text_are_refused() -> None:
     with pytest.raises(ValueError, match=r"samples\.prompts has 1, and the U-Net reads no text"):
         tiny_spec(samples={"prompts": ["a"]})
+
+
+def test_a_prompt_of_a_million_characters_is_refused_in_a_line(trained: Trained) -> None:
+    for words in ({"prompts": "a" * 10**6}, {"prompts": "a", "negative": "a" * 10**6}):
+        with pytest.raises(SpecError, match=r"a prompt has 1,000,000 characters; write 10,000 at most"):
+            sample(trained, 1, sampler=FAST_SAMPLER, **words)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.latents import Autoencoder
+from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.errors import CheckpointError, UserError
 from ddpm_ds.evaluate.diffusers.unet import original_names, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.evaluate.sampling import sample
@@ -75,6 +77,7 @@ def write_pipeline_of(folder: Path, kind: str) -> Path:
             block_out_channels=[8, 16],
             norm_num_groups=4,
             latent_channels=4,
+            shift_factor=0.5,
         ),
         "text_encoder": CLIPTextModel.from_pretrained(folder / "text_encoder"),
         "tokenizer": CLIPTokenizer.from_pretrained(folder / "tokenizer"),
@@ -200,6 +203,142 @@ def test_a_single_file_has_its_kind_found_and_its_weights_by_name(kind: str, tmp
     assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
 
 
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of small single files by kind."""
+    found = {}
+    for kind in ("SD 1.5", "SDXL"):
+        unet = diffusers.UNet2DConditionModel(sample_size=8, layers_per_block=1, **SINGLE[kind])
+        config = {"_class_name": type(unet).__name__, "sample_size": 8, "layers_per_block": 1, **SINGLE[kind]}
+        names = original_names(unet_layers(*unet_spec_from_diffusers(config)))
+        state = unet.state_dict()
+        found[kind] = {original: state[name] for name, original in names.items()}
+    return found
+
+
+V_SET = "--set diffusion.objective=v"
+SAID: dict[str, tuple[list[str], dict[str, str], list[str], tuple[str, bool] | str]] = {
+    "nothing": ([], {}, [], ("eps", False)),
+    "typed": ([], {}, ["diffusion.objective=v", "diffusion.zero_terminal_snr=true"], ("v", True)),
+    "key": (["v_pred"], {}, [], ("v", False)),
+    "keys": (["v_pred", "ztsnr"], {}, [], ("v", True)),
+    "modelspec v": ([], {"modelspec.prediction_type": "v"}, [], ("v", False)),
+    "modelspec eps": ([], {"modelspec.prediction_type": "epsilon"}, [], ("eps", False)),
+    "predict_key": ([], {"modelspec.predict_key": "v"}, [], ("v", False)),
+    "sd-scripts": ([], {"ss_v_parameterization": "True", "ss_zero_terminal_snr": "True"}, [], ("v", True)),
+    "typed against it": ([], {"modelspec.prediction_type": "epsilon"}, ["diffusion.objective=v"], ("v", False)),
+    "typed with it": (["ztsnr"], {}, ["diffusion.objective=v"], ("v", True)),
+    "only zero SNR": (["ztsnr"], {}, [], f"ztsnr: the last timestep is pure noise, of which .*; {V_SET}"),
+    "zero SNR of eps": ([], {"ss_zero_terminal_snr": "True"}, [], f"ss_zero_terminal_snr = True: .*; {V_SET}"),
+    "two": (
+        ["v_pred"],
+        {"modelspec.prediction_type": "epsilon"},
+        [],
+        "v_pred and modelspec.prediction_type =",
+    ),
+    "another": ([], {"modelspec.prediction_type": "x"}, [], 'modelspec.prediction_type = "x": it should be epsilon'),
+    "EDM": (["edm_mean", "edm_std"], {}, [], "edm_mean: its noise is EDM's for edm_mean, edm_std"),
+    "EDM v": (["edm_vpred.sigma_max"], {}, [], "edm_vpred.sigma_max: its noise is EDM's"),
+}
+
+
+@pytest.mark.parametrize("kind", ["SD 1.5", "SDXL"])
+@pytest.mark.parametrize("case", SAID)
+def test_what_a_single_file_says_of_its_noise_is_read(
+    kind: str,
+    case: str,
+    originals: dict[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys, metadata, typed, expected = SAID[case]
+    path, base = tmp_path / "single.safetensors", base_spec(tmp_path, autoencoder="vae")
+    save_file(originals[kind] | {key: torch.zeros(4) for key in keys}, path, metadata=metadata)
+    words = [word for item in ("data.text.encoders=x", *typed) for word in ("--set", item)]
+    if isinstance(expected, str):
+        assert main(["import", str(path), "--spec", str(base), "--out", str(tmp_path / "out"), *words]) == 2
+        said = capsys.readouterr().err
+        assert re.search(expected, said) and said.count("\n") == 1 and str(path) in said
+        return
+    spec, _ = import_of(path, base, tmp_path / "out", *words)
+    assert (spec.diffusion.objective, spec.diffusion.zero_terminal_snr) == expected
+    assert ("does not say what it predicts" in capsys.readouterr().out) == (case == "nothing")
+    assert spec.data.text is not None
+    assert (spec.data.text.layer, spec.data.text.drop_to) == (
+        ("penultimate", "zeros") if kind == "SDXL" else ("last", "empty")
+    )
+
+
+PLACES: dict[str, tuple[Callable[[str], str], list[str], str]] = {
+    "bare": (lambda name: name.removeprefix("model.diffusion_model."), [], ""),
+    "ComfyUI's": (lambda name: name.removeprefix("model."), [], ""),
+    "averaged beside": (lambda name: name, ["model_ema.diffusion_modelinput_blocks00weight"], "also holds averaged w"),
+    "ControlNet": (
+        lambda name: name.replace("model.diffusion_model", "control_model"),
+        ["control_model.zero_convs.0.0.weight"],
+        "it holds a ControlNet",
+    ),
+    "two": (lambda name: name.replace("model.diffusion", "a"), ["b.input_blocks.0.0.weight"], "it holds several"),
+    "diffusers'": (lambda name: "down_blocks." + name.rpartition(".")[2], ["conv_in.weight"], "has diffusers' names"),
+    "LoRA": (lambda name: "lora", [], "a LoRA, an autoencoder and a text encoder are none"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_a_unet_is_found_wherever_a_single_file_has_it(
+    case: str, originals: dict[str, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named, more, said = PLACES[case]
+    tensors = originals["SD 1.5"]
+    path, base = tmp_path / "single.safetensors", base_spec(tmp_path, autoencoder="vae")
+    found = {named(name): tensor.clone() for name, tensor in tensors.items()}
+    save_file(found | dict.fromkeys(more, torch.zeros(4)), path)
+    words = ["import", str(path), "--spec", str(base), "--out", str(tmp_path / "out"), "--set", "data.text.encoders=x"]
+    code = main(words)
+    out, error = capsys.readouterr()
+    assert code == (0 if case in ("bare", "ComfyUI's", "averaged beside") else 2)
+    assert said in (error or out) and error.count("\n") == (code != 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"force_zeros_for_empty_prompt": ...}, "zeros"),
+        ({"force_zeros_for_empty_prompt": False}, "empty"),
+        ({"force_zeros_for_empty_prompt": "no"}, 'force_zeros_for_empty_prompt = "no"'),
+        ({"is_cosxl_edit": True}, "is_cosxl_edit = true: no such setting of a pipeline is known here"),
+    ],
+)
+@pytest.mark.parametrize("pipeline", ["sdxl"], indirect=True)
+def test_a_key_of_a_pipeline_that_is_missing_means_what_it_means_to_diffusers(
+    pipeline: Path, tmp_path: Path, change: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(pipeline, tmp_path / "copy")
+    shutil.copytree(copy / "unet", copy / "unet_ema")
+    values = json.loads((copy / "model_index.json").read_text()) | change
+    (copy / "model_index.json").write_text(json.dumps({key: each for key, each in values.items() if each is not ...}))
+    base = base_spec(tmp_path, autoencoder=str(copy / "vae"))
+    words = ["import", str(copy), "--spec", str(base), "--out", str(tmp_path / "out")]
+    if expected not in ("zeros", "empty"):
+        assert main(words) == 2 and expected in capsys.readouterr().err
+        return
+    assert main(words) == 0 and "for the averaged weights beside it name" in capsys.readouterr().out
+    text = load_spec(tmp_path / "out" / "spec.yaml").data.text
+    assert text is not None and text.drop_to == expected
+    typed, _ = import_of(copy, base, tmp_path / "typed", "--set", "data.text.drop_to=empty")
+    assert typed.data.text is not None and typed.data.text.drop_to == "empty", "what was typed counts"
+
+
+def test_a_message_names_only_what_was_typed(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = base_spec(tmp_path, autoencoder=str(pipeline / "vae"))
+    words = ["import", str(pipeline), "--spec", str(base), "--out", str(tmp_path / "out")]
+    assert main([*words, "--set", "sampler.clip=static"]) == 2
+    error = capsys.readouterr().err
+    assert "--set sampler.clip=static" in error and "unet." not in error and error.count("\n") == 1
+
+
 NOISE: dict[str, dict[str, Any]] = {
     "eps": {"schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
     "v": {
@@ -221,7 +360,7 @@ def imported_spec(pipeline: Path) -> RunSpec:
     return import_of(pipeline, base_spec(folder, autoencoder=str(pipeline / "vae")), folder / "out")[0]
 
 
-def checkpoint_of(pipeline: Path, folder: Path, noise: str, **text: Any) -> Path:
+def checkpoint_of(pipeline: Path, folder: Path, noise: str, learned: dict[str, str] | None = None, **text: Any) -> Path:
     """A checkpoint of a run that began with a pipeline, and has other weights and keys of ``data.text`` since."""
     values = imported_spec(pipeline).model_dump(mode="json")
     values["diffusion"] |= NOISE[noise]
@@ -232,7 +371,9 @@ def checkpoint_of(pipeline: Path, folder: Path, noise: str, **text: Any) -> Path
     randomise(unet, 7)
     sections: dict[str, Any] = {key: value for key, value in values.items() if isinstance(value, dict)}
     digest = Autoencoder.open(pipeline / "vae").digest
-    planted = plant(folder / "run", 320, {"autoencoder": digest}, unets={"ema": unet}, spec_as=values, **sections)
+    planted = plant(
+        folder / "run", 320, {"autoencoder": digest, **(learned or {})}, unets={"ema": unet}, spec_as=values, **sections
+    )
     shutil.move(planted, folder / "checkpoint")
     return folder / "checkpoint"
 
@@ -388,6 +529,29 @@ def test_an_exported_pipeline_draws_what_the_run_draws_for_a_prompt(pipeline: Pa
     assert main(["sample", str(hub), "--prompt", "a red circle", "--prompt", "a", "--device", "cpu", *words]) == 0
     found = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
     assert torch.equal(found, drawn[1])
+
+
+def test_other_encoders_than_those_whose_text_was_learned_are_refused(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, mine = imported_spec(pipeline).data.text, shutil.copytree(pipeline, tmp_path / "mine")
+    assert spec is not None
+    digest = TextEncoders.open(spec, torch.device("cpu")).digest
+    checkpoint = checkpoint_of(pipeline, tmp_path, "eps", {"text/encoders": digest}, encoders=str(mine))
+    out = ["--device", "cpu", "--steps", "1", "--out"]
+    assert main(["sample", str(checkpoint), "--prompt", "a", *out, str(tmp_path / "a.png")]) == 0
+    weights = mine / "text_encoder" / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    capsys.readouterr()
+    for words in (
+        ["sample", str(checkpoint), "--prompt", "a", *out, str(tmp_path / "b.png")],
+        ["export", str(checkpoint), str(tmp_path / "folder")],
+        ["export", str(checkpoint), str(tmp_path / "file"), "--single-file"],
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "has other encoders or tokenizers than those whose text was learned" in error and error.count("\n") == 1
+    assert not (tmp_path / "folder").exists()
 
 
 def of_other_width(path: Path) -> None:

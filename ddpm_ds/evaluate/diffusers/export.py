@@ -16,12 +16,12 @@ diffusion process.
 """
 
 import copy
+import functools
 import importlib.util
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,9 +35,10 @@ from torch import Tensor
 
 from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.config.spec import RunSpec, written
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.hub import from_hub
+from ddpm_ds.data.latents import Coder
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
 from ddpm_ds.diffusion.condition import TOLD_LEVEL
@@ -77,6 +78,8 @@ t = 1000 its rounding error is 1e-5.
 """
 SCHEDULE_TOLERANCE = 1e-5
 """Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
+MOST_LEVELS_APART = 1.0
+"""Maximum difference of pixels from 0 to 255: ours are rounded, which is half of it."""
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = (
     *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
@@ -182,7 +185,7 @@ for t in scheduler.timesteps:
     x = scheduler.step(prediction, t, x).prev_sample
 {% if autoencoder %}
 with torch.no_grad():
-    x = pipeline.vqvae.decode(x / {{ autoencoder.scale }} + {{ autoencoder.shift }}).sample
+    x = pipeline.vqvae.decode(x / {{ autoencoder.scale }}).sample
 {% endif %}
 images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3, 1).numpy())
 {% else %}
@@ -369,10 +372,34 @@ def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
     here: dict[str, Any] = {"local_files_only": True}
     if (folder / PIPELINE).is_file():
         pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, low_cpu_mem_usage=False, **here)
+        if trained.autoencoder is not None:
+            _check_picture(trained, pipeline)
         return pipeline.unet, pipeline.scheduler
     scheduler = getattr(diffusers, scheduler_class(trained.diffusion, text=True))
     unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False, **here)
     return unet, scheduler.from_pretrained(folder / "scheduler", **here)
+
+
+def _check_picture(trained: Trained, pipeline: Any) -> None:
+    """Raise OutputError unless the pixels of a picture that a pipeline draws are those of its latents to us."""
+    autoencoder = trained.autoencoder
+    assert autoencoder is not None
+    if trained.unet_spec.text is not None:
+        side = max(8, autoencoder.factor * 2 ** (len(trained.unet_spec.multipliers) - 1))  # of a multiple of 8
+        drawn = []
+        for kind in ("latent", "pt"):
+            options = {"height": side, "width": side, "num_inference_steps": 1, "output_type": kind}
+            drawn.append(pipeline("", generator=torch.Generator().manual_seed(0), **options).images)
+        latents, theirs = drawn
+    else:
+        latents = torch.randn(1, *trained.image_shape, generator=torch.Generator().manual_seed(0))
+        theirs = pipeline.vqvae.decode(latents / pipeline.vqvae.config.scaling_factor).sample.add(1).div(2).clamp(0, 1)
+    ours = Coder(autoencoder, torch.device("cpu")).decode(latents.float())
+    if not (difference := (theirs.float() * 255 - ours).abs().max().item()) <= MOST_LEVELS_APART:
+        raise OutputError(
+            f"diffusers draws another picture than {trained.origin} does of the same latents: {difference:.0f} of 255 "
+            "apart; nothing was written, please report it"
+        )
 
 
 def _schedule_difference(
@@ -412,8 +439,8 @@ def import_weights(
     """
     with new_folder(out) as temporary:
         folder = _opened(path, last_label_is_class)
-        before = load_spec(base, [*overrides, *_until_replaced(folder)])
-        spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE)
+        before = _base_spec(base, overrides, folder)
+        spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
         tensors = folder.tensors()
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
@@ -421,14 +448,27 @@ def import_weights(
         (temporary / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         (temporary / SPEC_FILE).write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights.path}, in fp32"]
+    lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights.path}, in fp32", *folder.notes]
     if folder.class_rows is not None:
         last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
         lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
-    if folder.single is not None and not folder.single.says_prediction:
-        lines.append(f"the file does not say whether it predicts eps or v; diffusion.objective of {base} is kept")
+    typed = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
+    says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
+    if not says and not any(item.startswith("diffusion.objective") for item in typed):
+        lines.append(
+            f"{path} does not say what it predicts, and is read as eps; --set diffusion.objective=v if it is v"
+        )
     kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
-    return [*lines, f"{out / SPEC_FILE}: {base} with {kept}"]
+    return [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *typed])}"]
+
+
+def _base_spec(base: Path, overrides: Sequence[str], folder: DiffusersFolder) -> RunSpec:
+    """Return the spec ``base`` with a U-Net of the model's kind instead of its own, and the text that the model reads
+    unless another was typed.
+    """
+    typed = {item.partition("=")[0].strip() for item in overrides} & {f"data.text.{key}" for key in folder.encoding()}
+    unasked = [item for item in _until_replaced(folder) if item.partition("=")[0] not in typed]
+    return load_spec(base, overrides, unasked)
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
@@ -443,7 +483,7 @@ def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
     if path.exists():
         return opened(path)
     name, expected = str(path), "name a folder of diffusers, a .safetensors, or OWNER/NAME on the hub"
-    return from_hub(name, IMPORTED, partial(opened, name=name), said=name, expected=expected, newest=True)
+    return from_hub(name, IMPORTED, functools.partial(opened, name=name), said=name, expected=expected, newest=True)
 
 
 def _until_replaced(folder: DiffusersFolder) -> list[str]:
@@ -455,8 +495,12 @@ def _until_replaced(folder: DiffusersFolder) -> list[str]:
     return [*any_unet, *(f"unet.text.{item}" for item in ANY_TEXT), *encoding.values()]
 
 
-def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
-    """Return the spec ``before``, read from ``base``, with the U-Net and the diffusion process of the model."""
+def _spec_with_model(
+    before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path, overrides: Sequence[str]
+) -> RunSpec:
+    """Return the spec ``before``, read from ``base`` and ``overrides``, with the U-Net and the diffusion process of the
+    model, except what was typed of the latter.
+    """
     pairs: dict[str, tuple[Any, Any]] = {"data.channels": (before.data.channels, folder.interface.channels)}
     if folder.unet.text is None:  # whose images may be of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
@@ -480,9 +524,22 @@ def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weigh
             raise SpecError(f"{base}: {key} = {value}, but {what}; --set {key}={wanted}")
     values = before.model_dump(mode="json")
     values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
+    typed = {key.strip(): text for key, _, text in (item.partition("=") for item in overrides)}
     if folder.has_schedule:
-        values["diffusion"] = folder.process(before.diffusion)[0].model_dump(mode="json")
+        asked_process = {key: value for key, value in values["diffusion"].items() if f"diffusion.{key}" in typed}
+        if "schedule" in asked_process:  # whose usual betas are not the model's
+            asked_process |= {key: values["diffusion"][key] for key in ("beta_start", "beta_end")}
+        process = folder.process(before.diffusion, asked_process.get("objective"))[0]
+        values["diffusion"] = process.model_dump(mode="json") | asked_process
     values["train"]["initial_weights"] = str(weights)
+    for key, text in typed.items():
+        value = parse_yaml(text, f"--set {key}={text}")
+        has: Any = values
+        for name in key.split("."):
+            has = None if has is None else has.get(name)
+        if key.startswith(("unet.", "train.initial_weights")) and value != has:
+            decided = f"the model of {folder.path} decides it, {json.dumps(has)}"
+            raise SpecError(f"--set {key}={text}: {decided}; leave it out")
     try:
         return RunSpec.model_validate_json(json.dumps(values))
     except ValidationError as error:

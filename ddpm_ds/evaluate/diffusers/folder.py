@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,8 +23,9 @@ from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.data.text import DOWNLOADED as ENCODERS
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.evaluate.diffusers.scheduler import process_from_scheduler
+from ddpm_ds.evaluate.diffusers.scheduler import Arguments, process_from_scheduler, refused
 from ddpm_ds.evaluate.diffusers.unet import (
+    AVERAGED,
     CLASS_EMBEDDING,
     SingleFile,
     from_diffusers,
@@ -177,6 +178,23 @@ class FieldsFile(BaseModel):
         return cls(data=DataSpec.model_validate(kept), facts=facts)
 
 
+class _PipelineArguments(Arguments):
+    """Settings of a pipeline, whose parts are lists of library and class."""
+
+    class_names: ClassVar = ("pipeline",)
+
+    force_zeros_for_empty_prompt: bool | None = None
+    """Where it is missing, pipelines of SDXL, which have a second text encoder, take true."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        for key, value in config.items():
+            known = key.startswith("_") or key in (*cls.model_fields, "requires_safety_checker", "add_watermarker")
+            if not known and not isinstance(value, list) and value is not None and value is not False:
+                raise refused(key, value, "no such setting of a pipeline is known here; only null can be read")
+        return super().read({**config, "_class_name": cls.class_names[0]})
+
+
 class DiffusersFolder:
     """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root),
     or a single file with the original names.
@@ -193,6 +211,7 @@ class DiffusersFolder:
         self.single = SingleFile(path) if path.is_file() else None
         """The single file with the original names, if the path names one."""
         model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
+        self._model = model
         scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
         self._scheduler = scheduler / SCHEDULER_CONFIG
         config = _read_json(model / CONFIG) if self.single is None else self.single.config
@@ -230,7 +249,7 @@ class DiffusersFolder:
         if self.interface.channels not in (1, 3) and not (self.path / FIELDS).is_file():
             raise CheckpointError(
                 f"{self.path} draws images of {self.interface.channels} channels, which are latents, and holds no "
-                f"autoencoder; add it as {AUTOENCODER_FOLDER}/{CONFIG} with its weights"
+                f"autoencoder; add it as {TEXT_AUTOENCODER}/{CONFIG} with its weights"
             )
         return None
 
@@ -246,28 +265,46 @@ class DiffusersFolder:
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
     def encoding(self) -> dict[str, str]:
-        """Return the keys of ``data.text`` that the pipeline decides: its encoders, the layer that is read, and what
-        stands for a dropped caption; none if the folder holds no text encoder.
+        """Return the keys of ``data.text`` that the model decides: its encoders, the layer that is read, and what
+        stands for a dropped caption. A single file names no encoders; none if the folder holds no text encoder.
         """
-        if not (self.path / "text_encoder" / CONFIG).is_file():
+        if self.single is not None:
+            encoders, second, zeros = {}, self.single.is_xl, self.single.is_xl
+        elif (self.path / "text_encoder" / CONFIG).is_file():
+            encoders = {"encoders": self._hub_name or str(self.path.resolve())}
+            second, index = (self.path / "text_encoder_2" / CONFIG).is_file(), self.path / PIPELINE
+            try:
+                said = _PipelineArguments.read(_read_json(index) if index.is_file() else {})
+            except ValueError as error:
+                raise CheckpointError(f"{index} is not of a pipeline that ddpm_ds can express: {error}") from None
+            zeros = second if said.force_zeros_for_empty_prompt is None else said.force_zeros_for_empty_prompt
+        else:
             return {}
-        index = self.path / PIPELINE
-        zeros = index.is_file() and _read_json(index).get("force_zeros_for_empty_prompt", False)
-        second = (self.path / "text_encoder_2" / CONFIG).is_file()
         return {
-            "encoders": self._hub_name or str(self.path.resolve()),
+            **encoders,
             "layer": "penultimate" if second else "last",
             "drop_to": "zeros" if zeros else "empty",
         }
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about averaged weights that are not read."""
+        if self.single is not None and self.single.has_averaged:
+            return [f"{self.path} also holds averaged weights ({AVERAGED}*), which are not read: these are as trained"]
+        if (averaged := self.path / "unet_ema").is_dir() and self._model.name == "unet":
+            return [f"{self._model} is as trained; for the averaged weights beside it name {averaged}"]
+        return []
 
     @property
     def has_schedule(self) -> bool:
         """Whether the noise schedule is known: a folder holds it, and models in single files share one."""
         return self.single is not None or self._scheduler.is_file()
 
-    def process(self, base: DiffusionSpec | None = None) -> tuple[DiffusionSpec, dict[str, float]]:
+    def process(
+        self, base: DiffusionSpec | None = None, objective: str | None = None
+    ) -> tuple[DiffusionSpec, dict[str, float]]:
         """Return the diffusion process of the folder, with the loss and weighting of ``base``, and the noise levels of
-        its sampler, if it names any.
+        its sampler, if it names any. An ``objective`` that was typed counts before what a single file says.
         """
         if not self.has_schedule:
             raise CheckpointError(
@@ -276,11 +313,15 @@ class DiffusersFolder:
             )
         try:
             if self.single is not None:
-                return process_from_scheduler(self.single.scheduler((base or DiffusionSpec()).objective), base)
+                silent = "v" if base is not None and base.objective == "v" else "eps"
+                return process_from_scheduler(self.single.scheduler(objective, silent)[0], base)
             return process_from_scheduler(_read_json(self._scheduler), base)
         except ValueError as error:
-            what = "not a diffusion process that ddpm_ds can express"
-            raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
+            what, where = (
+                "not a diffusion process that ddpm_ds can express",
+                self.path if self.single else self._scheduler,
+            )
+            raise CheckpointError(f"{where} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""

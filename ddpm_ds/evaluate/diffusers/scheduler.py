@@ -37,7 +37,8 @@ class Arguments(BaseModel):
         """
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
-            raise refused("_class_name", name, f"only {' or '.join(cls.class_names)} can be read")
+            named = ", ".join(known.removesuffix("Scheduler") for known in cls.class_names)
+            raise refused("_class_name", name, f"only {named} can be read")
         arguments = {key: value for key, value in config.items() if not key.startswith("_")}
         try:
             # By JSON's rules a list may be a tuple, but "64" is no number.
@@ -60,6 +61,8 @@ Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 EXPLICIT = "trained_betas"
 """Argument of diffusers' schedulers for the betas of a schedule that has no name in diffusers."""
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
+"""Ends of the betas of Stable Diffusion."""
 UNLIMITED = 1e6
 """Maximum of dynamic clipping in diffusers, which requires one; ours has none."""
 
@@ -141,16 +144,58 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
     }
 
 
-class _SchedulerArguments(Arguments):
-    """Arguments for adding noise, with their defaults; the others are for sampling."""
+OWN_BETAS = {
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "DPMSolverSDEScheduler",
+}
+"""Schedulers whose beta_start and beta_end are Stable Diffusion's where they are missing."""
+# fmt: off
+OF_SAMPLING = {
+    "algorithm_type", "base_image_seq_len", "base_shift", "clip_sample", "clip_sample_range", "corrector_order",
+    "disable_corrector", "dynamic_thresholding_ratio", "euler_at_final", "final_sigmas_type", "flow_shift",
+    "interpolation_type", "lambda_min_clipped", "lower_order_final", "max_image_seq_len", "max_shift",
+    "noise_sampler_seed", "num_train_timesteps", "predict_x0", "predictor_order", "sample_max_value",
+    "set_alpha_to_one", "shift", "shift_terminal", "sigma_max", "sigma_min", "sigma_schedule", "skip_prk_steps",
+    "solver_order", "solver_p", "solver_type", "steps_offset", "stochastic_sampling", "tau_func", "tensor_format",
+    "thresholding", "time_shift_type", "timestep_spacing", "use_beta_sigmas", "use_dynamic_shifting",
+    "use_exponential_sigmas", "use_karras_sigmas", "use_lu_lambdas", "variance_type",
+}
+# fmt: on
+"""Arguments of diffusers' schedulers, past ones among them, that no training depends on."""
+
+
+class _Noise(Arguments):
+    """Arguments of a scheduler; those that are neither fields nor of sampling are refused."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        found = super().read(config)
+        for key, value in (found.model_extra or {}).items():
+            if key not in OF_SAMPLING and value is not None and value is not False:
+                raise refused(key, value, "no such argument of a scheduler is known here; only null can be read")
+        return found
+
+
+class _SchedulerArguments(_Noise):
+    """Arguments for adding noise, with their defaults."""
 
     class_names: ClassVar = (
         "DDPMScheduler",
+        "DDPMParallelScheduler",
         "DDIMScheduler",
+        "DDIMParallelScheduler",
         "PNDMScheduler",
-        "DPMSolverMultistepScheduler",
+        "LMSDiscreteScheduler",
         "EulerDiscreteScheduler",
         "EulerAncestralDiscreteScheduler",
+        "DPMSolverMultistepScheduler",
+        "DPMSolverSinglestepScheduler",
+        "DEISMultistepScheduler",
+        "UniPCMultistepScheduler",
+        "SASolverScheduler",
+        *sorted(OWN_BETAS),
     )
 
     num_train_timesteps: Timesteps = 1000
@@ -160,10 +205,14 @@ class _SchedulerArguments(Arguments):
     trained_betas: tuple[Beta, ...] | None = None
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
     rescale_betas_zero_snr: bool = False
+    predict_epsilon: Literal[True] | None = None
+    """Before prediction_type; false meant sample."""
+    timestep_type: Literal["discrete"] = "discrete"
+    use_flow_sigmas: Literal[False] = False
 
 
-class _EdmArguments(Arguments):
-    """Arguments for adding noise as EDM does, and the noise levels of sampling; the others are not read."""
+class _EdmArguments(_Noise):
+    """Arguments for adding noise as EDM does, and the noise levels of sampling."""
 
     class_names: ClassVar = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
 
@@ -174,13 +223,26 @@ class _EdmArguments(Arguments):
     prediction_type: Literal["v_prediction"]  # diffusers' default "epsilon" is the negative of our objective
 
 
-class _FlowArguments(Arguments):
-    """Arguments of a scheduler of flow matching; the others are for sampling."""
+class _FlowMatchArguments(_Noise):
+    """Arguments of a scheduler that knows flow matching alone; those of noise in timesteps have no effect there."""
 
-    class_names: ClassVar = (FLOW, "UniPCMultistepScheduler")
+    class_names: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 
     num_train_timesteps: Literal[1000] = 1000
+    invert_sigmas: Literal[False] = False
+    beta_start: Any = None
+    beta_end: Any = None
+    beta_schedule: Any = None
+    trained_betas: Any = None
+
+
+class _FlowArguments(_FlowMatchArguments):
+    """Arguments of a scheduler of flow matching among others."""
+
+    class_names: ClassVar = (FLOW, "DPMSolverSinglestepScheduler", "DEISMultistepScheduler", "UniPCMultistepScheduler")
+
     use_flow_sigmas: Literal[True]
+    prediction_type: Literal["flow_prediction"]
 
 
 def process_from_scheduler(
@@ -189,20 +251,21 @@ def process_from_scheduler(
     """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``, and the noise
     levels at which it samples, as fields of the sampler; none for one with timesteps.
 
-    Missing keys take the defaults of ``DDPMScheduler``.
+    Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``.
 
     Raises:
         ValueError: our process can't express it; one line with the key, its value and what is possible.
     """
-    base = base or DiffusionSpec()
-    if config.get("_class_name") in _EdmArguments.class_names:
+    base, name = base or DiffusionSpec(), config.get("_class_name")
+    if name in _EdmArguments.class_names:
         edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
         changes = {"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
         return base.model_copy(update=changes), edm.model_dump(include={"sigma_min", "sigma_max", "rho"})
-    if config.get("_class_name") in _FlowArguments.class_names and config.get("prediction_type") == "flow_prediction":
-        _FlowArguments.read({"use_flow_sigmas": False, **config})
+    of_flow = name in _FlowArguments.class_names and config.get("prediction_type") == "flow_prediction"
+    if of_flow or name in _FlowMatchArguments.class_names:
+        _FlowArguments.read({"use_flow_sigmas": False, **config}) if of_flow else _FlowMatchArguments.read(config)
         return base.model_copy(update={"schedule": "flow", "objective": "velocity"}), {}
-    found = _SchedulerArguments.read(config)
+    found = _SchedulerArguments.read((BETAS if isinstance(name, str) and name in OWN_BETAS else {}) | dict(config))
     objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":
         raise refused("rescale_betas_zero_snr", True, "the noise can't be learned where there is nothing else")

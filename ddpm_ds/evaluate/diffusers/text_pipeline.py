@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_ds.data.hub import is_hub_name
-from ddpm_ds.data.latents import WEIGHTS as AUTOENCODER_WEIGHTS
-from ddpm_ds.data.text import Part, parts_of
+from ddpm_ds.data.text import Part, TextEncoders, parts_of
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
@@ -47,6 +46,7 @@ def encoders_of(trained: Trained) -> list[Part]:
     if text is None or not (expanded(text.encoders).exists() or is_hub_name(text.encoders)):
         return []
     parts, unet = parts_of(text), trained.unet_spec.text
+    TextEncoders(text, parts, None).check_learned(trained.learned_encoders)
     layer, pools = ("penultimate", True) if len(parts) == 2 else ("last", False)
     fault = None if text.layer == layer else f"data.text.layer is {text.layer}"
     if unet is not None and (unet.pooled_channels is not None) != pools:
@@ -108,7 +108,7 @@ def write_single_file(trained: Trained, path: Path, precision: str) -> str:
     theirs = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=text.linear_projection)
     tensors, parts = {names[name]: tensor for name, tensor in theirs.items()}, ["unet"]
     if trained.autoencoder is not None:
-        stored = read_weights(trained.autoencoder.folder / AUTOENCODER_WEIGHTS)
+        stored = trained.autoencoder.unshifted(read_weights(trained.autoencoder.weights))
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in original_autoencoder(stored)}
         parts.append(TEXT_AUTOENCODER)
     encoders = encoders_of(trained)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.evaluate.diffusers.scheduler import refused
+from ddpm_ds.evaluate.diffusers.scheduler import BETAS, refused
 from ddpm_ds.evaluate.diffusers.unet_config import CLASS_NAME, plain_config, plain_spec, text_config, text_spec
 from ddpm_ds.files import open_tensors
 from ddpm_ds.unet.layers import (
@@ -38,10 +38,22 @@ PLAIN = "UNet2DModel"
 READERS = {PLAIN: plain_spec, CLASS_NAME: text_spec}
 """What reads a configuration, by the name of its class."""
 UNET = "model.diffusion_model."
-BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-"""Noise schedule of the models that are published so."""
 V, ZERO_SNR = "v_pred", "ztsnr"
 """Empty tensors that say that the U-Net predicts v, and that the last timestep is pure noise."""
+EDM = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
+"""Tensors of models whose noise has no timesteps."""
+_TRUE = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False, "None": False}
+_PREDICTIONS = {"epsilon": "eps", "eps": "eps", "v": "v", "v_prediction": "v", "v-prediction": "v"}
+_METADATA: dict[str, dict[str, Any]] = {
+    "modelspec.prediction_type": _PREDICTIONS,
+    "modelspec.predict_key": _PREDICTIONS,
+    "ss_v_parameterization": {text: "v" if yes else "eps" for text, yes in _TRUE.items()},
+    "ss_zero_terminal_snr": _TRUE,
+}
+"""Keys of a single file's metadata that its noise depends on, and what their values mean."""
+AVERAGED = "model_ema."
+_PARTS = {"time_embed", "label_emb", "input_blocks", "middle_block", "output_blocks", "out"}
+FIRST = "input_blocks.0.0.weight"
 _HEAD = {
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
@@ -90,7 +102,7 @@ def unet_spec_from_diffusers(
         ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
     """
     name = config.get("_class_name", PLAIN)
-    if name not in READERS:
+    if not isinstance(name, str) or name not in READERS:
         raise refused("_class_name", name, f"only {' or '.join(READERS)} can be read")
     return READERS[name](config, last_label_is_class=last_label_is_class)
 
@@ -285,42 +297,88 @@ class SingleFile:
         self.path = path
         try:
             self._file = open_tensors(path)
-            names = list(self._file.keys())
-            shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names if name.startswith(UNET)}
+            self._all, self._metadata = set(self._file.keys()), self._file.metadata() or {}
+            self._prefix = self._found_prefix()
+            inside = {name.removeprefix(self._prefix): name for name in self._all if name.startswith(self._prefix)}
+            self._names = {name: stored for name, stored in inside.items() if name.partition(".")[0] in _PARTS}
+            shapes = {name: tuple(self._file.get_slice(stored).get_shape()) for name, stored in self._names.items()}
         except OSError as error:
             raise CheckpointError(f"{path} can't be read as a single file ({error.strerror})") from None
-        self.predicts_v, self.zero_snr = V in names, ZERO_SNR in names
-        self._names = [*shapes]
-        self.config: dict[str, Any] = self._config({name.removeprefix(UNET): shape for name, shape in shapes.items()})
+        self.has_averaged = any(name.startswith(AVERAGED) and name.count(".") == 1 for name in self._all)
+        """Whether averaged weights, which are not read, are beside those as trained."""
+        self.config: dict[str, Any] = self._config(shapes)
         """Arguments of the ``UNet2DConditionModel``."""
 
+    def _found_prefix(self) -> str:
+        """Return what stands before the names of the U-Net."""
+        places = sorted(name.removesuffix(FIRST) for name in self._all if name.endswith(FIRST))
+        places = [place for place in places if place in ("", UNET) or place.endswith(".")]
+        of_control = any("zero_convs." in name or "input_hint_block." in name for name in self._all)
+        if UNET in places or (len(places) == 1 and not of_control):
+            return UNET if UNET in places else places[0]
+        why = f"it holds no {UNET}{FIRST}; a LoRA, an autoencoder and a text encoder are none, .ckpt files are not read"
+        if of_control:
+            why = "it holds a ControlNet (zero_convs, input_hint_block); name the model that this was trained for"
+        elif places:
+            why = f"it holds several ({', '.join(place + FIRST for place in places)}); keep one"
+        elif "conv_in.weight" in self._all and any("down_blocks." in name for name in self._all):
+            why = (
+                "its U-Net has diffusers' names; move it to unet/diffusion_pytorch_model.safetensors of a folder, "
+                "beside its config.json, and name the folder"
+            )
+        raise CheckpointError(f"{self.path} is no single file with a U-Net: {why}")
+
     def _config(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        if "input_blocks.0.0.weight" not in shapes:
-            why = "a LoRA, a ControlNet and an autoencoder are none, and .ckpt files are not read"
-            raise CheckpointError(f"{self.path} holds no {UNET}input_blocks.0.0.weight, so it is no U-Net; {why}")
         try:
             return _config_of(shapes)
-        except (LookupError, IndexError, ZeroDivisionError):
+        except (LookupError, ValueError, ZeroDivisionError):
             raise CheckpointError(
                 f"{self.path} is none of SD 1, SD 2 and SDXL: its U-Net is built differently"
             ) from None
 
     @property
-    def says_prediction(self) -> bool:
-        """Whether the file decides what is predicted; models of SD 2 predict either, and most files don't say it."""
-        return self.predicts_v or self.config["cross_attention_dim"] != 1024
+    def is_xl(self) -> bool:
+        """Whether it is of SDXL's kind, with a pooled text."""
+        return "addition_embed_type" in self.config
 
-    def scheduler(self, objective: str) -> dict[str, Any]:
-        """Return the arguments of the scheduler, with the given ``objective`` where the file does not say it."""
-        v = self.predicts_v or (not self.says_prediction and objective == "v")
-        return {**BETAS, "prediction_type": "v_prediction" if v else "epsilon", "rescale_betas_zero_snr": self.zero_snr}
+    def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, Any], bool]:
+        """Return the arguments of the scheduler, and whether the file says what is predicted. What is ``typed``, an
+        objective, counts before that, and ``silent`` where the file does not say it.
+
+        Raises:
+            ValueError: it says what can't be expressed, or two things.
+        """
+        if edm := sorted(self._all.intersection(EDM)):
+            raise ValueError(f"{edm[0]}: its noise is EDM's for {', '.join(edm)}, with a scale that ours has not")
+        says = {key: value for key, value in ((V, "v"), (ZERO_SNR, True)) if key in self._all}
+        for key, meanings in _METADATA.items():
+            if (text := self._metadata.get(key)) is not None:
+                if text not in meanings:
+                    raise refused(key, text, f"it should be {', '.join(meanings)}")
+                says[f"{key} = {text}"] = meanings[text]
+        predicts = {value: key for key, value in says.items() if isinstance(value, str)}
+        if len(predicts) > 1 and typed is None:
+            raise ValueError(
+                f"{' and '.join(predicts.values())} contradict each other; --set diffusion.objective="
+                f"{' or '.join(sorted(predicts))} says which is right"
+            )
+        objective = typed or next(iter(predicts), silent)
+        zero_snr = next((key for key, value in says.items() if value is True), None)
+        if zero_snr and objective == "eps":
+            raise ValueError(
+                f"{zero_snr}: the last timestep is pure noise, of which eps can't be learned; --set "
+                "diffusion.objective=v if the model predicts v"
+            )
+        theirs = {"eps": "epsilon", "v": "v_prediction"}.get(objective, "sample")
+        noise = {**BETAS, "beta_schedule": "scaled_linear", "prediction_type": theirs}
+        return {**noise, "rescale_betas_zero_snr": bool(zero_snr)}, bool(predicts)
 
     def tensors(self, layers: Sequence[Layer]) -> dict[str, Tensor]:
         """Return the tensors of the U-Net by diffusers' names; raises ValueError if the names are others."""
-        originals = original_names(layers)
+        originals = {name: original.removeprefix(UNET) for name, original in original_names(layers).items()}
         if wrong := set(originals.values()) ^ set(self._names):
             raise ValueError(f"{len(wrong)} tensor names don't match the U-Net, the first is {min(wrong)}")
-        return {name: self._file.get_tensor(original) for name, original in originals.items()}
+        return {name: self._file.get_tensor(self._names[original]) for name, original in originals.items()}
 
 
 def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
