@@ -1,3 +1,3 @@
 """Version of this package, in a module of its own, since files below the package's face name it."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
