@@ -111,6 +111,7 @@ def run_course(course: Course, folder: Path) -> None:
 
     def saver(source: str) -> Saver:
         there = folder / course.name / source
+        dist.barrier()  # savers of one store count their checkpoints anew
         return Saver(engine, ema, there, SPEC.checkpoint, about, log=print, store=store)
 
     def train(saving: Saver) -> None:
