@@ -22,7 +22,7 @@ from ddpm_ds.cli import launch
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port, on_several_hosts, set_environment
-from ddpm_ds.processes.supervisor import DEFAULT_PORT, Place, rank_environments
+from ddpm_ds.processes.supervisor import DEFAULT_PORT, Outcome, Place, rank_environments
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.version import __version__
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
@@ -83,9 +83,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[
     """What ``ddpm-ds train`` would start: the program and its place. Nobody has started this process."""
     found: list[tuple[list[str], Place]] = []
 
-    def supervised(program: Sequence[str], place: Place, **options: object) -> int:
+    def supervised(program: Sequence[str], place: Place, **options: object) -> Outcome:
         found.append((list(program), place))
-        return 0
+        return Outcome(0)
 
     monkeypatch.setattr(launch, "supervise", supervised)
     monkeypatch.setattr(launch, "gpus", lambda: 1)
