@@ -74,7 +74,7 @@ def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenIn
     """
     if not path.exists():
         raise DataError(f"{OPTION} {path} does not exist; name a file or folder, or held-out")
-    key = f"{path.absolute()} {sorted(looks_of(path).items())}"
+    key = f"{path.absolute()} {sorted(looks_of(path, facts is not None).items())}"
     if facts is not None:
         return _arrays(data, facts, path, key)
     return _pictures(data, path, key)
