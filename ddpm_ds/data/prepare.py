@@ -490,8 +490,9 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
         DataError: the source fails, has no encoded images to keep, or has other fields than the spec says.
     """
     beside = None if spec.condition is None else spec.condition.path
-    whole = spec.reads_arrays
-    looks, beside_looks = ({} if path is None else looks_of(path, whole) for path in (spec.path, beside))  # before it is read
+    looks, beside_looks = (  # before it is read
+        {} if path is None else looks_of(path, spec.reads_arrays) for path in (spec.path, beside)
+    )
     source: FieldSource | Source
     if spec.reads_arrays:
         source = fields = open_fields(spec)
@@ -622,8 +623,8 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
             if (whole or _sampled(_opened(spec, progress))[0]) == origin.content:
                 if progress and whole and whole.startswith(SAMPLED):
                     print(
-                        f"data.path = {spec.path} was written after {found.path} was made of it, and is compared by some "
-                        f"images; if others have changed delete {found.path}",
+                        f"data.path = {spec.path} was written after {found.path} was made of it, and is compared by "
+                        f"some images; if others have changed delete {found.path}",
                         file=sys.stderr,
                     )
                 return

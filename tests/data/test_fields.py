@@ -129,7 +129,8 @@ def test_a_source_gives_the_arrays_that_were_written(source: str, tmp_path: Path
     assert store.meta.fields["images"].channels == ("t2m", *levels)
     if source == "netcdf":
         time, y, x = store.meta.coordinates
-        assert (time.along, time.name, time.values[1], time.units) == ("image", "time", 6.0, "hours since 2026-01-01 00:00:00")
+        assert (time.along, time.name, time.values[1]) == ("image", "time", 6.0)
+        assert time.units.startswith("hours since 2026-01-01")
         assert (y.along, y.name, y.units, y.values[-1]) == ("height", "y", "degrees_north", 55.0)
         assert (x.along, x.name, x.values) == ("width", "x", ())
     assert len(store.key) == 64 and prepared(spec_of(source=source, path=path, mask="sea", **NAMED)).key == store.key

@@ -456,9 +456,8 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
     import h5py
 
     if not h5py.is_hdf5(path):
-        page = ", a web page; download the file itself" if first.lstrip().startswith(b"<") else ""
-        begins = first[:16].decode("ascii", "backslashreplace")
-        raise ValueError(f"it is no HDF5, NetCDF or Zarr, and begins with {begins}{page}")
+        page = ", as web pages do; download the file itself" if first.lstrip().startswith(b"<") else ""
+        raise ValueError(f"it is no HDF5, NetCDF or Zarr, and begins with {first[:16]!r}{page}")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # registers more filters
 
@@ -627,15 +626,26 @@ def _mapped(item: Any, path: Path) -> int:
             with h5py.File(source, "r") as opened:
                 for part in parts:
                     found = opened.get(part.dset_name)
-                    whole = isinstance(found, h5py.Dataset) and not (found.is_virtual or found.external)
-                    if not whole or found.shape != part.src_space.shape:
+                    size = part.vspace.get_select_npoints()
+                    is_own = isinstance(found, h5py.Dataset) and not (found.is_virtual or found.external)
+                    if not is_own or not _holds(found, part.src_space, size):
                         raise ValueError(
                             f"its source {part.dset_name} of {source} is not there as a data set of its own"
                         )
-                    count += part.vspace.get_select_npoints()
+                    count += size
             continue
         raise ValueError(f"its source {source} is not there")
     return count
+
+
+def _holds(found: Any, selected: Any, size: int) -> bool:
+    """Return whether a data set has the ``size`` values that are selected of it, which may be all."""
+    import h5py
+
+    if selected.get_select_type() == h5py.h5s.SEL_ALL:
+        return bool(found.size == size)
+    _, last = selected.get_select_bounds()
+    return len(last) == len(found.shape) and all(at < side for at, side in zip(last, found.shape, strict=True))
 
 
 def _text(value: Any) -> str:
