@@ -91,6 +91,12 @@ def test_the_dimension_of_time_counts_images(
     assert [each.name for each in store.meta.coordinates] == ["time", *kept]
 
 
+def test_an_array_of_places_counts_images_by_its_other_dimension(tmp_path: Path, spec_of: SpecOf) -> None:
+    array = xarray.DataArray(VALUES, dims=("sample", "south_north", "west_east"))
+    path = stored("hdf5", tmp_path, xarray.Dataset({"t": array.transpose("south_north", "west_east", "sample")}))
+    assert (prepare(spec_of(source="hdf5", path=path, **GIVEN)).images[:][:, 0] == VALUES.astype(np.float32)).all()
+
+
 def test_arrays_of_one_number_each_name_dimensions_that_have_no_names(tmp_path: Path, spec_of: SpecOf) -> None:
     beside = {"time": np.arange(6), "lat": np.arange(8.0), "longitude": np.arange(9.0)}
     np.savez(tmp_path / "a.npz", t=VALUES.transpose(1, 2, 0), **beside)
@@ -283,12 +289,13 @@ def test_any_change_is_noticed_and_a_copy_is_none(
     (shutil.rmtree if path.is_dir() else os.remove)(path)
     (tmp_path / "copy").rename(path)
     assert prepare(spec).meta == before.meta
-    if changed == "t":
-        values[201 if whole else 0, 3, 3] = 7.5
+    which = (201 if whole else 0, 3, 3) if changed == "t" else (2, 2)
+    if path.is_dir():
+        array: Any = zarr.open_array(path / changed, mode="r+")
+        array[which] = 7.5
     else:
-        land[2, 2] = 7.5
-    (shutil.rmtree if path.is_dir() else os.remove)(path)
-    write()
+        (values if changed == "t" else land)[which] = 7.5
+        write()
     with pytest.raises(DataError, match="has other images than"):
         prepare(spec)
 

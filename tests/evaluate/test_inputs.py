@@ -342,6 +342,7 @@ def test_a_file_of_conditions_draws_what_the_held_out_images_draw(
         ({"coarse": None}, r"data\.condition\.variables has coarse, which --conditions = \S+ does not hold; it holds"),
         ({"lead": np.zeros(3)}, r"each image needs its own"),
         ({"coarse": np.full((5, 4, 6), np.nan)}, r"coarse is not finite in input 0; replace"),
+        ({"lead": np.full(5, np.inf)}, r"lead is not finite in input 0; replace"),
     ],
 )
 def test_conditions_of_another_kind_are_refused_in_a_line(
