@@ -99,7 +99,7 @@ def test_an_array_of_places_counts_images_by_its_other_dimension(tmp_path: Path,
 
 def test_arrays_of_one_number_each_name_dimensions_that_have_no_names(tmp_path: Path, spec_of: SpecOf) -> None:
     beside = {"time": np.arange(6), "lat": np.arange(8.0), "longitude": np.arange(9.0)}
-    np.savez(tmp_path / "a.npz", t=VALUES.transpose(1, 2, 0), **beside)
+    np.savez(tmp_path / "a.npz", t=VALUES.transpose(1, 2, 0), **beside)  # type: ignore[arg-type]
     store = prepare(spec_of(source="arrays", path=tmp_path / "a.npz", **GIVEN, variables=["t"]))
     assert (store.images[:][:, 0] == VALUES.astype(np.float32)).all()
     stored("hdf5", tmp_path, xarray.Dataset({"t": (("lat", "lon", "member", "level"), np.zeros((8, 9, 2, 3)))}))

@@ -417,6 +417,10 @@ def specified(*changes: str) -> RunSpec:
             ["data.values=bytes", "data.channels=3", "data.source=folder", "data.mask=sea"],
             r"data\.mask = sea is of named",
         ),
+        (
+            ["data.values=bytes", "data.channels=3", "data.source=folder", "data.missing_chunks=fill"],
+            r"data\.missing_chunks = fill is of named",
+        ),
         (["data.autoencoder=a"], r"data\.autoencoder = a encodes pictures.*use null"),
         (["data.store=encoded"], r"data\.store = encoded keeps image files.*use auto"),
         (["data.values=bytes", "data.channels=3", "data.normalise=range"], r"data\.normalise = range is for fields"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -353,6 +354,20 @@ def test_conditions_of_another_kind_are_refused_in_a_line(
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"does not exist; name a file or folder, or held-out$"):
         given(trained, tmp_path / "nothing")
+
+
+def test_what_is_no_file_of_arrays_is_refused_and_a_zarr_folder_needs_no_suffix(
+    trained: Trained, tmp_path: Path
+) -> None:
+    for suffix in ("", ".npy", ".npz", ".h5", ".nc", ".zarr"):
+        os.mkfifo(pipe := tmp_path / f"pipe{suffix}")
+        with pytest.raises(DataError, match=r"it is a named pipe, not a file"):
+            given(trained, pipe)
+    np.save(tmp_path / "scalar.npy", np.float32(3))
+    with pytest.raises(DataError, match=r"scalar\.npy does not hold; it holds no array$"):
+        given(trained, tmp_path / "scalar.npy")
+    found = given(trained, write_given("zarr", tmp_path).rename(tmp_path / "given"))
+    assert len(found) == HELD_OUT
 
 
 def picture_run(kind: str, **condition: Any) -> Trained:
