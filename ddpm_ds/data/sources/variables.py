@@ -22,12 +22,12 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ CODECS = (
     *("fletcher32", "gzip", "jenkins_lookup3", "lz4", "lzma", "packbits", "quantize", "sharding_indexed", "shuffle"),
     *("transpose", "vlen-utf8", "zlib", "zstd"),
 )
-"""Codecs, filters and compressors of Zarr that can run no code; others, such as pickle, are refused."""
+"""Codecs, filters and compressors of Zarr that only compress and rearrange; others, such as pickle, are refused."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
     except Exception as error:  # a library may raise anything on a damaged file
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
     if spec.missing_chunks == "fill":
-        found = {name: replace(each, fill=np.nan) for name, each in found.items()}
+        found = {name: replace(each, lacks=lambda: (0, 0)) for name, each in found.items()}
     watched = {name: _watched(each, path, path.stat()) for name, each in found.items()}
     return Arrays(key, path, {name: _finished(each, watched) for name, each in watched.items()})
 
@@ -485,38 +485,39 @@ def _zarr(path: Path) -> Variables:
     """Open the arrays of a Zarr folder, each by its own metadata; a single array is named images."""
     import zarr
 
+    if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
+        count = len(os.listdir(path))
+        raise ValueError(f"it is a folder of {count:,} files and no Zarr; name one file, into which they are joined")
     names = [*files_below(path)]
     found: Variables = {}
 
-    def opened(folder: str, metadata: Any) -> Variable:
-        version = metadata["zarr_format"]
-        if foreign := [each for each in _codecs(metadata, version) if each.removeprefix("numcodecs.") not in CODECS]:
-            raise ValueError(f"it is stored with {foreign[0]}, which is not one of {', '.join(CODECS)}; write it again")
-        array = zarr.open_array(path / folder, mode="r", zarr_format=version)
-        return _zarr_variable(folder, array, names)
+    def opened(folder: str, kind: str) -> Variable:
+        version: Literal[2, 3] = 2 if kind == ".zarray" else 3
+        metadata = parse_json(read_bytes(path / folder / kind))
+        if version == 3 and metadata["node_type"] == "group":
+            return Variable(folder, (), np.dtype(float), lambda part: np.empty(0))
+        _check_codecs(metadata, version)
+        return _zarr_variable(folder, zarr.open_array(path / folder, mode="r", zarr_format=version), names)
 
     for name in names:
         folder, _, kind = name.rpartition("/")
         if kind in (".zarray", "zarr.json"):
-            metadata = parse_json(read_bytes(path / name))
-            if kind == ".zarray" or metadata["node_type"] == "array":
-                called = folder or "images"
-                found[called] = _opened(called, partial(opened, folder, metadata))
-    if not any(name.rpartition("/")[2] in (".zarray", ".zgroup", "zarr.json") for name in names):
-        raise ValueError(
-            f"it is a folder of {len(names):,} files and no Zarr; name one file, into which they are joined"
-        )
+            each = _opened(folder or "images", partial(opened, folder, kind))
+            if each.shape:
+                found[each.name] = each
     return found
 
 
-def _codecs(given: Any, version: int) -> Iterator[str]:
-    """Yield the names of all codecs, filters and compressors in the metadata of a Zarr array, also inside of others."""
+def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
+    """Refuse a codec, filter or compressor in the metadata of a Zarr array, or inside of another, that is unknown."""
     for key in ("filters", "compressor") if version == 2 else ("codecs", "index_codecs"):
-        listed = given.get(key)
-        for each in listed if isinstance(listed, list) else [] if listed is None else [listed]:
-            yield each if isinstance(each, str) else str(each["id" if version == 2 else "name"])
-            if version != 2 and isinstance(each, dict):
-                yield from _codecs(each.get("configuration") or {}, version)
+        listed = given.get(key) or ()
+        for each in [listed] if isinstance(listed, str | dict) else listed:
+            name = each if isinstance(each, str) else str(each["id" if version == 2 else "name"])
+            if name.removeprefix("numcodecs.") not in CODECS:
+                raise ValueError(f"it is stored with {name}, which may run code; write it again with blosc or zstd")
+            if isinstance(each, dict):
+                _check_codecs(each.get("configuration") or {}, version)
 
 
 def _zarr_variable(folder: str, array: Any, files: Sequence[str]) -> Variable:
@@ -548,7 +549,7 @@ def _zarr_variable(folder: str, array: Any, files: Sequence[str]) -> Variable:
         array.chunks,
         tuple(f"{above}/{each}".lstrip("/") if each else "" for each in names),
         attributes,
-        fill=array.fill_value,
+        fill=0 if array.fill_value is None else array.fill_value,
         lacks=lacks,
     )
 
@@ -569,9 +570,7 @@ def _hdf5(file: Any, path: Path) -> Variables:
                 item = group.get(each)
                 if isinstance(item, h5py.Group):
                     groups.append((f"{name}/", item))
-                elif not isinstance(item, h5py.Datatype) and not _text(item.attrs.get("NAME", "")).startswith(
-                    NO_VARIABLE
-                ):
+                elif not isinstance(item, h5py.Datatype):
                     found[name] = _opened(name, partial(_hdf5_variable, name, item, path))
     return found
 
@@ -600,7 +599,7 @@ def _hdf5_variable(name: str, item: Any, path: Path) -> Variable:
 
     return Variable(
         name,
-        item.shape,
+        () if _text(item.attrs.get("NAME", "")).startswith(NO_VARIABLE) else item.shape,
         item.dtype,
         item.__getitem__,
         item.chunks,
@@ -659,7 +658,7 @@ def _netcdf3_variable(name: str, variable: Any) -> Variable:
         variable.data.dtype,
         variable.data.__getitem__,
         dimensions=tuple(variable.dimensions),
-        attributes=_attributes(vars(variable)["_attributes"]),
+        attributes=_attributes(vars(variable)),
     )
 
 
@@ -697,9 +696,9 @@ def _unpacked(variable: Variable) -> Variable:
 def _numbers(key: str, value: Any) -> Array:
     """Return the numbers in an attribute, (n,)."""
     if isinstance(value, str) and key in MISSING:  # in JSON: NaN, or 8 bytes as xarray writes them
-        with suppress(ValueError):
-            return np.array([float(value)])
-        return np.frombuffer(base64.b64decode(value, validate=True), "<f8")
+        for read in (float, lambda text: np.frombuffer(base64.b64decode(text, validate=True), "<f8")):
+            with suppress(ValueError):
+                value = read(value) if isinstance(value, str) else value
     found = np.asarray(value).reshape(-1)
     if found.dtype.kind not in "fiu" or not len(found) or (key in PACKED and not np.isfinite(found).all()):
         raise ValueError(f"its attribute {key} is {_text(value)!r} and no number; write it again")
@@ -714,7 +713,7 @@ def _ordered(variable: Variable, found: Variables) -> Variable:
     if variable.fault or len(variable.shape) < 2:
         return variable
     folder, names = variable.name.rpartition("/")[0], [*variable.dimensions]
-    if not any(names):
+    if not any(names) or len(names) != len(variable.shape):
         near = [each for each in found.values() if each.name.rpartition("/")[0] == folder and len(each.shape) == 1]
         fits = [
             [each.name for each in near if each.shape == (side,) and _role(each.name, found) != OTHER]
