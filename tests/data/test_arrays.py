@@ -362,6 +362,7 @@ def needing(file: h5py.File) -> None:
         (lambda folder: forged(folder, attributes={"scale_factor": "a"}), "scale_factor is 'a' and no number"),
         (lambda folder: forged(folder, attributes={"_FillValue": "abc"}), "_FillValue is 'abc' and no number"),
         (lambda folder: forged(folder, data_type="nothing"), "can't be read"),
+        (lambda folder: forged(folder, dimension_names=["\ud800", "lat", "time"], shape=[6, 8, 7]), "is [6,8]"),
         (
             lambda folder: written(folder / "a.nc", b"<!DOCTYPE html><html>"),
             "DOCTYPE html><', as web pages do; download the",

@@ -438,7 +438,7 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
     values = arrays.whole(along)
     if values.dtype.kind in "fiub":
         return tuple(values.astype(float).tolist()) if np.isfinite(values.astype(float)).all() else ()
-    return tuple(value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values)
+    return tuple(map(_text, values))
 
 
 def open_stored(path: Path, spec: DataSpec) -> Variables:
@@ -502,7 +502,7 @@ def _zarr(path: Path) -> Variables:
     for name in names:
         folder, _, kind = name.rpartition("/")
         if kind in (".zarray", "zarr.json"):
-            each = _opened(folder or "images", partial(opened, folder, kind))
+            each = _opened(_text(folder or "images"), partial(opened, folder, kind))
             if each.shape:
                 found[each.name] = each
     return found
@@ -542,12 +542,12 @@ def _zarr_variable(folder: str, array: Any, files: Sequence[str]) -> Variable:
         return math.prod(grid) - there, math.prod(grid)
 
     return Variable(
-        folder or "images",
+        _text(folder or "images"),
         array.shape,
         array.dtype,
         array.__getitem__,
         array.chunks,
-        tuple(f"{above}/{each}".lstrip("/") if each else "" for each in names),
+        tuple(_text(f"{above}/{each}").lstrip("/") if each else "" for each in names),
         attributes,
         fill=0 if array.fill_value is None else array.fill_value,
         lacks=lacks,
@@ -565,7 +565,7 @@ def _hdf5(file: Any, path: Path) -> Variables:
             continue
         seen.add(place)
         for each in group:
-            name = f"{above}{each}"
+            name = _text(f"{above}{each}")
             if isinstance(group.get(each, getlink=True), h5py.HardLink):
                 item = group.get(each)
                 if isinstance(item, h5py.Group):
@@ -603,7 +603,7 @@ def _hdf5_variable(name: str, item: Any, path: Path) -> Variable:
         item.dtype,
         item.__getitem__,
         item.chunks,
-        tuple(dimension[0].name.lstrip("/") if len(dimension) else dimension.label for dimension in item.dims),
+        tuple(_text(each[0].name if len(each) else each.label).lstrip("/") for each in item.dims),
         _attributes(item.attrs),
         fill=item.fillvalue,
         lacks=lacks,
@@ -648,7 +648,9 @@ def _holds(found: Any, selected: Any, size: int) -> bool:
 
 
 def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    """Return a name or an attribute as text that can be written to any file."""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _netcdf3_variable(name: str, variable: Any) -> Variable:
