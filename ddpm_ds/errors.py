@@ -95,7 +95,7 @@ class NoCheckpointError(CheckpointError):
 
 
 class EvaluationError(UserError):
-    """A requested score can't be computed here, or not from so few images."""
+    """A requested score can't be computed here, or not from so few images, or an image is not finite."""
 
 
 class BadNumbersError(Exception):

@@ -128,7 +128,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
     of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
     of_training |= {"buckets"}  # each has a store of its own: tests/data/test_buckets.py
-    of_training |= {"normalise", "held_out", "flips_negate"}
+    of_training |= {"normalise", "held_out", "flips_negate", "missing_chunks"}
     of_training |= {"held_out_path"}  # it names a store of its own: tests/data/test_held_out.py
     of_training |= {"condition"}  # what of it is stored decides: tests/data/test_fields.py
     of_training |= {"buckets"}  # each names a store of its own: tests/data/test_buckets.py

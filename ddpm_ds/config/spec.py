@@ -226,6 +226,9 @@ class DataSpec(Section):
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
     elsewhere; or "nan", which masks what is not a number in the fields. Masked values are read as the mean of their
     channel, and those of a condition that are not a number too. Null refuses fields that are not finite."""
+    missing_chunks: Literal["refuse", "fill"] = "refuse"
+    """What is done if chunks of a Zarr or HDF5 array are not there: refuse it, or take its fill value for them, which
+    is right where a writer leaves out chunks that have this value alone."""
     held_out: HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
@@ -319,6 +322,7 @@ class DataSpec(Section):
             "data.values": self.values if self.are_fields else None,
             "data.variables": self.variables,
             "data.mask": self.mask,
+            "data.missing_chunks": self.missing_chunks if self.missing_chunks == "fill" else None,
             "data.condition.kind": condition.kind if condition.kind == "stored" else None,
             "data.condition.path": condition.path,
             "data.condition.variables": condition.variables,

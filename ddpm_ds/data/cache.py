@@ -75,7 +75,7 @@ READAHEAD_BYTES = 2**17
 """Bytes that Linux reads ahead at once by default: it drops the rest of a longer request."""
 
 Look = tuple[int, int]
-"""Size in bytes, 0 for a folder, and time of the last change in ns."""
+"""Size in bytes, 0 for a folder, and time of the last change in ns; of a folder of arrays, both of all its files."""
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
@@ -160,7 +160,7 @@ class Origin(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     content: str
-    """Hash of the names, the labels and some images."""
+    """Hash of the names, the labels and some images, or of whole files of arrays."""
     looks: dict[str, Look]
     """Looks of the path (``.``) and of some folders and files in it, by relative name."""
     condition_looks: dict[str, Look] = {}

@@ -18,10 +18,12 @@ Mardani et al. 2025, "Residual corrective diffusion modeling for km-scale atmosp
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -31,7 +33,7 @@ from ddpm_ds.config.spec import ConditionSpec, DataSpec
 from ddpm_ds.data.cache import IMAGES, CacheMeta, Coordinate, DatasetCache, StoredField, StoredImages
 from ddpm_ds.data.latents import PIXELS
 from ddpm_ds.data.sources import FIELD_OPENERS
-from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, labelled, one_line
+from ddpm_ds.data.sources.base import BROKEN, MOST_CLASSES, UNLABELLED, Labels, files_below, labelled, one_line
 from ddpm_ds.data.sources.variables import (
     MOST_BYTES,
     Array,
@@ -51,13 +53,16 @@ from ddpm_ds.data.sources.variables import (
 from ddpm_ds.data.statistics import Moments, merged, moments_of, rounding_of
 from ddpm_ds.data.writing import Chunk
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import sha256_of
 
 CONDITION, MASK, VECTOR = "condition", "mask", "vector"
 Values = Literal["uint8", "float16", "float32"]
 TOGETHER_BYTES = 2**22
 """Bytes of the images in a chunk, at least one image."""
-SAMPLED_BYTES, MOST_SAMPLED = 2**25, 16
-"""Maximum bytes, and images, by which a source is recognised, at least one image."""
+WHOLE_BYTES = 2**32
+"""Maximum bytes of a source that is recognised by the checksums of its files."""
+SAMPLED, SAMPLED_BYTES, MOST_SAMPLED = "sampled ", 2**25, 16
+"""A larger one is recognised by so many bytes of so many images, at least one, and its hash begins so."""
 REGRESSION = "regression"
 """Key of the regression's weights in the checksums of a cache of residuals; those of its fields are as of pixels."""
 PREDICTED_BYTES = 2**20
@@ -102,21 +107,28 @@ class FieldSource:
         parts = (numbers[first : first + together] for first in range(0, len(numbers), together))
         return (self._chunk(rows, part) for part in parts)
 
-    @property
-    def content(self) -> str:
-        """Hash of the arrays' names and shapes, of the labels and of some images."""
+    def content(self, *paths: Path) -> str:
+        """Return a hash of the arrays' names and shapes, labels and constants, and of the files at ``paths``, or of
+        some images if these are large.
+        """
         known = [
             (name, each.name, each.shape, str(each.dtype))
             for name, part in self.parts.items()
             for each in part.variables
         ]
-        digest = sha256(repr(known).encode() + self.labels.tobytes())
+        constants = b"" if self.constants is None else self.constants.tobytes()
+        digest = sha256(repr(known).encode() + self.labels.tobytes() + constants)
+        files = [(path, name) for path in paths for name in (files_below(path) if path.is_dir() else ("",))]
+        if sum((path / name).stat().st_size for path, name in files) <= WHOLE_BYTES:
+            for path, name in files:
+                digest.update(os.fsencode(name) + sha256_of(path / name).encode())
+            return digest.hexdigest()
         for i in self._sampled:
             for part in self.parts.values():
                 for variable in part.variables:
                     with suppress(*BROKEN):  # its preparation reports it
                         digest.update(np.ascontiguousarray(variable.read(slice(i, i + 1))).tobytes())
-        return digest.hexdigest()
+        return SAMPLED + digest.hexdigest()
 
     @property
     def _sampled(self) -> list[int]:

@@ -74,17 +74,16 @@ def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenIn
     """
     if not path.exists():
         raise DataError(f"{OPTION} {path} does not exist; name a file or folder, or held-out")
-    key = f"{path.absolute()} {sorted(looks_of(path).items())}"
+    key = f"{path.absolute()} {sorted(looks_of(path, facts is not None).items())}"
     if facts is not None:
         return _arrays(data, facts, path, key)
     return _pictures(data, path, key)
 
 
 def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInputs:
-    source = SOURCES.get(path.suffix.lower(), data.source)
+    source = "zarr" if path.is_dir() else SOURCES.get(path.suffix.lower(), data.source)
     if source not in FIELD_OPENERS:
         raise DataError(f"{OPTION} {path} is of pictures, and the run learned named arrays; name a file of such")
-    source = "netcdf" if source == "zarr" and data.source == "netcdf" else source
     arrays = open_at(OPTION, path, data.model_copy(update={"source": source}), FIELD_OPENERS[source])
     condition = data.condition or ConditionSpec()
     parts: dict[str, list[Variable]] = {}
@@ -111,7 +110,7 @@ def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInp
 def _named(arrays: Arrays, key: str, names: tuple[str, ...], usual: tuple[str, ...]) -> list[Variable]:
     """Return the arrays of these names; a file of a single array needs none, and one without names has a usual one."""
     if len(arrays.found) == 1 and len(names) <= 1:
-        return [*arrays.found.values()]
+        return arrays.taken([*arrays.found.values()])
     names = names or next(((name,) for name in usual if name in arrays.found), usual[:1])
     return arrays.named(key, names)
 
@@ -127,8 +126,8 @@ def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFa
         raise DataError(f"{OPTION} {arrays.path}: {said} is {there} for each image, and the run learned {learned}")
     for variable in variables:
         kinds = "u" if stored.values == "uint8" else "fiub"
-        if variable.fault or variable.dtype.kind not in kinds:
-            reason = variable.fault or f"holds {variable.dtype}, and the run learned {stored.values}"
+        if variable.dtype.kind not in kinds:
+            reason = f"holds {variable.dtype}, and the run learned {stored.values}"
             raise DataError(f"{OPTION} {arrays.path}: {variable.name} {reason}")
     rows = [Rows(variable, MOST_BYTES // len(variables)) for variable in variables]
     means = facts.statistics[name].mean if data.mask == "nan" and name in facts.statistics else None
@@ -213,10 +212,10 @@ def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values
     """
     if path.suffix.lower() != ".npz":
         return None
-    found = open_at(OPTION, path, data, FIELD_OPENERS["arrays"]).found.get("mask")
-    if found is None:
+    arrays = open_at(OPTION, path, data, FIELD_OPENERS["arrays"])
+    if "mask" not in arrays.found:
         return None
-    mask = np.asarray(found.read(slice(None)))
+    mask = arrays.whole(arrays.found["mask"])
     if mask.shape not in (data.size, (count, *data.size)) or not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"{OPTION} {path}: mask should be 0 or 1, {data.size} or {(count, *data.size)}, not {mask.shape}"

@@ -76,6 +76,7 @@ from ddpm_ds.data.captions import (
 from ddpm_ds.data.decoding import ALONE, Size, decoded
 from ddpm_ds.data.fields import (
     REGRESSION,
+    SAMPLED,
     FieldSource,
     Regression,
     check_fields,
@@ -86,7 +87,7 @@ from ddpm_ds.data.fields import (
 )
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, printable
+from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, files_below, printable
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
@@ -494,11 +495,13 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
         DataError: the source fails, has no encoded images to keep, or has other fields than the spec says.
     """
     beside = None if spec.condition is None else spec.condition.path
-    looks, beside_looks = ({} if path is None else looks_of(path) for path in (spec.path, beside))  # before it is read
+    looks, beside_looks = (  # before it is read
+        {} if path is None else looks_of(path, spec.reads_arrays) for path in (spec.path, beside)
+    )
     source: FieldSource | Source
     if spec.reads_arrays:
         source = fields = open_fields(spec).centred()
-        content, encoded_bytes, keep_encoded = fields.content, None, False
+        content, encoded_bytes, keep_encoded = fields.content(*_paths(spec)), None, False
         image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
     else:
         source = _opened(spec, progress)
@@ -567,8 +570,17 @@ def _sampled(source: Source) -> tuple[str, float | None]:
     return digest.hexdigest(), sum(sizes) / max(1, len(sizes)) if encoded else None
 
 
-def looks_of(path: Path) -> dict[str, Look]:
-    """Return the look of a path and, in a folder, of some of its folders and files, by their relative names."""
+def _paths(spec: DataSpec) -> list[Path]:
+    """Return the paths of a source's images and of its condition."""
+    return [path for path in (spec.path, None if spec.condition is None else spec.condition.path) if path is not None]
+
+
+def looks_of(path: Path, whole: bool) -> dict[str, Look]:
+    """Return the look of a path and, in a folder, of some of its folders and files, by their relative names; with
+    ``whole`` one of the path with all of its files.
+    """
+    if whole:
+        return {} if (look := _look(path, whole)) is None else {".": look}
     folders = (os.path.join(above, name) for above, names, _ in os.walk(path) for name in names)
     files = (os.path.join(above, name) for above, _, names in os.walk(path) for name in names)
     names = (os.path.relpath(each, path) for each in (str(path), *_thinned(folders), *_thinned(files)))
@@ -587,10 +599,16 @@ def _thinned(items: Iterable[str]) -> list[str]:
     return kept
 
 
-def _look(path: Path) -> Look | None:
-    """Return the size in bytes, 0 for a folder, and the time of the last change in ns; None if it can't be seen."""
+def _look(path: Path, whole: bool = False) -> Look | None:
+    """Return the size in bytes, 0 for a folder, and the time of the last change in ns; None if it can't be seen. Those
+    of a ``whole`` folder are the sum of its files' sizes, and a number made of their names, sizes and times.
+    """
     try:
         status = os.stat(path)
+        if whole and stat.S_ISDIR(status.st_mode):
+            files = files_below(path)
+            made = sha256(repr([(name, each.st_size, each.st_mtime_ns) for name, each in files.items()]).encode())
+            return sum(each.st_size for each in files.values()), int.from_bytes(made.digest()[:7])
     except OSError:
         return None
     return 0 if stat.S_ISDIR(status.st_mode) else status.st_size, status.st_mtime_ns
@@ -604,15 +622,23 @@ def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
     """
     if spec.path is None or (origin := found.meta.origin) is None:
         return
-    looks = [(before, _look(spec.path / name)) for name, before in origin.looks.items()]
-    if spec.condition is not None and (beside := spec.condition.path) is not None:
-        looks += [(before, _look(beside / name)) for name, before in origin.condition_looks.items()]
+    looks = [
+        (before, _look(path / name, spec.reads_arrays))
+        for path, known in zip(_paths(spec), (origin.looks, origin.condition_looks), strict=False)
+        for name, before in known.items()
+    ]
     if all(before == now for before, now in looks):
         return
     if all(now is None or before[0] == now[0] for before, now in looks):
         try:
-            read = open_fields(spec).content if spec.reads_arrays else _sampled(_opened(spec, progress))[0]
-            if read == origin.content:
+            whole = open_fields(spec).content(*_paths(spec)) if spec.reads_arrays else None
+            if (whole or _sampled(_opened(spec, progress))[0]) == origin.content:
+                if progress and whole and whole.startswith(SAMPLED):
+                    print(
+                        f"data.path = {spec.path} was written after {found.path} was made of it, and is compared by "
+                        f"some images; if others have changed delete {found.path}",
+                        file=sys.stderr,
+                    )
                 return
         except (DataError, OSError) as error:
             if progress and os.path.lexists(spec.path):

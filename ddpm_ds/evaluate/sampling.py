@@ -27,7 +27,7 @@ from ddpm_ds.data.text import TextEncoders, misfit
 from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.levels import check_guidance
 from ddpm_ds.diffusion.process import Drawing, Sampler
-from ddpm_ds.errors import LayoutError, SpecError, is_out_of_memory, print_to_stderr
+from ddpm_ds.errors import EvaluationError, LayoutError, SpecError, is_out_of_memory, print_to_stderr
 from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
@@ -72,6 +72,9 @@ def draw(
     a condition of each image; ``numbers`` (N,) names other inputs. ``prompts`` are those of a U-Net that reads text,
     which the images take in turn. ``after_step`` is called with the numbers of U-Net evaluations per image: those done,
     and all.
+
+    Raises:
+        EvaluationError: an image is not finite.
     """
     device = next(trained.unet.parameters()).device
     condition, dropped, base = None, None, None
@@ -100,7 +103,14 @@ def draw(
             drawing.take(trained.unet(*drawing.inputs(), context=drawing.context(number)))
             if after_step is not None:
                 after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
-        images = trained.finished(drawing.images()).cpu()
+        drawn = drawing.images()
+        if (bad := ~drawn.isfinite().flatten(1).all(dim=1)).any():
+            number = int(index[bad.cpu()][0])
+            raise EvaluationError(
+                f"image {number} of {trained.origin} is drawn with NaN or infinity by {sampler.kind}; draw with other "
+                "--steps or another --sampler, or from an earlier checkpoint"
+            )
+        images = trained.finished(drawn).cpu()
         return images if base is None else images + base
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -343,6 +344,7 @@ def test_a_file_of_conditions_draws_what_the_held_out_images_draw(
         ({"coarse": np.float32(1.0)}, r"coarse is a single number; give an array of an entry per input"),
         ({"lead": np.zeros(3)}, r"each image needs its own"),
         ({"coarse": np.full((5, 4, 6), np.nan)}, r"coarse is not finite in input 0; replace"),
+        ({"lead": np.full(5, np.inf)}, r"lead is not finite in input 0; replace"),
     ],
 )
 def test_conditions_of_another_kind_are_refused_in_a_line(
@@ -353,6 +355,20 @@ def test_conditions_of_another_kind_are_refused_in_a_line(
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"does not exist; name a file or folder, or held-out$"):
         given(trained, tmp_path / "nothing")
+
+
+def test_what_is_no_file_of_arrays_is_refused_and_a_zarr_folder_needs_no_suffix(
+    trained: Trained, tmp_path: Path
+) -> None:
+    for suffix in ("", ".npy", ".npz", ".h5", ".nc", ".zarr"):
+        os.mkfifo(pipe := tmp_path / f"pipe{suffix}")
+        with pytest.raises(DataError, match=r"it is a named pipe, not a file"):
+            given(trained, pipe)
+    np.save(tmp_path / "scalar.npy", np.float32(3))
+    with pytest.raises(DataError, match=r"scalar\.npy does not hold; it holds no array$"):
+        given(trained, tmp_path / "scalar.npy")
+    found = given(trained, write_given("zarr", tmp_path).rename(tmp_path / "given"))
+    assert len(found) == HELD_OUT
 
 
 def picture_run(kind: str, **condition: Any) -> Trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import errno
 import os
 import re
@@ -22,7 +23,7 @@ from ddpm_ds.cli.sample import add_drawing_options, sampler_from
 from ddpm_ds.cli.sample import main as sample_launched
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.data.pictures import grid
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import EvaluationError, SpecError
 from ddpm_ds.evaluate import outputs, sampling
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.sampling import check_guide, draw
@@ -50,6 +51,13 @@ def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
 
 def images(trained: Trained, index: Tensor = INDEX, *, seed: int = 0, **sampler: Any) -> Tensor:
     return draw(trained, FAST_SAMPLER.model_copy(update=sampler), index, labels=index % 10, seed=seed)
+
+
+def test_an_image_that_is_not_finite_is_refused(trained: Trained) -> None:
+    broken = replace(trained, unet=copy.deepcopy(trained.unet))
+    next(broken.unet.parameters()).fill_(torch.inf)
+    with pytest.raises(EvaluationError, match=r"image 0 of .* is drawn with NaN or infinity by ddim; .* --steps or"):
+        images(broken)
 
 
 def most_apart(one: Tensor, other: Tensor) -> int:

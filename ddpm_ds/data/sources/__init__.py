@@ -14,7 +14,7 @@ from ddpm_ds.data.sources.base import Opener, Source
 from ddpm_ds.data.sources.files import open_folder, open_zip
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
-from ddpm_ds.data.sources.variables import open_hdf5, open_netcdf, open_zarr
+from ddpm_ds.data.sources.variables import open_stored
 from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.errors import DataError
 
@@ -31,9 +31,9 @@ OPENERS: dict[str, Opener] = {
 """Functions that open sources of pictures, by `data.source`; :data:`ddpm_ds.config.choices.SOURCES` has their words."""
 FIELD_OPENERS: dict[str, VariablesOpener] = {
     "arrays": open_numpy,
-    "hdf5": open_hdf5,
-    "zarr": open_zarr,
-    "netcdf": open_netcdf,
+    "hdf5": open_stored,
+    "zarr": open_stored,
+    "netcdf": open_stored,
 }
 """Functions that open files of named arrays, by `data.source`."""
 

@@ -5,6 +5,7 @@ import errno
 import functools
 import os
 import socket
+import stat
 import struct
 import sys
 import tarfile
@@ -283,6 +284,31 @@ def read_file(path: Path) -> bytes:
     with open_regular(path) as file:
         check_size(os.fstat(file.fileno()).st_size)
         return file.read()
+
+
+def files_below(folder: Path) -> dict[str, os.stat_result]:
+    """Return the states of all files in a folder and its folders, by relative name, sorted.
+
+    Raises:
+        OSError: it can't be listed, has anything but files and folders, or one folder twice by a link.
+    """
+    found, below, seen = dict[str, os.stat_result](), [""], set[tuple[int, int]]()
+    for above in below:  # which grows
+        with os.scandir(folder / above) as entries:
+            for entry in entries:
+                name = f"{above}{entry.name}"
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:  # a link to nothing
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found[name] = status
+                elif stat.S_ISDIR(status.st_mode) and (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    below.append(f"{name}/")
+                else:
+                    raise OSError(errno.EINVAL, f"{printable(name)} is no file, or a folder twice", str(folder))
+    return dict(sorted(found.items()))
 
 
 def map_array(path: Path) -> npt.NDArray[Any]:

@@ -4,26 +4,39 @@ The first dimension of an array counts images; ``constants`` have no such dimens
 its arrays as :class:`Variable` by name, and reads none of them::
 
     Zarr     folders of format 2 or 3, by zarr: arrays by their path in the group, such as ``era5/t2m``
-    HDF5     by h5py: data sets by their path in the file
-    NetCDF   by xarray, which unpacks them, as it does the Zarr folders that it has written
+    HDF5     by h5py, and so NetCDF 4: data sets by their path in the file
+    NetCDF   of formats 1 and 2 by scipy
+
+What their attributes say of values and dimensions is applied to all alike: packed numbers are unpacked, missing values
+are NaN, and the dimension of time is the first.
 """
 
 from __future__ import annotations
 
+import base64
+import bisect
 import difflib
+import errno
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpm_ds.config.choices import SOURCES
 from ddpm_ds.config.spec import ConditionSpec, DataSpec, written
-from ddpm_ds.data.sources.base import BROKEN, one_line
+from ddpm_ds.data.sources.base import BROKEN, files_below, one_line
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular, parse_json, read_bytes
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
@@ -39,8 +52,26 @@ MOST_NAMED = 12
 """Maximum names of arrays in an error."""
 MOST_COORDINATES = 2**16
 """Maximum positions of a coordinate that a cache keeps."""
-PACKED = ("scale_factor", "add_offset")
-"""Attributes of packed numbers, which xarray unpacks and zarr does not."""
+MOST_IMAGES = 10**9
+"""Maximum images of a source, so that a forged number takes no memory."""
+PACKED, MISSING = ("scale_factor", "add_offset"), ("_FillValue", "missing_value")
+ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")
+"""Attributes that are read of an array."""
+NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+"""What a data set's NAME begins with if it stands for a dimension alone."""
+TIME, OTHER, PLACE = range(3)
+"""Roles of dimensions, in their order."""
+TIMES = {"time", "valid_time", "times", "date", "datetime"}
+PLACES = {
+    *("lat", "latitude", "nlat", "rlat", "y", "yc", "south_north", "projection_y_coordinate"),
+    *("lon", "longitude", "nlon", "rlon", "x", "xc", "west_east", "projection_x_coordinate"),
+}
+CODECS = (
+    *("adler32", "bitround", "blosc", "bytes", "bz2", "crc32", "crc32c", "delta", "endian", "fixedscaleoffset"),
+    *("fletcher32", "gzip", "jenkins_lookup3", "lz4", "lzma", "packbits", "quantize", "sharding_indexed", "shuffle"),
+    *("transpose", "vlen-utf8", "zlib", "zstd"),
+)
+"""Codecs, filters and compressors of Zarr that only compress and rearrange; others, such as pickle, are refused."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +81,24 @@ class Variable:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    read: Callable[[slice], Array] = field(repr=False)
-    """Reads a range of the first dimension."""
+    read: Callable[[Any], Array] = field(repr=False)
+    """Reads a range of the first dimension, or what a tuple of slices selects."""
     chunks: tuple[int, ...] | None = None
     """Shape of the chunks that are read as a whole; None if every byte can be read alone."""
     dimensions: tuple[str, ...] = ()
     """Names of the dimensions; empty or "" where they have none."""
-    units: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict, repr=False)
     fault: str = ""
     """Why it can't be read, with the fix, after its name."""
+    fill: Any = 0
+    """Value that chunks have that are not there."""
+    lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
+    """Counts the chunks that are not there, and all."""
+
+    @property
+    def units(self) -> str:
+        """Units as the file says them."""
+        return _text(self.attributes.get("units", ""))
 
     @property
     def channels(self) -> int:
@@ -136,14 +176,28 @@ class Arrays:
             more = f" and {len(near) - MOST_NAMED} more" if len(near) > MOST_NAMED else ""
             holds = f"it holds {', '.join(near[:MOST_NAMED])}{more}" if near else "it holds no array"
             raise DataError(f"{key} has {missing}, which {self} does not hold; {holds}")
-        return [self.found[name] for name in names]
+        return self.taken([self.found[name] for name in names])
+
+    def taken(self, found: list[Variable]) -> list[Variable]:
+        """Return arrays that can be read and miss no chunk; raises DataError."""
+        for variable in found:
+            if variable.fault:
+                raise DataError(f"{variable.name} of {self} {variable.fault}")
+            lacking, count = variable.lacks() if variable.fill == variable.fill else (0, 0)
+            if lacking:
+                key = ", or --set data.missing_chunks=fill takes that value" if self.key.startswith("data.") else ""
+                raise DataError(
+                    f"{variable.name} of {self} lacks {lacking:,} of {count:,} chunks, and {variable.fill} would be "
+                    f"read instead; bring them{key}"
+                )
+        return found
 
     def only(self, key: str, usual: Sequence[str], fits: Callable[[Variable], bool]) -> list[Variable]:
         """Return the array with a usual name, or the only one that fits; raises DataError."""
         fitting = [variable for name, variable in self.found.items() if fits(variable)]
         chosen = [self.found[name] for name in usual if name in self.found] or fitting
         if len(chosen) == 1 or (chosen and chosen[0].name in usual):
-            return chosen[:1]
+            return self.taken(chosen[:1])
         holds = [f"{each.name} {_size(each.shape)}" for each in fitting or self.found.values()]
         more = f" and {len(holds) - MOST_NAMED} more" if len(holds) > MOST_NAMED else ""
         raise DataError(
@@ -166,13 +220,44 @@ def open_arrays_of(spec: DataSpec, opener: Opener, condition: bool = False) -> A
 def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
     """Open the file or folder that ``key`` names, by the opener of ``spec.source``; raises DataError."""
     try:
-        return Arrays(key, path, opener(path, spec))
+        if not path.is_dir():
+            open_regular(path).close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of a library are for its callers
+            found = {name: each for name, each in opener(path, spec).items() if each.shape}
     except ImportError as error:
         raise DataError(
             f"data.source = {spec.source} needs a package ({one_line(error)}): pip install 'ddpm_ds[fields]'"
         ) from error
-    except (*BROKEN, TypeError) as error:
+    except Exception as error:  # a library may raise anything on a damaged file
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
+    if spec.missing_chunks == "fill":
+        found = {name: replace(each, lacks=lambda: (0, 0)) for name, each in found.items()}
+    watched = {name: _watched(each, path, path.stat()) for name, each in found.items()}
+    return Arrays(key, path, {name: _finished(each, watched) for name, each in watched.items()})
+
+
+def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
+    """Return an array whose reads raise OSError whatever the library raises, and DataError once a file was cut short:
+    HDF5 reads zeros there, and a mapped file ends the process.
+    """
+
+    def check() -> None:
+        if (size := path.stat().st_size) < before.st_size and not path.is_dir():
+            raise DataError(
+                f"{path} was cut from {before.st_size:,} to {size:,} bytes while it was read; bring it back"
+            )
+
+    def read(part: Any) -> Array:
+        check()
+        try:
+            values = np.asarray(variable.read(part))
+        except Exception as error:
+            raise OSError(errno.EIO, one_line(error)) from error
+        check()
+        return values
+
+    return replace(variable, read=read)
 
 
 def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
@@ -284,6 +369,8 @@ def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
         _check_chunks(arrays, variable)
     if not first.shape[0]:
         raise DataError(f"{first.name} of {where} has no image; name another with --set data.variables=[NAME,...]")
+    if first.shape[0] > MOST_IMAGES:
+        raise DataError(f"{first.name} of {where} has {first.shape[0]:,} images, more than {MOST_IMAGES:,}; split it")
     return first.shape[0]
 
 
@@ -302,8 +389,6 @@ def _check_kind(
     arrays: Arrays, variable: Variable, spec: DataSpec, ranks: Sequence[int], shapes: str, pictures: bool = True
 ) -> None:
     """Refuse an array of other dimensions, or of other values than numbers; ``pictures`` may have to be bytes."""
-    if variable.fault:
-        raise DataError(f"{variable.name} of {arrays} {variable.fault}")
     if len(variable.shape) not in ranks:
         raise DataError(f"{variable.name} of {arrays} is {_size(variable.shape)}, and should be {shapes}")
     if variable.dtype.kind not in "fiub":
@@ -346,83 +431,326 @@ def positions(variable: Variable, axis: int, arrays: Arrays) -> tuple[Any, ...]:
     """Return the coordinate of a dimension, as floats or texts; () if there is none, or it is large."""
     dimension = variable.dimensions[axis] if variable.dimensions else ""
     along = arrays.found.get(dimension)
+    if along is not None and along.fault:
+        raise DataError(f"{along.name} of {arrays} {along.fault}")
     if along is None or along.shape != (variable.shape[axis],) or along.shape[0] > MOST_COORDINATES:
         return ()
     values = arrays.whole(along)
     if values.dtype.kind in "fiub":
         return tuple(values.astype(float).tolist()) if np.isfinite(values.astype(float)).all() else ()
-    return tuple(value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values)
+    return tuple(map(_text, values))
 
 
-def open_zarr(path: Path, spec: DataSpec) -> Variables:
-    """Open all arrays of a Zarr group with at least one dimension; a single array is named images."""
+def open_stored(path: Path, spec: DataSpec) -> Variables:
+    """Open a Zarr folder, an HDF5 file or a NetCDF file, whichever the content is."""
+    if path.is_dir():
+        return _zarr(path)
+    with open_regular(path) as file:
+        first = file.read(64)
+        if first.startswith(b"CDF"):
+            from scipy.io import netcdf_file
+
+            file.seek(0)
+            opened = netcdf_file(file, mmap=True, maskandscale=False)
+            return {name: _netcdf3_variable(name, each) for name, each in opened.variables.items()}
+    import h5py
+
+    if not h5py.is_hdf5(path):
+        page = ", as web pages do; download the file itself" if first.lstrip().startswith(b"<") else ""
+        raise ValueError(f"it is no HDF5, NetCDF or Zarr, and begins with {first[:16]!r}{page}")
+    with suppress(ImportError):
+        import hdf5plugin  # noqa: F401  # registers more filters
+
+    return _hdf5(h5py.File(path, "r"), path)
+
+
+def _opened(name: str, make: Callable[[], Variable]) -> Variable:
+    """Return an array, or one with a fault: an array that nobody asks for may be broken."""
+    try:
+        found = make()
+        if min(found.chunks or (1,), default=1) < 1:
+            raise ValueError(f"its chunks are {_size(found.chunks or ())}")
+        return found
+    except Exception as error:  # a library may raise anything on forged metadata
+        return Variable(
+            name, (0,), np.dtype(float), lambda part: np.empty(0), fault=f"can't be read ({one_line(error)})"
+        )
+
+
+def _attributes(given: Any) -> dict[str, Any]:
+    return {key: value for key in ATTRIBUTES if (value := given.get(key)) is not None}
+
+
+def _zarr(path: Path) -> Variables:
+    """Open the arrays of a Zarr folder, each by its own metadata; a single array is named images."""
     import zarr
 
-    opened = zarr.open(path, mode="r")
-    members: Any = opened.members(max_depth=None) if isinstance(opened, zarr.Group) else [("images", opened)]
-    return {
-        name: _zarr_variable(name, array) for name, array in members if isinstance(array, zarr.Array) and array.shape
-    }
+    if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
+        count = len(os.listdir(path))
+        raise ValueError(f"it is a folder of {count:,} files and no Zarr; name one file, into which they are joined")
+    names = [*files_below(path)]
+    found: Variables = {}
+
+    def opened(folder: str, kind: str) -> Variable:
+        version: Literal[2, 3] = 2 if kind == ".zarray" else 3
+        metadata = parse_json(read_bytes(path / folder / kind))
+        if version == 3 and metadata["node_type"] == "group":
+            return Variable(folder, (), np.dtype(float), lambda part: np.empty(0))
+        _check_codecs(metadata, version)
+        return _zarr_variable(folder, zarr.open_array(path / folder, mode="r", zarr_format=version), names)
+
+    for name in names:
+        folder, _, kind = name.rpartition("/")
+        if kind in (".zarray", "zarr.json"):
+            each = _opened(_text(folder or "images"), partial(opened, folder, kind))
+            if each.shape:
+                found[each.name] = each
+    return found
 
 
-def _zarr_variable(name: str, array: Any) -> Variable:
+def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
+    """Refuse a codec, filter or compressor in the metadata of a Zarr array, or inside of another, that is unknown."""
+    for key in ("filters", "compressor") if version == 2 else ("codecs", "index_codecs"):
+        listed = given.get(key) or ()
+        for each in [listed] if isinstance(listed, str | dict) else listed:
+            name = each if isinstance(each, str) else str(each["id" if version == 2 else "name"])
+            if name.removeprefix("numcodecs.") not in CODECS:
+                raise ValueError(f"it is stored with {name}, which may run code; write it again with blosc or zstd")
+            if isinstance(each, dict):
+                _check_codecs(each.get("configuration") or {}, version)
+
+
+def _zarr_variable(folder: str, array: Any, files: Sequence[str]) -> Variable:
+    """Return the array in a folder; ``files`` are those of the whole Zarr folder, sorted."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
-    packed = next((key for key in PACKED if key in array.attrs), None)
-    folder = name.rpartition("/")[0]
+    above, inside = folder.rpartition("/")[0], f"{folder}/" if folder else ""
+    attributes = _attributes(array.attrs)
+    if array.metadata.zarr_format == 2 and names and array.fill_value is not None:
+        attributes.setdefault("_FillValue", array.fill_value)  # as xarray writes and reads it
+
+    def lacks() -> tuple[int, int]:
+        """Compare the files with the grid of chunks."""
+        grid = [-(-side // chunk) for side, chunk in zip(array.shape, array.shards or array.chunks, strict=True)]
+        there = 0
+        for file in itertools.takewhile(
+            lambda file: file.startswith(inside), files[bisect.bisect_left(files, inside) :]
+        ):
+            chunk = file.removeprefix(inside)
+            place = [int(each) for each in re.split("[./]", chunk) if each.isdecimal()]
+            in_grid = len(place) == len(grid) and all(at < count for at, count in zip(place, grid, strict=True))
+            there += in_grid and array.metadata.encode_chunk_key(tuple(place)) == chunk
+        return math.prod(grid) - there, math.prod(grid)
+
     return Variable(
-        name,
+        _text(folder or "images"),
         array.shape,
         array.dtype,
         array.__getitem__,
         array.chunks,
-        tuple(f"{folder}/{each}".lstrip("/") if each else "" for each in names),
-        str(array.attrs.get("units", "")),
-        fault="" if packed is None else f"is packed by {packed}, which --set data.source=netcdf unpacks",
+        tuple(_text(f"{above}/{each}").lstrip("/") if each else "" for each in names),
+        attributes,
+        fill=0 if array.fill_value is None else array.fill_value,
+        lacks=lacks,
     )
 
 
-def open_hdf5(path: Path, spec: DataSpec) -> Variables:
-    """Open all data sets of an HDF5 file with at least one dimension; their dimension scales are coordinates."""
+def _hdf5(file: Any, path: Path) -> Variables:
+    """Open the data sets of all groups of an HDF5 file; dimension scales are coordinates, links are not followed."""
     import h5py
 
-    file = h5py.File(path, "r")
     found: Variables = {}
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and item.shape:
-            found[name] = Variable(
-                name,
-                item.shape,
-                item.dtype,
-                item.__getitem__,
-                item.chunks,
-                tuple(dimension[0].name.lstrip("/") if len(dimension) else dimension.label for dimension in item.dims),
-                _text(item.attrs.get("units", "")),
-            )
-
-    file.visititems(visit)
+    groups, seen = [("", file)], set()
+    for above, group in groups:  # which grow
+        if (place := h5py.h5o.get_info(group.id).addr) in seen:
+            continue
+        seen.add(place)
+        for each in group:
+            name = _text(f"{above}{each}")
+            if isinstance(group.get(each, getlink=True), h5py.HardLink):
+                item = group.get(each)
+                if isinstance(item, h5py.Group):
+                    groups.append((f"{name}/", item))
+                elif not isinstance(item, h5py.Datatype):
+                    found[name] = _opened(name, partial(_hdf5_variable, name, item, path))
     return found
 
 
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+def _hdf5_variable(name: str, item: Any, path: Path) -> Variable:
+    import h5py
 
+    made = item.id.get_create_plist()
+    for code, _, _, called in map(made.get_filter, range(made.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            raise ValueError(
+                f"it needs HDF5's filter {code}, {_text(called) or 'without a name'}: pip install hdf5plugin"
+            )
+    if item.external:
+        raise ValueError(f"its values are in another file, {item.external[0][0]}; write it again into one file")
+    mapped = _mapped(item, path) if item.is_virtual else 0
 
-def open_netcdf(path: Path, spec: DataSpec) -> Variables:
-    """Open all variables and coordinates with at least one dimension; their fill values are NaN."""
-    import xarray
+    def lacks() -> tuple[int, int]:
+        """Compare what is stored with the grid of chunks, or what is mapped with the number of values."""
+        if item.is_virtual:
+            return max(0, item.size - mapped), item.size
+        if item.chunks is None:
+            return int(item.size > 0 and item.id.get_storage_size() == 0), 1
+        chunks = math.prod(-(-side // chunk) for side, chunk in zip(item.shape, item.chunks, strict=True))
+        return chunks - item.id.get_num_chunks(), chunks
 
-    opened = xarray.open_dataset(path, cache=False, decode_timedelta=False)
-    return {str(name): _netcdf_variable(str(name), each) for name, each in opened.variables.items() if each.shape}
-
-
-def _netcdf_variable(name: str, variable: Any) -> Variable:
     return Variable(
         name,
-        variable.shape,
-        np.dtype(variable.dtype),
-        lambda part: variable[part].values,
-        variable.encoding.get("chunksizes") or variable.encoding.get("chunks"),
-        tuple(map(str, variable.dims)),
-        str(variable.attrs.get("units", "")),
+        () if _text(item.attrs.get("NAME", "")).startswith(NO_VARIABLE) else item.shape,
+        item.dtype,
+        item.__getitem__,
+        item.chunks,
+        tuple(_text(each[0].name if len(each) else each.label).lstrip("/") for each in item.dims),
+        _attributes(item.attrs),
+        fill=item.fillvalue,
+        lacks=lacks,
     )
+
+
+def _mapped(item: Any, path: Path) -> int:
+    """Return how many values of a virtual data set have a source; raises ValueError unless all sources are there.
+
+    HDF5 itself reads the fill value for a source that is missing, and never ends for a data set of itself.
+    """
+    import h5py
+
+    count = 0
+    for file, parts in itertools.groupby(item.virtual_sources(), key=lambda part: part.file_name):
+        source = path if file == "." else path.parent / file
+        with suppress(FileNotFoundError):
+            open_regular(source).close()
+            with h5py.File(source, "r") as opened:
+                for part in parts:
+                    found = opened.get(part.dset_name)
+                    size = part.vspace.get_select_npoints()
+                    is_own = isinstance(found, h5py.Dataset) and not (found.is_virtual or found.external)
+                    if not is_own or not _holds(found, part.src_space, size):
+                        raise ValueError(
+                            f"its source {part.dset_name} of {source} is not there as a data set of its own"
+                        )
+                    count += size
+            continue
+        raise ValueError(f"its source {source} is not there")
+    return count
+
+
+def _holds(found: Any, selected: Any, size: int) -> bool:
+    """Return whether a data set has the ``size`` values that are selected of it, which may be all."""
+    import h5py
+
+    if selected.get_select_type() == h5py.h5s.SEL_ALL:
+        return bool(found.size == size)
+    _, last = selected.get_select_bounds()
+    return len(last) == len(found.shape) and all(at < side for at, side in zip(last, found.shape, strict=True))
+
+
+def _text(value: Any) -> str:
+    """Return a name or an attribute as text that can be written to any file."""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _netcdf3_variable(name: str, variable: Any) -> Variable:
+    return Variable(
+        name,
+        variable.data.shape,
+        variable.data.dtype,
+        variable.data.__getitem__,
+        dimensions=tuple(variable.dimensions),
+        attributes=_attributes(vars(variable)),
+    )
+
+
+def _finished(variable: Variable, found: Variables) -> Variable:
+    """Return an array unpacked, with NaN for missing values and the dimension of time first."""
+    return _opened(variable.name, lambda: _ordered(_unpacked(variable), found))
+
+
+def _unpacked(variable: Variable) -> Variable:
+    """Return an array whose values are what its attributes say; raises ValueError if these are no numbers."""
+    given, kind = variable.attributes, variable.dtype
+    if variable.fault or kind.kind not in "fiu" or not given.keys() & {*PACKED, *MISSING, "_Unsigned"}:
+        return variable
+    if kind.kind == "i" and _text(given.get("_Unsigned", "")).lower() == "true":
+        kind = np.dtype(kind.str.replace("i", "u"))
+    missing = np.concatenate([_numbers(key, given[key]) for key in MISSING if key in given] or [np.empty(0)])
+    with np.errstate(invalid="ignore", over="ignore"):
+        missing = missing[np.isfinite(missing)].astype(variable.dtype).view(kind)
+    scale, offset = (_numbers(key, given.get(key, usual))[0].item() for key, usual in zip(PACKED, (1, 0), strict=True))
+    packed = (scale, offset) != (1, 0)
+    wide = np.dtype(float) if packed or (kind.kind != "f" and len(missing)) else kind
+
+    def read(part: Any) -> Array:
+        raw = np.asarray(variable.read(part))
+        raw = raw if kind == variable.dtype else raw.view(kind)
+        values = raw.astype(wide)
+        if len(missing):
+            values[np.isin(raw, missing)] = np.nan
+        return values * scale + offset if packed else values
+
+    fill = np.nan if np.isin(np.asarray(variable.fill).astype(variable.dtype).view(kind), missing) else variable.fill
+    return replace(variable, dtype=wide, read=read, fill=fill)
+
+
+def _numbers(key: str, value: Any) -> Array:
+    """Return the numbers in an attribute, (n,)."""
+    if isinstance(value, str) and key in MISSING:  # in JSON: NaN, or 8 bytes as xarray writes them
+        for read in (float, lambda text: np.frombuffer(base64.b64decode(text, validate=True), "<f8")):
+            with suppress(ValueError):
+                value = read(value) if isinstance(value, str) else value
+    found = np.asarray(value).reshape(-1)
+    if found.dtype.kind not in "fiu" or not len(found) or (key in PACKED and not np.isfinite(found).all()):
+        raise ValueError(f"its attribute {key} is {_text(value)!r} and no number; write it again")
+    return found
+
+
+def _ordered(variable: Variable, found: Variables) -> Variable:
+    """Return an array whose dimension of time is the first and, if it has two dimensions of places, these the last.
+
+    Where dimensions have no names, arrays (n,) that are named as such and alone have their length name them.
+    """
+    if variable.fault or len(variable.shape) < 2:
+        return variable
+    folder, names = variable.name.rpartition("/")[0], [*variable.dimensions]
+    if not any(names) or len(names) != len(variable.shape):
+        near = [each for each in found.values() if each.name.rpartition("/")[0] == folder and len(each.shape) == 1]
+        fits = [
+            [each.name for each in near if each.shape == (side,) and _role(each.name, found) != OTHER]
+            for side in variable.shape
+        ]
+        names = [own[0] if len(own) == 1 and fits.count(own) == 1 else "" for own in fits]
+    roles = [_role(name, found) for name in names]
+    order = [*range(len(names))]
+    if roles.count(PLACE) == 2:
+        order.sort(key=roles.__getitem__)
+    elif TIME in roles:
+        order.sort(key=lambda axis: axis != roles.index(TIME))
+    if order == sorted(order):
+        return replace(variable, dimensions=tuple(names))
+    if roles.count(OTHER) > 1 and TIME not in roles:
+        raise ValueError(f"its dimensions are {', '.join(names)}; write it again with the one first that counts images")
+
+    def read(part: Any) -> Array:
+        which: list[Any] = [slice(None)] * len(order)
+        which[order[0]] = part
+        return np.asarray(variable.read(tuple(which))).transpose(order)
+
+    chunks = variable.chunks or variable.shape
+    return replace(
+        variable,
+        shape=tuple(variable.shape[axis] for axis in order),
+        chunks=tuple(chunks[axis] for axis in order),
+        dimensions=tuple(names[axis] for axis in order),
+        read=read,
+    )
+
+
+def _role(name: str, found: Variables) -> int:
+    """Return whether a dimension is time, a place or another, by the units of its coordinate or by its name."""
+    units, short = found[name].units if name in found else "", name.rpartition("/")[2].lower()
+    if " since " in units or short in TIMES:
+        return TIME
+    return PLACE if units.startswith(("degrees_north", "degrees_east")) or short in PLACES else OTHER
