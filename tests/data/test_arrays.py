@@ -362,7 +362,6 @@ def needing(file: h5py.File) -> None:
         (lambda folder: forged(folder, attributes={"scale_factor": "a"}), "scale_factor is 'a' and no number"),
         (lambda folder: forged(folder, attributes={"_FillValue": "abc"}), "_FillValue is 'abc' and no number"),
         (lambda folder: forged(folder, data_type="nothing"), "can't be read"),
-        (lambda folder: forged(folder, dimension_names=["\ud800", "lat", "time"], shape=[6, 8, 7]), "is [6,8]"),
         (
             lambda folder: written(folder / "a.nc", b"<!DOCTYPE html><html>"),
             "DOCTYPE html><', as web pages do; download the",
@@ -402,6 +401,11 @@ def test_more_images_than_memory_has_labels_for_are_refused(tmp_path: Path, spec
     path = forged(tmp_path, shape=[2**40, 8, 9])
     line = line_of(spec_of(source="zarr", path=path, missing_chunks="fill", **GIVEN))
     assert "has 1,099,511,627,776 images, more than 1,000,000,000; split it" in line
+
+
+def test_names_that_are_no_text_are_kept_as_escapes(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = forged(tmp_path, dimension_names=["\ud800", "lat", "lon"])
+    assert prepare(spec_of(source="zarr", path=path, **GIVEN)).meta.coordinates[0].name == r"\ud800"
 
 
 def test_hdf5_groups_and_unknown_names_are_named(tmp_path: Path, spec_of: SpecOf) -> None:
