@@ -96,9 +96,6 @@ def _arrays(data: DataSpec, facts: FieldFacts, path: Path, key: str) -> GivenInp
     names = data.variables or next(((name,) for name in USUAL_IMAGES if name in arrays.found), ())
     if condition.kind == "stored" and len(arrays.found) > 1 and names and all(name in arrays.found for name in names):
         parts.setdefault(IMAGES, arrays.named("data.variables", names))
-    for variable in (each for variables in parts.values() for each in variables):
-        if not variable.shape:
-            raise DataError(f"{OPTION} {path}: {variable.name} is a single number; give an array of an entry per input")
     count = check_counts([(arrays, variables) for variables in parts.values()])
     readers = {name: _reader(arrays, variables, name, facts, data) for name, variables in parts.items()}
     images = readers.get(IMAGES)

@@ -251,7 +251,7 @@ def test_bad_input_is_one_line_that_names_the_fix(source: str, tmp_path: Path, s
         return line_of(spec_of(source=source, path=path, **NAMED | {"condition": condition} | changes))
 
     assert "data.variables has t2n, which data.path" in (line := refused(variables=("t2n",), channels=1))
-    assert "does not hold; it holds t2m, " in line
+    assert "does not hold as an array; it holds t2m, " in line
     assert "--set data.channels=3" in refused(channels=4)
     assert "t2m, wind" in refused(channels=4)
     assert "data.image_size = 8, but t2m of data.path" in (line := refused(image_size=8))

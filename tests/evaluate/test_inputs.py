@@ -340,8 +340,11 @@ def test_a_file_of_conditions_draws_what_the_held_out_images_draw(
     [
         ({"coarse": np.zeros((5, 4, 7))}, r"coarse is 1x4x7 for each image, and the run learned 1x4x6$"),
         ({"coarse": np.zeros((5, 2, 4, 6))}, r"coarse is 2x4x6 for each image, and the run learned 1x4x6$"),
-        ({"coarse": None}, r"data\.condition\.variables has coarse, which --conditions = \S+ does not hold; it holds"),
-        ({"coarse": np.float32(1.0)}, r"coarse is a single number; give an array of an entry per input"),
+        (
+            {"coarse": None},
+            r"data\.condition\.variables has coarse, which --conditions = \S+ does not hold as an array; it holds",
+        ),
+        ({"coarse": np.float32(1.0)}, r"coarse, which --conditions = \S+ does not hold as an array; it holds"),
         ({"lead": np.zeros(3)}, r"each image needs its own"),
         ({"coarse": np.full((5, 4, 6), np.nan)}, r"coarse is not finite in input 0; replace"),
         ({"lead": np.full(5, np.inf)}, r"lead is not finite in input 0; replace"),
@@ -365,7 +368,7 @@ def test_what_is_no_file_of_arrays_is_refused_and_a_zarr_folder_needs_no_suffix(
         with pytest.raises(DataError, match=r"it is a named pipe, not a file"):
             given(trained, pipe)
     np.save(tmp_path / "scalar.npy", np.float32(3))
-    with pytest.raises(DataError, match=r"scalar\.npy does not hold; it holds no array$"):
+    with pytest.raises(DataError, match=r"scalar\.npy does not hold as an array; it holds no array$"):
         given(trained, tmp_path / "scalar.npy")
     found = given(trained, write_given("zarr", tmp_path).rename(tmp_path / "given"))
     assert len(found) == HELD_OUT

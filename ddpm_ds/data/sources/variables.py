@@ -175,7 +175,7 @@ class Arrays:
             near = sorted(self.found, key=lambda name: -difflib.SequenceMatcher(None, missing, name).ratio())
             more = f" and {len(near) - MOST_NAMED} more" if len(near) > MOST_NAMED else ""
             holds = f"it holds {', '.join(near[:MOST_NAMED])}{more}" if near else "it holds no array"
-            raise DataError(f"{key} has {missing}, which {self} does not hold; {holds}")
+            raise DataError(f"{key} has {missing}, which {self} does not hold as an array; {holds}")
         return self.taken([self.found[name] for name in names])
 
     def taken(self, found: list[Variable]) -> list[Variable]:
