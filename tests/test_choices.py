@@ -121,9 +121,8 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
         "crop_from": 12,
         "channels": 3,
         "store_root": tmp_path,
-        "store": "encoded",
     }
-    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "shuffle_images", "workers"}
+    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
     others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
     of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
     of_training |= {"residual_of"}  # and this one of residuals: tests/data/test_residuals.py
@@ -139,9 +138,7 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     assert len({cache_path(spec), *named}) == 1 + len(others)
     assert cache_path(spec) == Path("data/digits-8px-1ch"), "stores that exist keep their names"
     photos = spec.model_copy(update={"source": "folder", "path": Path("/here/../photos")})
-    for version, read in (("", b"/photos"), ("2", b"/photos\x002")):
-        assert cache_path(photos, version) == Path(f"data/folder-8px-1ch-{sha256(read).hexdigest()[:8]}")
-    assert cache_path(photos) == cache_path(photos, "2")
+    assert cache_path(photos) == Path(f"data/folder-8px-1ch-{sha256(b'/photos').hexdigest()[:8]}")
 
 
 @pytest.mark.parametrize("key", ["diffusion.schedule", "diffusion.objective"])

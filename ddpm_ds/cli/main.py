@@ -144,7 +144,6 @@ def _prepare(options: argparse.Namespace) -> None:
     data = spec.data
     from ddpm_ds.data.buckets import check_steps
     from ddpm_ds.data.held_out import prepare_all  # imports torch, so the spec is checked first
-    from ddpm_ds.data.loader import Residence
     from ddpm_ds.data.text import check_text
 
     encode_on = regression = None
@@ -175,8 +174,6 @@ def _prepare(options: argparse.Namespace) -> None:
             what = f"latents of {'x'.join(map(str, each.meta.shape))}"
         held_out = ", held out" if number >= len(store.caches) else ""
         print(f"{each.path}: {len(each):,} {what}{held_out}{skipped}")
-    if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
-        print(notice)
 
 
 def _add_schema(verbs: argparse._SubParsersAction[Any]) -> None:

@@ -91,11 +91,6 @@ SOURCES = {
         labels="folders in data.path are classes, so move the images of each class to a folder of its own",
         captions=True,
     ),
-    "zip": SourceChoice(
-        "image files in the zip archive `path`, as EDM's tools write",
-        path="FILE",
-        labels="its dataset.json has them, or else its folders are classes",
-    ),
     "arrays": SourceChoice(
         "`path` is a .npy or .npz of images or fields",
         path="FILE",

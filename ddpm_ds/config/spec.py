@@ -191,7 +191,7 @@ class DataSpec(Section):
 
     source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
-    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip`,
+    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for
     `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
     a path."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
@@ -263,11 +263,6 @@ class DataSpec(Section):
     """Share of images left out, mostly unreadable ones, above which preparation fails; skipped.txt names them."""
     store_root: FilePath = Path("data")
     """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
-    store: Literal["auto", "pixels", "encoded"] = "auto"
-    """Content of the data-set cache: pixels, or encoded images, which the loader decodes each time; auto keeps up to
-    64 GiB of pixels, and beyond that whichever is smaller."""
-    shuffle_images: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Number of images shuffled together, which must fit in memory if the cache does not; null shuffles all."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Loader processes per rank that loads data; 0 reads in threads of the training process, which is fastest for
     pixels."""
@@ -765,8 +760,6 @@ def _check_arrays(spec: RunSpec) -> None:
             f"data.autoencoder = {data.autoencoder} encodes pictures, and data.source = {data.source} has named arrays "
             "here; use null"
         )
-    if data.reads_arrays and data.store == "encoded":
-        raise ValueError(f"data.store = encoded keeps image files, and data.source = {data.source} has none; use auto")
     if data.normalise is not None and not data.are_fields:
         raise ValueError(
             f"data.normalise = {data.normalise} is for fields, and pictures (data.values = bytes) are always mapped to "
@@ -1072,7 +1065,6 @@ def _check_buckets(spec: RunSpec) -> None:
         )
     usual: dict[str, tuple[object, object]] = {
         "data.crop_from": (data.crop_from, None),
-        "data.shuffle_images": (data.shuffle_images, None),
         "unet.dropout": (unet.dropout, 0.0),
         "unet.augmentation": (unet.augmentation, 0.0),
         "unet.colour_augmentation": (unet.colour_augmentation, 0.0),

@@ -2,14 +2,12 @@
 
 ::
 
-    <store_root>/<source>-<size>px-<channels>ch[-<hash>][-encoded]/
+    <store_root>/<source>-<size>px-<channels>ch[-<hash>]/
         images.npy, images.1.npy, ...   uint8 (n, C, H, W), float16 for latents, float16 or float32 for fields; `shards`
-                                        of meta.json lists every n.
-                                        Encoded images are concatenated in images.bin, images.1.bin, ...
+                                        of meta.json lists every n
         condition.npy, mask.npy, vector.npy, ...   other fields of the same images, in as many files; `fields` of
                                         meta.json has their shapes and types
         constants.npy   float32 (C, H, W), fields that are the same for all images
-        offsets.npy   int64 (N + 1,), only for encoded images: first byte of each, over all files, and the end
         labels.npy    int64 (N,)
         sizes.npy, captions.npy   with captions, fields of the same images: float32 (N, 6) and int32 (N, most captions),
                                   numbers of lines of
@@ -24,15 +22,13 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -42,7 +38,6 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 from tqdm import tqdm
 
-from ddpm_ds.data.decoding import decode
 from ddpm_ds.data.sources.base import map_array
 from ddpm_ds.data.statistics import Numbers, Statistics
 from ddpm_ds.data.text import Encoded, widened
@@ -50,7 +45,7 @@ from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
 FORMAT: Final = 1
-LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
+LABELS, META, SKIPPED = "labels.npy", "meta.json", "skipped.txt"
 CONSTANTS = "constants.npy"
 IMAGES: Final = "images"
 """Name of the field that every cache has."""
@@ -60,9 +55,7 @@ TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
 TEXTS, BUCKETS = "text/", "bucket/"
 """Prefixes of the files of encoded text, and of all buckets of aspect but the first, in the checksums of images that
 are used with them."""
-Kind = Literal["pixels", "encoded", "latents", "fields", "text"]
-DECODING: Final = "decoding"
-"""Name of the version of decoding among the checksums of encoded images, which are other pixels by another version."""
+Kind = Literal["pixels", "latents", "fields", "text"]
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
 MOST_NAMED = 12
@@ -71,8 +64,6 @@ MOST_ROUNDING = 0.01
 """RMS of the rounding, as a share of the spread, above which another type is advised."""
 MOST_OPEN = 256
 """Maximum image files open at a time; processes are often limited to 1,024 open files."""
-READAHEAD_BYTES = 2**17
-"""Bytes that Linux reads ahead at once by default: it drops the rest of a longer request."""
 
 Look = tuple[int, int]
 """Size in bytes, 0 for a folder, and time of the last change in ns; of a folder of arrays, both of all its files."""
@@ -81,9 +72,9 @@ Images = npt.NDArray[Any]
 """Images (n, C, H, W), uint8, or float16 for latents, or float16 or float32 for fields; vectors are (n, K)."""
 
 
-def shard_name(kind: Kind, number: int, name: str = IMAGES) -> str:
+def shard_name(number: int, name: str = IMAGES) -> str:
     """Return the name of the ``number``-th file of a field; the first has no number."""
-    return f"{name}{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' and name == IMAGES else 'npy'}"
+    return f"{name}{f'.{number}' if number else ''}.npy"
 
 
 Extent = Annotated[int, Field(ge=1, le=2**16)]
@@ -195,7 +186,7 @@ class CacheMeta(BaseModel):
     shards: tuple[NonNegativeInt, ...] = ()
     """Number of images in each file; empty if one file holds all."""
     origin: Origin | None = None
-    """None for a source that is not at a path, for latents, and in caches of earlier versions."""
+    """None for a source that is not at a path."""
     fields: dict[str, StoredField] = {}
     """All fields, images among them, of a source of arrays that are read by name; empty for other sources."""
     constants: StoredField | None = None
@@ -231,7 +222,7 @@ class CacheMeta(BaseModel):
 
     def files_of(self, name: str) -> tuple[str, ...]:
         """Names of the files of a field."""
-        return tuple(shard_name(self.kind, number, name) for number in range(len(self.counts)))
+        return tuple(shard_name(number, name) for number in range(len(self.counts)))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -262,65 +253,67 @@ class ByPosition(ABC):
 class StoredImages(ByPosition):
     """Images of a cache on disk, or another field.
 
-    A single file of pixels or latents is memory-mapped, and its size checked before each read, since reading beyond the
-    end of a truncated file would kill the process. Several files, or encoded ones, are opened at their first use, and
-    their images read, and decoded, one by one. With ``crop`` only the central (height, width) pixels are returned.
-    Masked values are the mean of their channel.
+    Its files are memory-mapped, and their sizes checked before each read, since reading beyond the end of a truncated
+    file would kill the process. With ``crop`` only the central (height, width) pixels are returned. Masked values are
+    the mean of their channel.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        meta: CacheMeta,
-        offsets: Indices | None,
-        crop: tuple[int, int] | None = None,
-        name: str = IMAGES,
-    ) -> None:
+    def __init__(self, path: Path, meta: CacheMeta, crop: tuple[int, int] | None = None, name: str = IMAGES) -> None:
         stored = meta.field(name)
         self._field = stored
         self.shape = (meta.count, *stored.shape) if crop is None else (meta.count, stored.shape[0], *crop)
-        self.dtype, self.offsets, self.name = (np.dtype("f4") if stored.offset else stored.dtype), offsets, name
-        self.crop, self._path, self._meta = crop, path, meta
+        self.dtype, self.name = (np.dtype("f4") if stored.offset else stored.dtype), name
+        self.crop, self._path = crop, path
+        self._inside: tuple[Any, ...] = (...,)
+        if crop is not None:
+            starts = ((side - kept) // 2 for side, kept in zip(stored.shape[1:], crop, strict=True))
+            self._inside += tuple(slice(start, start + kept) for start, kept in zip(starts, crop, strict=True))
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
-        self._paths = [path / file for file in self._files]
-        self._sizes = np.array([os.stat(file).st_size for file in self._paths])
+        self._sizes = [(path / file).stat().st_size for file in self._files]
         self.image_bytes = stored.nbytes
         means = meta.statistics[name].mean if meta.masked and name in meta.statistics else ()
         self._means = np.array(means, self.dtype)  # (C,), or empty where nothing is masked
-        self._headers = self._sizes - np.array(meta.counts) * self.image_bytes  # only of .npy files
         # A dropped file is closed by its last user: another thread may still read it.
-        self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
+        self._mapped = lru_cache(MOST_OPEN)(lambda number: map_array(path / self._files[number]))
 
     def read(self, positions: Indices, out: Images | None = None) -> Images:
         """Return the images (n, C, H, W) at ``positions`` (n,), in ``out`` if it is given.
 
         Raises:
-            DataError: a file was truncated or removed since the cache was opened, or an encoded image can't be decoded.
+            DataError: a file was truncated or removed since the cache was opened.
         """
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         stored = np.empty(out.shape, self._field.dtype) if self._field.offset else out
-        self._read_stored(positions, stored)
+        try:
+            self._read_stored(positions, stored)
+        except OSError as error:
+            raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
         return self._unmasked(self._field.read(stored, out))
 
     def _read_stored(self, positions: Indices, out: Images) -> None:
         """Read the images (n, C, H, W) at ``positions`` (n,) into ``out``."""
-        try:
-            if len(self._sizes) == 1 and self.offsets is None and self.crop is None:
-                if self._bytes_now(0) != self._sizes[0]:
-                    raise self._cut_short(0)
-                # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
-                np.take(self._mapped, positions, axis=0, out=out, mode="clip")
-                return
-            images = zip(out, positions.tolist(), self._places(positions), strict=True)
-            missing = [(row, position, place) for row, position, place in images if not self._read_now(row, *place)]
-            if len(self._sizes) > 1:  # all at once, which a disk serves faster than one by one
-                for _, _, place in missing:
-                    self._ask(*place)
-            for row, position, place in missing:
-                self._read_one(row, position, *place)
-        except OSError as error:
-            raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
+        if len(self._files) == 1 and self.crop is None:
+            # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
+            np.take(self._opened(0), positions, axis=0, out=out, mode="clip")
+            return
+        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
+        for number in np.unique(files).tolist():
+            mapped, rows = self._opened(number), np.flatnonzero(files == number)
+            places = (positions[rows] - self._starts[number]).tolist()
+            for place in places:  # all at once, which a disk serves faster than one by one
+                begin = self._sizes[number] - (len(mapped) - place) * self.image_bytes
+                page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+                mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
+            for row, place in zip(rows.tolist(), places, strict=True):
+                out[row] = mapped[place][self._inside]
+
+    def _opened(self, number: int) -> Any:
+        """Return the memory-mapped images (n, C, H, W) of a file, as long as it was; raises DataError."""
+        name, before = self._files[number], self._sizes[number]
+        if (now := (self._path / name).stat().st_size) != before:
+            raise damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
+        return self._mapped(number)
 
     def _unmasked(self, images: Images) -> Images:
         """Put the mean of its channel into each value of images (n, C, H, W) that is masked, and return them."""
@@ -328,79 +321,6 @@ class StoredImages(ByPosition):
             for channel, mean in zip(image, self._means, strict=True):
                 np.copyto(channel, mean, where=np.isnan(channel))
         return images
-
-    def will_read(self, first: int, last: int) -> None:
-        """Ask the system to read images ``first`` to ``last`` - 1 from disk, without waiting for it."""
-        while first < last:
-            number = int(self._starts.searchsorted(first, side="right")) - 1
-            end = min(last, int(self._starts[number + 1]))
-            (_, begin, _), (_, _, stop) = self._places(np.array([first, end - 1]))
-            self._ask(number, begin, stop)
-            first = end
-
-    def _places(self, positions: Indices) -> Iterator[tuple[int, int, int]]:
-        """Yield each image's file number, its first byte in that file and the byte after its last."""
-        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
-        starts = self._starts[files]
-        if self.offsets is not None:
-            begins, ends = (self.offsets[positions + more] - self.offsets[starts] for more in (0, 1))
-        else:
-            begins = self._headers[files] + (positions - starts) * self.image_bytes
-            ends = begins + self.image_bytes
-        return zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True)
-
-    def _ask(self, number: int, begin: int, end: int) -> None:
-        """Ask the system to read these bytes of file ``number``."""
-        file = self._file(number)
-        for byte in range(begin, end, READAHEAD_BYTES):
-            os.posix_fadvise(file.fileno(), byte, min(READAHEAD_BYTES, end - byte), os.POSIX_FADV_WILLNEED)
-
-    def _read_now(self, row: Images, number: int, begin: int, end: int) -> bool:
-        """Read an image into ``row`` if memory has all of it, and it is stored as it is; return whether it was read.
-
-        Asking the system for what it has in memory takes a tenth of the time of its copy.
-        """
-        if self.offsets is not None or self.crop is not None:
-            return False
-        file = self._file(number)  # else another thread might close it meanwhile
-        with suppress(OSError):  # memory has none of it, or this file system doesn't say
-            return os.preadv(file.fileno(), [row.data], begin, os.RWF_NOWAIT) == end - begin
-        return False
-
-    def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
-        """Read the image at ``position`` into ``row``, from these bytes of file ``number``."""
-        encoded, cropped = self.offsets is not None, self.crop is not None
-        if encoded:
-            content: Any = bytearray(end - begin)
-        else:
-            content = np.empty(self._field.shape, self._field.dtype) if cropped else row
-        file = self._file(number)
-        if os.preadv(file.fileno(), [content], begin) != end - begin:
-            raise self._cut_short(number)
-        if encoded:
-            channels, *size = self._field.shape
-            try:
-                stretched = DECODING not in self._meta.sha256
-                content = decode(bytes(content), (size[0], size[1]), channels, stretched=stretched).transpose(2, 0, 1)
-            except Exception as error:  # a decoder may raise anything on broken bytes
-                reason = " ".join(str(error).split())
-                raise damaged(self._path, f"image {position} can't be decoded ({reason})") from error
-        if encoded or cropped:
-            top, left = ((side - kept) // 2 for side, kept in zip(content.shape[1:], row.shape[1:], strict=True))
-            row[:] = content[:, top : top + row.shape[1], left : left + row.shape[2]]
-
-    @cached_property
-    def _mapped(self) -> Images:
-        """Memory-mapped images (n, C, H, W) of a single file."""
-        return map_array(self._paths[0])
-
-    def _bytes_now(self, number: int) -> int:
-        file = self._file(number)
-        return os.fstat(file.fileno()).st_size
-
-    def _cut_short(self, number: int) -> DataError:
-        name, before, now = self._files[number], self._sizes[number], self._bytes_now(number)
-        return damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
 
 
 class CaptionText(ByPosition):
@@ -515,7 +435,7 @@ class DatasetCache:
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
             meta = CacheMeta.read(path)
-            names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
+            names = (*meta.files, LABELS)
             names += (CONSTANTS,) if meta.constants else ()
             names += (CAPTIONS_FILE,) if CAPTIONS in meta.fields else ()
             for name in names:
@@ -527,15 +447,14 @@ class DatasetCache:
                     if meta.sha256[name] != checksum:
                         raise damaged(path, f"{name} has another checksum than meta.json says")
             labels = map_array(path / LABELS)
-            offsets = np.array(map_array(path / OFFSETS)) if meta.kind == "encoded" else None
-            for wrong in _misfits(path, meta, labels, offsets):
+            for wrong in _misfits(path, meta, labels):
                 raise damaged(path, wrong)
             return cls(
                 path,
                 meta,
-                StoredImages(path, meta, offsets),
+                StoredImages(path, meta),
                 np.array(labels),
-                {name: StoredImages(path, meta, None, name=name) for name in meta.fields if name != IMAGES},
+                {name: StoredImages(path, meta, name=name) for name in meta.fields if name != IMAGES},
                 np.array(map_array(path / CONSTANTS)) if meta.constants else None,
             )
         except OSError as error:
@@ -558,7 +477,7 @@ class DatasetCache:
             return self
         meta = self.meta.model_copy(update={"statistics": dict(statistics)})
         fields = {
-            name: StoredImages(self.path, meta, stored.offsets, name=name)
+            name: StoredImages(self.path, meta, name=name)
             for name, stored in self.fields.items()
             if isinstance(stored, StoredImages)
         }
@@ -573,13 +492,13 @@ class DatasetCache:
         channels, *before = self.meta.shape
         if (*before,) == size:
             return self
-        images = StoredImages(self.path, self.meta, self.images.offsets, size)
+        images = StoredImages(self.path, self.meta, size)
         others, fields = dict(self.others), dict(self.meta.fields)
         for name, stored in self.meta.fields.items():
             if [*stored.shape[1:]] == before:
                 fields[name] = stored.model_copy(update={"shape": (stored.shape[0], *size)})
                 if name != IMAGES:
-                    others[name] = StoredImages(self.path, self.meta, None, size, name)
+                    others[name] = StoredImages(self.path, self.meta, size, name)
         meta = self.meta.model_copy(update={"shape": (channels, *size), "fields": fields})
         constants = self.constants
         if constants is not None and [*constants.shape[1:]] == before:
@@ -613,14 +532,14 @@ class DatasetCache:
     @property
     def key(self) -> str:
         """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
-        parts = [self.meta.sha256[name] for name in (*self.meta.files, DECODING) if name in self.meta.sha256]
+        parts = [self.meta.sha256[name] for name in self.meta.files]
         parts += [] if self.text is None else [self.text.key]
         parts += [each.key for each in self.buckets]
         parts += [] if self.images.crop is None else [" ".join(map(str, dict.fromkeys(self.images.crop)))]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
-def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt.NDArray[Any] | None) -> Iterator[str]:
+def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any]) -> Iterator[str]:
     """Yield a description of everything that contradicts ``meta.json``."""
     if sum(meta.counts) != meta.count:
         yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
@@ -628,10 +547,6 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         yield f"{LABELS} is {labels.dtype} {labels.shape} for {meta.count} images"
     if not ((labels >= 0) & (labels < len(meta.classes))).all():
         yield f"{LABELS} has labels of none of the {len(meta.classes)} classes"
-    if offsets is not None and (offsets.dtype != np.int64 or offsets.shape != (meta.count + 1,)):
-        yield f"{OFFSETS} is {offsets.dtype} {offsets.shape} for {meta.count} images"
-    if offsets is not None and (offsets[1:] < offsets[:-1]).any():  # a difference might not fit 64 bits
-        yield f"{OFFSETS} does not rise"
     if meta.fields and (IMAGES not in meta.fields or meta.fields[IMAGES].shape != meta.shape):
         yield f"{META} has fields that are not those of its images"
         return
@@ -639,16 +554,9 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         yield f"{META} has statistics of another number of channels"
     if any(len(stored.offset) not in (0, stored.shape[0]) for stored in meta.fields.values()):
         yield f"{META} has offsets of another number of channels"
-    if offsets is not None:
-        start = 0
-        for name, count in zip(meta.files_of(IMAGES), meta.counts, strict=True):
-            if (path / name).stat().st_size != offsets[start + count] - offsets[start]:
-                yield f"{name} has another size than {OFFSETS} says"
-            start += count
     arrays = {
         file: ((count, *meta.field(name).shape), meta.field(name))
         for name in meta.fields or (IMAGES,)
-        if offsets is None or name != IMAGES
         for file, count in zip(meta.files_of(name), meta.counts, strict=True)
     }
     if meta.constants is not None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,17 +20,16 @@ BIG_BYTES = 2**24
 """Memory above which an image counts as big: a PNG of 2048 x 2048 pixels."""
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
-ROW_BYTES = 16
-"""Bytes of Pillow's addresses of an image's rows, which the narrow copy of a large image has too."""
-WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
-"""Maximum pixels of an image that is converted and scaled as a whole, and pixels of the strips in which a larger image
-is, without copying it. As in Pillow, rows are scaled, then rounded, then columns: results differ by rounding only where
-Pillow scales columns first."""
+CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
+"""Bytes per pixel that turning an image takes beside them, or a conversion to another mode, and one that puts white
+behind the image."""
 ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
 """Lock replacement for a process that decodes alone."""
 Sizes = npt.NDArray[np.float32]
 """Height and width of the original image, top and left of the crop after it was scaled, and height and width of the
 crop, in pixels: float32 (6,), in the order of SDXL's ``add_time_ids``."""
+MODES = {1: "L", 3: "RGB"}
+"""Mode of decoded images, by channels."""
 SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations of images whose height is the width of the file."""
 UPRIGHT = {
@@ -67,21 +65,14 @@ def decoded(
         raise UnreadableImage(source.name(i), one_line(error)) from error
 
 
-def decode(
-    content: bytes | Pixels,
-    size: Size,
-    channels: int,
-    big: AbstractContextManager[Any] = ALONE,
-    stretched: bool = False,
-) -> Pixels:
+def decode(content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
     """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``)
     of ``size`` (height, width).
 
-    Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. With
-    ``stretched``, the padding of a JPEG that is scaled down while it is decoded counts as image, as it once did. May
+    Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
     raise any exception of a decoder.
     """
-    return decode_with_sizes(content, size, channels, big, stretched)[0]
+    return decode_with_sizes(content, size, channels, big)[0]
 
 
 def upright_size(content: bytes | Pixels) -> Size:
@@ -96,11 +87,7 @@ def upright_size(content: bytes | Pixels) -> Size:
 
 
 def decode_with_sizes(
-    content: bytes | Pixels,
-    size: Size,
-    channels: int,
-    big: AbstractContextManager[Any] = ALONE,
-    stretched: bool = False,
+    content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
 ) -> tuple[Pixels, Sizes]:
     """Return what :func:`decode` does, and the sizes of the upright image and of its crop."""
     if not isinstance(content, bytes):
@@ -113,8 +100,11 @@ def decode_with_sizes(
             needed += 2 * len(image.getbands()) * image.width * image.height
         # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
         drafted = image.draft(None, (2 * size[1], 2 * size[0]))
-        extent = None if drafted is None or stretched else drafted[1][2:]
-        needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height + ROW_BYTES * max(image.size)
+        extent = None if drafted is None else drafted[1][2:]
+        copies = CONVERTED_BYTES if image.mode != MODES[channels] else 0
+        copies = OPAQUE_BYTES if image.has_transparency_data else copies
+        copies += CONVERTED_BYTES if _orientation(image, Image.Image.getexif) in UPRIGHT else 0
+        needed += (PIXEL_BYTES.get(image.format or "", 4) + copies) * image.width * image.height
         with _memory(needed, whole, big):
             image.load()
             if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
@@ -149,32 +139,18 @@ def fit(image: Image.Image, size: Size, channels: int, extent: tuple[float, floa
     125 x 84 pixels of a JPEG of 500 x 333 at a quarter of its size. Transparent pixels become white. An image that
     already fits is returned unchanged.
     """
-    orientation = _orientation(image)
+    orientation, (rows, columns) = _orientation(image), size
     order = -1 if orientation in SIDEWAYS else 1
-    (width, height), shown = image.size[::order], (extent or image.size)[::order]
-    rows_out, columns_out = size
+    whole, (width, height) = image.size[::order], (extent or image.size)[::order]
     # Products by a quotient of 1 are exact, so squares are cut to the pixel, and no rounding leads beyond the edge.
-    wide = min(shown[0], shown[1] * (columns_out / rows_out))
-    high = min(shown[1], shown[0] * (rows_out / columns_out))
-    before = (orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8))  # whether turning puts the padding first
-    left = (shown[0] - wide) / 2 + before[0] * (width - shown[0])
-    top = (shown[1] - high) / 2 + before[1] * (height - shown[1])
-    mode = "L" if channels == 1 else "RGB"
-    if width * height <= WHOLE_PIXELS:
-        whole = _coloured(_upright(image, orientation, 0, height), mode)
-        fitted = whole.resize((columns_out, rows_out), Image.Resampling.LANCZOS, (left, top, left + wide, top + high))
-        return np.array(fitted).reshape(*size, channels)  # (H, W, C)
-    reach = 3 * max(1.0, high / rows_out) + 1  # rows that Lanczos reads beyond a strip
-    first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + high + reach))
-    narrow = Image.new(mode, (columns_out, height), None)  # the other rows take no memory
-    rows = max(1, STRIP_PIXELS // width)
-    for start in range(first, last, rows):
-        end = min(start + rows, last)
-        strip = _coloured(_upright(image, orientation, start, end), mode)
-        box = (left, 0, left + wide, end - start)
-        narrow.paste(strip.resize((columns_out, end - start), Image.Resampling.LANCZOS, box), (0, start))
-    fitted = narrow.resize((columns_out, rows_out), Image.Resampling.LANCZOS, (0, top, columns_out, top + high))
-    return np.array(fitted).reshape(*size, channels)
+    wide, high = min(width, height * (columns / rows)), min(height, width * (rows / columns))
+    left, top = (width - wide) / 2, (height - high) / 2
+    left += (whole[0] - width) * (orientation in (2, 3, 6, 7))  # turning puts the padding first
+    top += (whole[1] - height) * (orientation in (3, 4, 7, 8))
+    upright = image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
+    box = (left, top, left + wide, top + high)
+    fitted = _coloured(upright, MODES[channels]).resize((columns, rows), Image.Resampling.LANCZOS, box)
+    return np.array(fitted).reshape(*size, channels)  # (H, W, C)
 
 
 def _orientation(image: Image.Image, read: Callable[[Image.Image], Image.Exif] = lambda image: image.getexif()) -> int:
@@ -183,21 +159,6 @@ def _orientation(image: Image.Image, read: Callable[[Image.Image], Image.Exif] =
         return int(read(image).get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow may raise anything on broken EXIF
         return 1
-
-
-def _upright(image: Image.Image, orientation: int, start: int, end: int) -> Image.Image:
-    """Return rows ``start`` to ``end`` of an image that is turned as its EXIF orientation says."""
-    width, height = image.size
-    box = {
-        3: (0, height - end, width, height - start),
-        4: (0, height - end, width, height - start),
-        5: (start, 0, end, height),
-        6: (start, 0, end, height),
-        7: (width - end, 0, width - start, height),
-        8: (width - end, 0, width - start, height),
-    }.get(orientation, (0, start, width, end))
-    strip = image if box == (0, 0, width, height) else image.crop(box)
-    return strip.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else strip
 
 
 def _coloured(image: Image.Image, mode: str) -> Image.Image:

@@ -1,7 +1,6 @@
-"""Loader of micro-batches onto the training device, as a function of the number of images seen; where it reads from.
+"""Loader of micro-batches onto the training device, as a function of the number of images seen.
 
 It keeps no state, so a resumed run loses nothing. The next micro-batch is copied while the current one is used.
-:class:`Residence` estimates whether a cache is read from memory or from a disk that training waits for.
 """
 
 from __future__ import annotations
@@ -32,17 +31,11 @@ from torch.utils.data import DataLoader, Dataset
 from ddpm_ds import keyed
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import HeldOut
-from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices, Kind, StoredImages
+from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices
 from ddpm_ds.data.order import BucketOrder, Order
-from ddpm_ds.device import host_memory
 from ddpm_ds.errors import HostError, SpecError
-from ddpm_ds.files import processors
 from ddpm_ds.keyed import Stream
 
-HELD = 0.8
-"""Share of a host's memory that can hold the files of a cache during training."""
-WINDOW = 0.125
-"""Share of a host's memory for the images of one window; a run holds two windows."""
 MOST_RANGES = 10
 """Maximum ranges of neighbouring images that are held out; only those at the ends of a range resemble images that are
 trained on."""
@@ -83,7 +76,6 @@ def micro_batches(
     fields: Set[str] = frozenset({IMAGES}),
     among: Indices | None = None,
     seed: int,
-    window: int | None = None,
     group: int | None = None,
     batch_images: int,
     micro_batch_images: int,
@@ -103,12 +95,11 @@ def micro_batches(
         micro-batch         0     0     1     1
 
     Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
-    rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
-    :class:`ddpm_ds.data.order.Order`. Of a cache with buckets of aspect, ``group`` images that follow each other are of
-    one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A worker's error or death is
-    raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images``, ``group`` or
-    ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and KeyError for a field that the
-    cache does not have.
+    rising positions in the cache that are trained on (None: all). Of a cache with buckets of aspect, ``group`` images
+    that follow each other are of one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A
+    worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if
+    ``batch_images``, ``group`` or ``start_images`` of buckets is not M x ``replicas`` x ``micro_batch_images``, and
+    KeyError for a field that the cache does not have.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -118,7 +109,7 @@ def micro_batches(
     first = start_images + replica * micro_batch_images
     of_buckets = None if among is None else cache.by_bucket(among)
     counts = cache.counts if of_buckets is None else tuple(map(len, of_buckets))
-    order: Order | BucketOrder = Order(counts[0], seed, window)
+    order: Order | BucketOrder = Order(counts[0], seed)
     if group is not None:
         order = BucketOrder(counts, seed, group)
         if group % turn or start_images % turn:
@@ -245,7 +236,6 @@ class _Reads(Dataset[_Read]):
             bucket, places = self.order.images_at(index)
         else:
             bucket, places = 0, self.order.image_at(index)
-            self._read_ahead(self.order, int(index[0]), begin=number == 0)
         cache, stored = self.cache.caches[bucket], places if self.among is None else self.among[bucket][places]
         fields = {name: field for name, field in cache.fields.items() if name in self.fields}
         draws = None
@@ -253,15 +243,6 @@ class _Reads(Dataset[_Read]):
             draws = keyed.bits(self.order.seed, Stream.CAPTION, torch.from_numpy(index), 1)[:, 0].numpy()
         read = (self._read(field, stored, draws) for field in fields.values())
         return *read, cache.labels[stored], index
-
-    def _read_ahead(self, order: Order, first: int, begin: bool) -> None:
-        """Ask for what is to be read from disk while training uses the images of a read from ``first`` on."""
-        for start, stop in order.ahead(first, first + self.turn * self.micro_batches, begin=begin):
-            if self.among is not None:
-                start, stop = int(self.among[0][start]), int(self.among[0][stop - 1]) + 1
-            for name, stored in self.cache.fields.items():
-                if name in self.fields and isinstance(stored, StoredImages):  # captions are read from everywhere
-                    stored.will_read(start, stop)
 
     def _read(self, field: ByPosition, positions: Indices, draws: Indices | None) -> Tensor:
         """Return a field of the images at ``positions``, with a random whole number of each in ``draws``."""
@@ -392,74 +373,3 @@ def split(count: int, held_out: int, how: HeldOut = "random") -> tuple[Indices, 
 def shuffled(count: int) -> Indices:
     """Return the positions 0 to ``count - 1``, int64, shuffled in a fixed order."""
     return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)
-
-
-@dataclass(frozen=True)
-class Residence:
-    """Size of a data-set cache, and memory and cores of the host that reads it."""
-
-    kind: Kind
-    images: int
-    stored_bytes: int
-    """Size of the files of images."""
-    decoded_bytes: int
-    """Size of all decoded images; equal to the files' size unless they are encoded."""
-    memory_bytes: int
-    """Memory of the host that the process may use."""
-    cores: int
-    """Processor cores that the process may use."""
-
-    @classmethod
-    def of(cls, store: DatasetCache) -> Residence:
-        """Return the residence of a cache on this host."""
-        caches = store.caches
-        stored, text = (
-            sum((each.path / name).stat().st_size for each in some for name in each.meta.files)
-            for some in (caches, () if store.text is None else (store.text,))
-        )
-        decoded = sum(len(each) * each.meta.field(name).nbytes for each in caches for name in (IMAGES, *each.others))
-        return cls(
-            store.meta.kind,
-            sum(store.counts),
-            stored_bytes=stored + text,
-            decoded_bytes=decoded + text,
-            memory_bytes=host_memory(),
-            cores=processors(),
-        )
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether memory holds the files, so that only the first epoch waits for the disk."""
-        return self.stored_bytes <= HELD * self.memory_bytes
-
-    @property
-    def decoded_in_memory(self) -> bool:
-        """Whether memory would hold the files if images were kept as pixels."""
-        return self.decoded_bytes <= HELD * self.memory_bytes
-
-    @property
-    def window(self) -> int:
-        """Largest window, a power of two of images, that memory can hold, for ``data.shuffle_images``."""
-        most = WINDOW * self.memory_bytes * self.images / max(1, self.stored_bytes)
-        return 2 ** max(0, int(math.log2(max(1.0, most))))
-
-    def scattered(self, shuffle_images: int | None) -> bool:
-        """Return whether shuffling so many images together (None: all) makes a run wait for the disk at each."""
-        return not self.in_memory and shuffle_images is None
-
-    def notice(self, shuffle_images: int | None) -> str | None:
-        """Return a warning for a run that :meth:`scattered` slows down, else None."""
-        if not self.scattered(shuffle_images):
-            return None
-        return (
-            f"data.shuffle_images: the {gib(self.stored_bytes)} of images are more than memory holds, and a full "
-            f"shuffle reads each from another place on the disk; use {self.window}"
-        )
-
-    def remedy(self, shuffle_images: int | None) -> str:
-        """Return the advice for faster loading if more loader processes don't help."""
-        if self.scattered(shuffle_images):
-            return f"data.shuffle_images={self.window}"
-        if self.kind == "encoded":
-            return "data.store=pixels" if self.decoded_in_memory else "more cores"
-        return "more cores" if self.in_memory else "data.store_root on a faster disk"

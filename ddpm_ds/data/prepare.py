@@ -47,7 +47,6 @@ from ddpm_ds.data.buckets import (
 from ddpm_ds.data.cache import (
     BUCKETS,
     CAPTIONS,
-    DECODING,
     IMAGES,
     META,
     SIZES,
@@ -89,7 +88,7 @@ from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned,
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Source, UnreadableImage, captions_of, files_below, printable
 from ddpm_ds.data.text import TextEncoders
-from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, lock_of, locked, tidy, write_cache
+from ddpm_ds.data.writing import CachePlan, Chunk, Chunks, Facts, locked, tidy, write_cache
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import processors
 
@@ -97,9 +96,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 2**28
-"""Maximum bytes of a file of images; approximate for encoded images."""
-LARGE_BYTES = 2**36
-"""Size of a cache above which ``data.store: auto`` keeps images encoded, if that takes less than half the space."""
+"""Maximum bytes of a file of images."""
 VERIFIED_BYTES = 2**34
 """Maximum size of a cache whose checksums are compared before training; ``ddpm-ds prepare`` always compares them."""
 CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
@@ -107,40 +104,31 @@ CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
 FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
-"""Number of images by which a source is recognised, and from which the mean encoded size is estimated; and size of a
-source of which all images count."""
+"""Number of images by which a source is recognised; and size of a source of which all images count."""
 LOOKED_AT = 1000
 """Number of a source's folders, and of its files, whose sizes and times are compared before training."""
-DECODING_VERSION = "2"
-"""Version of what is made of a source's files; a new one makes new caches. Version 1, without a number, stretched JPEGs
-that are scaled down while they are decoded, and did not read ``dataset.json`` in a folder."""
 
 
-def cache_path(spec: DataSpec, version: str = DECODING_VERSION) -> Path:
-    """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
-    ("auto" means the cache that exists), the version of decoding (that of the first is empty) and, for latents, the
-    autoencoder; for residuals, the folder of the regression; for a bucket of aspect, the sizes among which it has the
-    images that it crops least.
+def cache_path(spec: DataSpec) -> Path:
+    """Return the folder of the cache, a function of everything that the source reads, size, channels and, for latents,
+    the autoencoder; for residuals, the folder of the regression; for a bucket of aspect, the sizes among which it has
+    the images that it crops least.
 
     Raises:
         DataError: the autoencoder can't be used.
     """
     if (autoencoder := autoencoder_of(spec)) is not None:
-        pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}), version)
+        pixels = cache_path(pixels_of(spec))
         return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
     if spec.residual_of is not None:
-        fields = cache_path(fields_of(spec), version)
+        fields = cache_path(fields_of(spec))
         of_run = sha256(os.fsencode(os.path.realpath(spec.residual_of))).hexdigest()[:8]
         return fields.with_name(f"{fields.name}-residual-{of_run}")
     name = f"{spec.source}-{'x'.join(map(str, dict.fromkeys(spec.stored_size)))}px-{spec.channels}ch"
-    name += _source_key(spec, version)
-    pixels, encoded = spec.store_root / name, spec.store_root / f"{name}-encoded"
-    if spec.store == "auto":
-        return encoded if os.path.exists(encoded) and not os.path.exists(pixels) else pixels
-    return encoded if spec.store == "encoded" else pixels
+    return spec.store_root / (name + _source_key(spec))
 
 
-def _source_key(spec: DataSpec, version: str) -> str:
+def _source_key(spec: DataSpec) -> str:
     """Return the end of a cache's name: a hash of what the source reads, empty if it always has the same pixels."""
     keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
     keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
@@ -151,21 +139,20 @@ def _source_key(spec: DataSpec, version: str) -> str:
     path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
     if not (path or named):  # the source has pixels, and no files to decode
         return ""
-    read = path + (json.dumps(named).encode() if named else b"") + (f"\0{version}".encode() if version else b"")
+    read = path + (json.dumps(named).encode() if named else b"")
     return f"-{sha256(read).hexdigest()[:8]}"
 
 
 def class_names(spec: RunSpec) -> Sequence[str]:
     """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes."""
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
-    for version in (DECODING_VERSION, ""):
-        with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
-            first, group = spec.data, spec.bucket_group
-            if group is not None and (shapes := _known_shapes(first)) is not None:
-                first = _buckets_of(first, shapes, group, None)[0]
-            names = CacheMeta.read(cache_path(first, version)).classes
-            if len(names) == len(numbers):
-                return names
+    with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
+        first, group = spec.data, spec.bucket_group
+        if group is not None and (shapes := _known_shapes(first)) is not None:
+            first = _buckets_of(first, shapes, group, None)[0]
+        names = CacheMeta.read(cache_path(first)).classes
+        if len(names) == len(numbers):
+            return names
     return numbers
 
 
@@ -189,8 +176,7 @@ def prepare(
     call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
     and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
     Latents and text are made on the device ``encode_on`` only, and residuals with a ``regression`` only. ``learned``
-    are the checksums of the images that a checkpoint was trained on: if those of an earlier version's cache are the
-    same, that cache is returned.
+    are the checksums of the images that a checkpoint was trained on, whose cache is used though its source has changed.
 
     Raises:
         DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
@@ -241,9 +227,6 @@ def prepare_images(
 ) -> DatasetCache:
     """Return the cache of :func:`prepare` without encoded captions; of images of one size."""
     path = cache_path(spec)
-    with suppress(OSError, ValueError):  # there is none
-        if learned is not None and CacheMeta.read(earlier := cache_path(spec, "")).sha256 == learned:
-            path = earlier
     if os.path.exists(path):  # False if a folder above it can't be entered, which is reported below
         verify_source = verify is not False
         if verify is None:
@@ -285,7 +268,7 @@ def prepare_images(
         elif regression is not None:
             _build_residuals(path, regression, prepare(fields_of(spec), progress, together=together), spec, progress)
         else:
-            path = _build(spec, progress, max(1, processors() // together))
+            _build(spec, path, progress, max(1, processors() // together))
     except OSError as error:
         raise _unwritable(spec, error) from error
     made = DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
@@ -362,13 +345,13 @@ def _known_shapes(spec: DataSpec) -> Shapes | None:
 def _shapes_path(spec: DataSpec) -> Path:
     """Return the file of the shapes of a source's images, which all its buckets share."""
     source = DataSpec(**{name: value for name, value in spec if name in DataSpec.model_fields})
-    return spec.store_root / f"{spec.source}-shapes{_source_key(source, DECODING_VERSION)}.npz"
+    return spec.store_root / f"{spec.source}-shapes{_source_key(source)}.npz"
 
 
 def _shapes(spec: DataSpec, source: Source, progress: bool) -> Shapes:
     """Return the shapes of all images of an open source, from their file, which is made if it is of other images."""
     content, path = _sampled(source)[0], _shapes_path(spec)
-    with locked(lock_of(path)):
+    with locked(path):
         if (found := read_shapes(path)) is not None and found[0] == content:
             return found[1]
         shapes = shapes_of(source, progress)
@@ -432,23 +415,17 @@ def _text(
     return made
 
 
-def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
-    """Make the cache of a source and return its folder."""
-    with locked(lock_of(cache_path(spec))):  # only one process lists and downloads
-        if (path := cache_path(spec)).exists():
-            return path
+def _build(spec: DataSpec, path: Path, progress: bool, processes: int) -> None:
+    """Make the cache of a source."""
+    with locked(path):  # only one process of a host lists and downloads
+        if path.exists():
+            return
         decoding = decoding_of(spec, progress)
-    plan = decoding.plan
-    path = cache_path(spec.model_copy(update={"store": "encoded" if plan.kind == "encoded" else "pixels"}))
-    if plan.kind == "encoded" and spec.store == "auto" and progress:
-        kept, pixels = (f"{size / 1024:,.0f} KiB" for size in (plan.image_bytes, math.prod(plan.shape)))
-        print(f"data.store: encoded, {kept} an image instead of {pixels}; data.workers decode them", file=sys.stderr)
     chunking: AbstractContextManager[Chunks] = nullcontext(decoding.chunks)
     if isinstance(decoding, Decoding) and decoding.shareable and processes > 1:
         chunking = by_processes(decoding, processes)
     with chunking as chunks:
-        write_cache(path, plan, chunks, spec, decoding.facts, progress)
-    return path
+        write_cache(path, decoding.plan, chunks, spec, decoding.facts, progress)
 
 
 def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
@@ -492,7 +469,7 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
     """Return what reads the source of ``spec``, with the plan of its cache, before anything is decoded or written.
 
     Raises:
-        DataError: the source fails, has no encoded images to keep, or has other fields than the spec says.
+        DataError: the source fails, or has other fields than the spec says.
     """
     beside = None if spec.condition is None else spec.condition.path
     looks, beside_looks = (  # before it is read
@@ -501,20 +478,14 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
     source: FieldSource | Source
     if spec.reads_arrays:
         source = fields = open_fields(spec).centred()
-        content, encoded_bytes, keep_encoded = fields.content(*_paths(spec)), None, False
+        content = fields.content(*_paths(spec))
         image_bytes = float(sum(stored.nbytes for stored in fields.fields.values()))
     else:
         source = _opened(spec, progress)
         captions = known_captions(source, spec)
-        content, encoded_bytes = _sampled(source)
-        image_bytes, keep_encoded = float(math.prod(spec.stored_shape)), spec.store == "encoded"
+        content, are_files = _sampled(source)
+        image_bytes = float(math.prod(spec.stored_shape))
     images = len(source.labels)
-    if encoded_bytes is None and keep_encoded:
-        raise DataError(f"data.store = encoded, but data.source = {spec.source} has pixels; --set data.store=pixels")
-    if encoded_bytes is not None and spec.store == "auto":
-        keep_encoded = images * image_bytes > LARGE_BYTES and 2.0 * encoded_bytes < image_bytes
-    if keep_encoded:
-        image_bytes = max(1.0, encoded_bytes or 0.0)
     # A file's time counts while the cache is made; those of a folder may differ between hosts that share the work.
     of_files = [str(look) for path, look in ((spec.path, looks), (beside, beside_looks)) if path and path.is_file()]
     origin = None if spec.path is None else Origin(content=content, looks=looks, condition_looks=beside_looks)
@@ -525,14 +496,12 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding | Reading:
         return Reading(
             plan, source.chunks, Facts(source.classes, {}, origin, source.constants, source.coordinates, masked)
         )
-    kind = "encoded" if keep_encoded else "pixels"
-    made_of = {DECODING: DECODING_VERSION} if keep_encoded else {}
-    facts, stored = Facts(source.classes, made_of, origin), {IMAGES: field_of(kind, spec.stored_shape)}
+    facts, stored = Facts(source.classes, {}, origin), {IMAGES: field_of("pixels", spec.stored_shape)}
     if captions is not None:
         facts, stored = replace(facts, captions=written(captions.texts)), stored | image_fields(captions.table)
-    plan = _plan(kind, stored, images, image_bytes, " ".join([content, *of_files]))
+    plan = _plan("pixels", stored, images, image_bytes, " ".join([content, *of_files]))
     table = None if captions is None else captions.table
-    return Decoding(source, plan, shareable=encoded_bytes is not None, facts=facts, captions=table)
+    return Decoding(source, plan, shareable=are_files, facts=facts, captions=table)
 
 
 @dataclass(frozen=True)
@@ -544,9 +513,9 @@ class Reading:
     facts: Facts
 
 
-def _sampled(source: Source) -> tuple[str, float | None]:
-    """Return a hash of a source's names, labels and some images, or all if they are small, and the mean bytes of some;
-    None if it has pixels.
+def _sampled(source: Source) -> tuple[str, bool]:
+    """Return a hash of a source's names, labels and some images, or all if they are small, and whether they are
+    files to decode.
     """
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
@@ -567,7 +536,7 @@ def _sampled(source: Source) -> tuple[str, float | None]:
             content = content if isinstance(content, bytes) else content.tobytes()
             digest.update(content)
             sizes.append(len(content))
-    return digest.hexdigest(), sum(sizes) / max(1, len(sizes)) if encoded else None
+    return digest.hexdigest(), encoded
 
 
 def _paths(spec: DataSpec) -> list[Path]:
@@ -680,7 +649,7 @@ class Decoding:
         return map(self.chunk, self.parts(numbers))
 
     def chunk(self, numbers: range) -> Chunk:
-        """Decode images, even if they are kept encoded, to find those that are unreadable."""
+        """Decode images; those that are unreadable are skipped."""
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
         others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
         channels, *size = self.plan.shape
@@ -690,9 +659,7 @@ class Decoding:
             except UnreadableImage as error:
                 skipped.append((error.name, error.reason))
                 continue
-            content = self.source.read(i) if self.plan.kind == "encoded" else pixels.transpose(2, 0, 1).tobytes()
-            assert isinstance(content, bytes)
-            images.append(content)
+            images.append(pixels.transpose(2, 0, 1).tobytes())
             labels.append(int(self.source.labels[i]))
             if self.captions is not None:
                 others[SIZES].append(sizes.tobytes())

@@ -1,21 +1,19 @@
-"""Writing of a data-set cache by any number of processes and hosts that share its folder.
+"""Writing of a data-set cache by all processes of a run, which share its folder.
 
-Images, and other fields of them, are written in order to files of bounded size, in a folder beside the cache. Each
-process takes the next file that no other works on. A finished file has a record of its labels and survives if its
-process is killed, so that others can continue. A cache is complete or does not exist.
+Images, and other fields of them, are written in order to files of bounded size, in a folder beside the cache. Hosts
+take files by their number, and the processes of a host the next one that no other has locked; who has no file left of
+its own helps the others. A finished file has a record of its labels and survives if its process is killed. A cache is
+complete or does not exist.
 """
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import math
 import os
 import shutil
-import socket
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,8 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 from uuid import uuid4
 
+import filelock
 import numpy as np
-import psutil
 from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
@@ -33,13 +31,9 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache
 from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged, rounding_of
 from ddpm_ds.errors import DataError, one_line
-from ddpm_ds.files import open_regular, read_bytes, sha256_of, sync
+from ddpm_ds.files import read_bytes, sha256_of, sync
 
-CLAIMS = "claims"
-"""Name of the file in which processes lock one byte for each file of images that they write."""
 MOST_RECORD_BYTES = 2**27
-CLAIM_SECONDS, CLAIM_POLL_SECONDS = 3600.0, 0.5
-"""Age at which the claim of a process of another host counts as left behind, and time between two looks at one."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,6 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     labels: tuple[int, ...]
-    sizes: tuple[int, ...]
-    """Bytes of each encoded image."""
     skipped: tuple[tuple[str, str], ...]
     """Names of unreadable images, with reasons."""
     sha256: dict[str, str]
@@ -94,7 +86,7 @@ class Chunk(NamedTuple):
     """Consecutive images of the source."""
 
     images: Sequence[bytes | memoryview]
-    """What to write for each image: pixels, latents or fields (C, H, W), or an encoded file."""
+    """What to write for each image: pixels, latents or fields (C, H, W)."""
     labels: list[int]
     skipped: list[tuple[str, str]]
     others: Mapping[str, Sequence[bytes | memoryview]] = {}
@@ -125,64 +117,31 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 
 
 @contextmanager
-def locked(file: Path, number: int | None = None, wait: bool = True) -> Iterator[bool]:
-    """Lock byte ``number`` of a file, or all of it; without ``wait``, yield False if another process holds the lock.
-
-    On file systems without locks (some Lustre mounts), who makes a file beside it holds the lock.
+def locked(path: Path, name: str = "list", wait: bool = True) -> Iterator[bool]:
+    """Hold lock ``name`` of the cache at ``path`` among the processes of this host; without ``wait``, yield False if
+    another has it. Locks are in the host's own folder for temporary files, since not all shared file systems have some.
     """
-    with open_regular(file, "ab") as opened:
-        mine = True
-        try:
-            how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-            fcntl.lockf(opened, how, 0 if number is None else 1, number or 0)
-        except (BlockingIOError, PermissionError):
-            mine = False
-        except OSError:
-            with _claimed(file.with_name(f"{file.name}.{'all' if number is None else number}"), wait) as mine:
-                yield mine
-            return
-        yield mine
-
-
-@contextmanager
-def _claimed(claim: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock by a file that one process alone can make; one that a killed process has left is taken over."""
-    own = f"{socket.gethostname()} {os.getpid()}"
-    while True:
-        try:
-            with claim.open("x") as file:
-                file.write(own)
-            break
-        except FileExistsError:
-            with suppress(OSError, ValueError):  # just removed, or not written yet
-                host, process = read_bytes(claim, 2**10).decode().split()
-                gone = host == socket.gethostname() and not psutil.pid_exists(int(process))
-                if gone or time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
-                    claim.unlink(missing_ok=True)
-                    continue
-            if not wait:
-                yield False
-                return
-            time.sleep(CLAIM_POLL_SECONDS)
+    file = _lock_file(path, name)
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    lock = filelock.FileLock(file)
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except filelock.Timeout:
+        yield False
+        return
     try:
         yield True
     finally:
-        claim.unlink(missing_ok=True)
+        lock.release()
 
 
-def lock_of(path: Path) -> Path:
-    """Return the file whose lock lets one process at a time list, begin or finish the cache at ``path``."""
-    return path.with_name(f".{path.name}.lock")
+def _lock_file(path: Path, name: str) -> Path:
+    of_path = sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
+    return Path(tempfile.gettempdir(), f"ddpm-ds-{os.getuid()}", f"{of_path}.{name}.lock")
 
 
 def write_cache(
-    path: Path,
-    plan: CachePlan,
-    chunks: Chunks,
-    spec: DataSpec,
-    facts: Facts,
-    progress: bool,
-    beginnings: int = 3,
+    path: Path, plan: CachePlan, chunks: Chunks, spec: DataSpec, facts: Facts, progress: bool, beginnings: int = 3
 ) -> None:
     """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
@@ -192,50 +151,34 @@ def write_cache(
         DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
         OSError: the disk fails, and finished files are kept; or the folder was removed each time.
     """
-    with locked(lock_of(path)):
-        if path.exists():
-            return
-        folder = _begun(path, plan)
+    if path.exists():
+        return
+    folder = _begun(path, plan)
     try:
         with tqdm(total=plan.images, desc=f"preparing {path.name}", disable=not progress) as bar:
-            shards = _Shards(folder, plan, chunks, spec.max_bad_fraction, bar)
-            while not _finished(path, shards, spec, facts):
-                pass  # files that changed after they were written are written again
+            records = _Shards(path, folder, plan, chunks, spec.max_bad_fraction, bar).write()
+        _describe(folder, plan, records, spec, facts)
+        folder.rename(path)
     except OSError as error:
-        if path.exists():  # another process has finished
-            return
-        if beginnings == 1 or not isinstance(error, FileNotFoundError) or set(_folders(path)) - {folder}:
-            raise
-        # Another process gave up and removed the folder; begin again, to meet what it has met.
-        write_cache(path, plan, chunks, spec, facts, progress, beginnings - 1)
+        if not path.exists():
+            if beginnings == 1 or not isinstance(error, FileNotFoundError):
+                raise
+            # Another process gave up and removed the folder: meet the same fault, and report it.
+            write_cache(path, plan, chunks, spec, facts, progress, beginnings - 1)
     except DataError:
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
-
-
-def _finished(path: Path, shards: _Shards, spec: DataSpec, facts: Facts) -> bool:
-    """Write the files that are missing and put the cache in place; return False if a file of another process, or of a
-    start that was killed, is not what its record says, and has to be written again.
-    """
-    records = shards.write()
-    with locked(lock_of(path)):
-        if path.exists():  # written by another process, perhaps by another plan
-            shutil.rmtree(shards.folder, ignore_errors=True)
-        elif shards.forget_damaged(records):
-            return False
-        else:
-            _describe(shards.folder, shards.plan, records, spec, facts)
-            shards.folder.rename(path)
-            sync(path.parent)
-            tidy(path)
-    return True
+    sync(path.parent)
+    tidy(path)
 
 
 def tidy(path: Path) -> None:
-    """Remove from a finished cache what its preparation needed, perhaps one that was killed at its very end."""
-    for name in (f"{CLAIMS}*", _record_name("*"), ".????????"):
-        for left in path.glob(name):
-            left.unlink(missing_ok=True)
+    """Remove what the preparation of a finished cache needed, or what processes that were killed have left of it."""
+    locks = _lock_file(path, "[0-9]*")
+    for left in (*path.glob(_record_name("*")), *path.glob(".????????"), *locks.parent.glob(locks.name)):
+        left.unlink(missing_ok=True)
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _begun(path: Path, plan: CachePlan) -> Path:
@@ -245,37 +188,36 @@ def _begun(path: Path, plan: CachePlan) -> Path:
         DataError: the disk has too little space.
     """
     folder = path.with_name(f".{path.name}.{sha256(repr(plan).encode()).hexdigest()[:8]}.preparing")
-    if folder.exists():
-        return folder
     needed, free = plan.images * plan.image_bytes, shutil.disk_usage(path.parent).free
-    if needed > free:
+    if needed > free and not folder.exists():
         raise DataError(
             f"data.store_root = {path.parent} has {gib(free)} free, and the "
             f"{'texts' if plan.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
-    for other in _folders(path):
-        if other != folder:  # another process may have just made it, if the lock does not work
-            with locked(other / CLAIMS, wait=False) as mine:  # else a process works on another plan
-                if mine:
-                    shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def _folders(path: Path) -> list[Path]:
-    """Return the folders in which processes write the cache at ``path``, one for each plan."""
-    return list(path.parent.glob(f".{glob.escape(path.name)}.*preparing"))
 
 
 def _record_name(number: int | str) -> str:
     return f"shard.{number}.json"
 
 
+def _in_order(files: int) -> list[int]:
+    """Return the numbers of the files in the order in which this host writes them: its own, then those of the others
+    from the last on, which they come to last.
+    """
+    rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    hosts = max(1, world // local)
+    own = range(rank // local % hosts, files, hosts)
+    return [*own, *sorted(set(range(files)) - {*own}, reverse=True)]
+
+
 @dataclass
 class _Shards:
     """Files of a cache that is being written."""
 
+    path: Path
     folder: Path
     plan: CachePlan
     chunks: Chunks
@@ -285,27 +227,22 @@ class _Shards:
     """Numbers of the files that were there when this process began, and whose content it has not yet compared."""
 
     def __post_init__(self) -> None:
-        self.found.update(number for number in range(self.plan.shards) if self._read_record(number) is not None)
+        self.found.update(number for number in range(self.plan.shards) if self._record_path(number).exists())
+
+    def _record_path(self, number: int) -> Path:
+        return self.folder / _record_name(number)
 
     def write(self) -> list[Record]:
-        """Write the files that no other process writes, wait for the others, and return all records."""
+        """Write the files that no other process writes, wait for those of this host, and return all records."""
         records: dict[int, Record] = {}
-        wait = False
-        while len(records) < self.plan.shards:
-            worked = False
-            for number in range(self.plan.shards):
-                if number in records:
-                    continue
-                with locked(self.folder / CLAIMS, number, wait) as mine:
-                    record = self._read_record(number)
-                    if mine and record is None:
-                        skipped = [image for record in records.values() for image in record.skipped]
-                        record = self._write_shard(number, skipped)
-                        worked = True
-                if record is not None:
-                    records[number] = record
-            wait = not worked
-        self._check_skipped([image for record in records.values() for image in record.skipped])  # of all processes
+        missing, wait = _in_order(self.plan.shards), False
+        while missing:
+            for number in missing:
+                with locked(self.path, str(number), wait) as mine:
+                    if mine:
+                        records[number] = self._read_record(number) or self._write_shard(number, _skipped(records))
+            missing, wait = [number for number in missing if number not in records], True
+        self._check_skipped(_skipped(records))  # of all processes
         self.bar.update(self.plan.images - self.bar.n)
         return [records[number] for number in range(self.plan.shards)]
 
@@ -319,43 +256,26 @@ class _Shards:
             )
 
     def _read_record(self, number: int) -> Record | None:
-        """Return the record of a file; None if there is none, or a damaged one: then the file is written again."""
+        """Return the record of a file; None if there is none, or if one of an earlier start or its file is damaged."""
         with suppress(OSError, ValueError):
-            record = Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
-            if len(record.labels) + len(record.skipped) == len(self.plan.images_of(number)):
-                return record
+            record = Record.model_validate_json(read_bytes(self._record_path(number), MOST_RECORD_BYTES))
+            whole = len(record.labels) + len(record.skipped) == len(self.plan.images_of(number))
+            if number in self.found:
+                names = {name: self.folder / cache.shard_name(number, name) for name in record.sha256}
+                whole = whole and all(sha256_of(names[name]) == found for name, found in record.sha256.items())
+            self.found.discard(number)
+            return record if whole else None
         return None
 
-    def forget_damaged(self, records: Sequence[Record]) -> bool:
-        """Remove the records of files of earlier starts that are damaged; return whether there were any."""
-
-        def is_damaged(number: int) -> bool:
-            with suppress(OSError):
-                return any(
-                    sha256_of(self.folder / cache.shard_name(self.plan.kind, number, name)) != checksum
-                    for name, checksum in records[number].sha256.items()
-                )
-            return True
-
-        with ThreadPoolExecutor() as pool:
-            damaged = [number for number, bad in zip(self.found, pool.map(is_damaged, self.found), strict=True) if bad]
-        self.found.clear()
-        for number in damaged:
-            (self.folder / _record_name(number)).unlink(missing_ok=True)
-        return bool(damaged)
-
     def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
-        """Write one file of each field and their record; ``skipped_before`` are the unreadable images of earlier
-        files.
+        """Write one file of each field and their record; ``skipped_before`` are the unreadable images of other files.
+
+        Headers are padded, so that the count of images can be changed in the end.
         """
         plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
-        bar.update(max(0, numbers.start - bar.n))
-        labels: list[int] = []
-        sizes: list[int] = []
-        skipped: list[tuple[str, str]] = []
-        moments: dict[str, Moments] = {}
+        labels, skipped, moments = list[int](), list[tuple[str, str]](), dict[str, Moments]()
         with ExitStack() as stack:
-            names = {name: self.folder / cache.shard_name(plan.kind, number, name) for name in plan.fields}
+            names = {name: self.folder / cache.shard_name(number, name) for name in plan.fields}
             files = {name: stack.enter_context(_complete(path)) for name, path in names.items()}
             self._write_headers(files, len(numbers))
             for chunk in self.chunks(numbers):
@@ -365,7 +285,6 @@ class _Shards:
                 for name, found in chunk.moments.items():
                     moments[name] = merged(np.stack([moments[name], found])) if name in moments else found
                 labels += chunk.labels
-                sizes += map(len, chunk.images) if plan.kind == "encoded" else []
                 skipped += chunk.skipped
                 bar.update(len(chunk.images) + len(chunk.skipped))
                 self._check_skipped([*skipped_before, *skipped])
@@ -376,24 +295,24 @@ class _Shards:
             checksums = {name: sha256_of(Path(file.name)) for name, file in files.items()}
         record = Record(
             labels=tuple(labels),
-            sizes=tuple(sizes),
             skipped=tuple(skipped),
             sha256=checksums,
             moments={name: tuple(map(tuple, found.tolist())) for name, found in moments.items()},
         )
-        with _complete(self.folder / _record_name(number)) as file:
+        with _complete(self._record_path(number)) as file:
             file.write(record.model_dump_json().encode())
-        self.found.discard(number)
         return record
 
     def _write_headers(self, files: Mapping[str, BinaryIO], count: int) -> None:
-        """Write the headers of ``.npy`` files of ``count`` images, padded so that the count can be changed later."""
         for name, file in files.items():
-            if self.plan.kind != "encoded" or name != cache.IMAGES:
-                stored = self.plan.fields[name]
-                header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
-                file.seek(0)
-                np.lib.format.write_array_header_1_0(file, header)
+            stored = self.plan.fields[name]
+            header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
+            file.seek(0)
+            np.lib.format.write_array_header_1_0(file, header)
+
+
+def _skipped(records: Mapping[int, Record]) -> list[tuple[str, str]]:
+    return [image for number in sorted(records) for image in records[number].skipped]
 
 
 @contextmanager
@@ -409,19 +328,11 @@ def _complete(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _describe(
-    folder: Path,
-    plan: CachePlan,
-    records: Sequence[Record],
-    spec: DataSpec,
-    facts: Facts,
-) -> None:
+def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: DataSpec, facts: Facts) -> None:
     """Write the files of a cache other than its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
     files: dict[str, cache.Images] = {cache.LABELS: np.array(labels, np.int64)}
-    if plan.kind == "encoded":
-        files[cache.OFFSETS] = np.cumsum([0, *(size for record in records for size in record.sizes)])
     if facts.constants is not None:
         files[cache.CONSTANTS] = facts.constants
     for name, array in files.items():
@@ -435,7 +346,7 @@ def _describe(
         with _complete(folder / cache.SKIPPED) as file:
             file.write(report.encode(errors="backslashreplace"))
     checksums = {
-        cache.shard_name(plan.kind, number, name): checksum
+        cache.shard_name(number, name): checksum
         for number, record in enumerate(records)
         for name, checksum in record.sha256.items()
     }
@@ -463,7 +374,6 @@ def _describe(
     )
     if plan.fields != {cache.IMAGES: meta.field(cache.IMAGES)}:
         meta = meta.model_copy(update={"fields": dict(plan.fields)})
-    # Defaults are left out so that older versions can read a cache of one file of pixels.
     with _complete(folder / cache.META) as file:
         file.write((meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode())
     sync(folder)

@@ -10,7 +10,6 @@ from typing import Any
 
 from ddpm_ds.config.ds_config import Layout, offloads, tensor_split, zero_stage
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import EVALUATIONS, METRICS, SPEC, STAGES, read_json
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, read_device
@@ -23,9 +22,6 @@ from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 SUMMARY = Path("trace") / "summary.json"
 """File in a run's folder with the summary of the traced steps."""
-RESIDENCE = "store.json"
-"""File in a run's folder with the residence of the images when the run began; absent in older runs."""
-
 FIRST_SCALE_POWER = 16
 """Power of two of DeepSpeed's initial loss scale."""
 MOST_STARTUP = 0.9
@@ -98,8 +94,6 @@ class FinishedRun:
     evaluation_seconds: float
     """Seconds of validation between steps."""
     device: Device
-    residence: Residence | None = None
-    """Where the images were read from; None is unknown."""
     host_devices: int = 1
     """Number of devices of a host; 1 if unknown."""
     replayed: bool = False
@@ -233,7 +227,6 @@ def _read(run_dir: Path) -> FinishedRun:
             point.get("usage/evaluation_seconds", 0.0) for point in run.points(EVALUATIONS)[:-1]
         ),
         device=read_device(run_dir),
-        residence=Residence(**read_json(path)) if (path := run_dir / RESIDENCE).exists() else None,
         host_devices=summary.get("host_processes", 1),
         replayed=replayed,
     )

@@ -256,19 +256,13 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
 
 
 def _loading(facts: FinishedRun, alone: float, share: float) -> Iterator[Change]:
-    """Yield as many loader processes as keep up with steps of ``alone`` seconds, or what helps where more don't."""
-    workers, residence, shuffle = facts.spec.data.workers, facts.residence, facts.spec.data.shuffle_images
+    """Yield as many loader processes as keep up with steps of ``alone`` seconds."""
+    workers = facts.spec.data.workers
     wait = max(rank.data_wait_seconds for rank in facts.ranks)
-    most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
     readers = max(1, workers)  # without workers two threads read, which give as much as one worker (docs/data.md)
-    work = readers * (alone + wait)
-    enough = min(math.ceil(work / alone), most)
-    if residence is not None and (enough <= readers or residence.scattered(shuffle)):
-        key, _, value = residence.remedy(shuffle).partition("=")
-        if value:
-            yield Change("Images are read or decoded many times as fast", share, {key: value})
-    elif enough > readers:
-        left = max(0.0, work / enough - alone) / wait
+    enough = min(math.ceil(readers * (alone + wait) / alone), MOST_WORKERS)
+    if enough > readers:
+        left = max(0.0, readers * (alone + wait) / enough - alone) / wait
         words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
         yield Change(words, share * (1 - left), {"data.workers": enough})
 
@@ -547,22 +541,8 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
 
 
 def _slow_reading(facts: FinishedRun) -> str:
-    """Return a clause about why images come late: the disk, decoding or too few workers."""
-    data, residence = facts.spec.data, facts.residence
-    workers = f"with data.workers = {data.workers}"
-    if residence is None:
-        return workers
-    size, memory = gib(residence.stored_bytes), gib(residence.memory_bytes)
-    larger = f"{workers}: it is the disk, since the store of {size} is larger than the memory of {memory}"
-    if residence.scattered(data.shuffle_images):
-        return f"{larger}, and a full shuffle reads each image from another place"
-    if residence.kind == "encoded":
-        few = f" on {counted(residence.cores, 'core')}"
-        return f"{workers}: it is the store, which keeps images encoded, so that they are decoded each time{few}"
-    if not residence.in_memory:
-        rate = facts.layout.batch_images * residence.stored_bytes / residence.images / facts.step_seconds
-        return f"{larger}; it gave {rate / 1e6:,.3g} MB/s; {residence.remedy(data.shuffle_images)} gives more"
-    return f"{workers}: it is the workers, since memory of {memory} holds all of the store, {size} of {residence.kind}"
+    """Return a clause about what reads images late."""
+    return f"with data.workers = {facts.spec.data.workers}, from data.store_root = {facts.spec.data.store_root}"
 
 
 def _seconds(seconds: float) -> str:

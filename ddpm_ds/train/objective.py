@@ -227,7 +227,6 @@ def replica_batches(
         fields=fields_read(spec, first=first, last=last, text=text),
         among=among,
         seed=spec.train.seed,
-        window=spec.data.shuffle_images,
         group=spec.bucket_group,
         batch_images=layout.batch_images,
         micro_batch_images=layout.micro_batch_images,

@@ -108,7 +108,6 @@ MAY_CHANGE = (
     "evaluation.",
     "logging.",
     "data.workers",
-    "data.store",
     "data.store_root",
     "data.path",
     "data.held_out_path",

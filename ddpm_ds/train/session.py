@@ -10,7 +10,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import Residence, failures_said
+from ddpm_ds.data.loader import failures_said
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -39,7 +39,6 @@ from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning import RunPlan
-from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
@@ -326,7 +325,6 @@ def _recorded(
         SPEC: yaml.safe_dump(spec, sort_keys=False),
         DS_CONFIG: json.dumps(config, indent=2) + "\n",
         **files,
-        RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
     }
     if store.constants is not None:
         kept[CONSTANTS] = (store.path / CONSTANTS).read_bytes()

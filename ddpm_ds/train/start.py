@@ -24,7 +24,6 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts, first_captions
 from ddpm_ds.data.held_out import Part, checksums_of, parts, prepare_all
 from ddpm_ds.data.latents import pixels_of
-from ddpm_ds.data.loader import Residence
 from ddpm_ds.data.text import check_text
 from ddpm_ds.device import DTYPES, MESSAGE_ENVIRONMENT, limit_memory, share_threads
 from ddpm_ds.errors import HostError, SpecError, one_line
@@ -198,8 +197,7 @@ def _prepared(
     if rank == 0:
         if left := remove_abandoned_points(claim.run_dir, checkpoint, plan.spec, plan.ds.as_json()):
             log(left)
-        residence = Residence.of(store).notice(plan.spec.data.shuffle_images)
-        for notice in (mixed_gpus, residence, widening(device.type, DTYPES[plan.ds.precision][1])):
+        for notice in (mixed_gpus, widening(device.type, DTYPES[plan.ds.precision][1])):
             if notice is not None:
                 print(notice, flush=True)
     return Prepared(plan, device, *images, claim, checkpoint, changed, initial, prompts)

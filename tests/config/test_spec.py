@@ -123,7 +123,6 @@ def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any
     ("changes", "words"),
     [
         ({"data__crop_from": 56}, ["data.crop_from = 56", "several sizes", "leave it at null"]),
-        ({"data__shuffle_images": 100}, ["data.shuffle_images = 100", "leave it at null"]),
         ({"unet__dropout": 0.1}, ["unet.dropout = 0.1", "leave it at 0"]),
         ({"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "leave it at 0"]),
         ({"unet__colour_augmentation": 0.1}, ["unet.colour_augmentation = 0.1", "leave it at 0"]),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
@@ -78,27 +77,16 @@ def test_a_changed_byte_is_found_by_its_checksum_and_arrays_must_fit_the_meta_da
 @pytest.mark.parametrize(
     "shape", [[2**40] * 3, [10**30] * 3, [3, 2**16, 2**16], [1, 8, 16], [3, 8, 8], [0, 8, 8], [8, 8]]
 )
-@pytest.mark.parametrize("kind", ["pixels", "encoded"])
 def test_a_forged_shape_is_one_line_before_it_allocates(
-    kind: str, shape: list[int], folder: Path, spec_of: Callable[..., DataSpec]
+    shape: list[int], folder: Path, spec_of: Callable[..., DataSpec]
 ) -> None:
-    spec = spec_of(source="folder", path=folder, store=kind)
+    spec = spec_of(source="folder", path=folder)
     path = prepare.prepare(spec).path
     change_meta(path, shape=shape)
     with pytest.raises(
         DataError, match=r"data-set cache is unusable: (meta.json|images.npy) .*; delete .* and prepare"
     ):
         prepare.prepare(spec)
-
-
-def test_forged_offsets_and_missing_checksums_are_one_line(folder: Path, spec_of: Callable[..., DataSpec]) -> None:
-    path = prepare.prepare(spec_of(source="folder", path=folder, store="encoded")).path
-    offsets = np.load(path / "offsets.npy")
-    offsets[1:3] = 2**62, -(2**62)  # whose difference wraps
-    np.save(path / "offsets.npy", offsets)
-    assert "offsets.npy does not rise" in refused(path, verify=False)
-    change_meta(path, sha256={})
-    assert "meta.json has no checksum of images.bin" in refused(path, verify=False)
 
 
 def test_a_cache_may_have_a_class_for_each_of_very_many_folders(copy: Path) -> None:
@@ -139,25 +127,25 @@ def test_a_cache_travels_by_its_path_and_its_centre_has_a_key_of_its_own(digits:
     assert len(keys) == 5
 
 
-@pytest.fixture(params=["pixels", "encoded"])
-def photos(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DatasetCache]:
-    """Twenty photos in one file of pixels, and in several files of pixels or of encoded images."""
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DatasetCache]:
+    """Twenty photos in one file of pixels, and in several."""
     random = np.random.default_rng(0)
     (tmp_path / "photos").mkdir()
     for number in range(20):
         pixels = random.integers(0, 256, (9 + number, 12, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:02}.{('png', 'jpg')[number % 2]}")
 
-    def made(store: str, root: str) -> DatasetCache:
-        given = {"source": "folder", "path": tmp_path / "photos", "image_size": 8, "channels": 3, "store": store}
+    def made(root: str) -> DatasetCache:
+        given = {"source": "folder", "path": tmp_path / "photos", "image_size": 8, "channels": 3}
         return prepare.prepare(DataSpec.model_validate(given | {"store_root": tmp_path / root}))
 
-    one = made("pixels", "one")
+    one = made("one")
     monkeypatch.setattr(prepare, "SHARD_BYTES", 1300)
-    return {"one": one, "several": made(request.param, "several")}
+    return {"one": one, "several": made("several")}
 
 
-def test_images_in_several_files_or_encoded_are_those_in_one(photos: dict[str, DatasetCache]) -> None:
+def test_images_in_several_files_are_those_in_one(photos: dict[str, DatasetCache]) -> None:
     one, several = photos["one"], photos["several"]
     assert len(several.meta.counts) > 3 and sum(several.meta.counts) == 20
     assert several.images.shape == one.images.shape and (several.labels == one.labels).all()
@@ -169,37 +157,6 @@ def test_images_in_several_files_or_encoded_are_those_in_one(photos: dict[str, D
     assert (several.centre((4, 6)).images[order] == one.centre((4, 6)).images[order]).all()
     assert (pickle.loads(pickle.dumps(several)).images[:] == one.images[:]).all()
     assert several.key != one.key
-    several.images.will_read(0, 20)
-    several.images.will_read(5, 6)
-
-
-@pytest.mark.parametrize("photos", ["pixels"], indirect=True)
-def test_the_disk_is_asked_only_for_images_that_are_not_in_memory(
-    photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asking for what is there costs a tenth of its copy. A file system may not say what is there."""
-    several, expected = photos["several"], photos["one"].images[:]
-    preadv, asked = os.preadv, list[int]()
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: asked.append(begin))
-
-    def read_with(part: int | None) -> int:
-        """Read all images where memory holds the first ``part`` bytes of each, None for a refusal."""
-
-        def read(file: int, buffers: list[memoryview], begin: int, flags: int = 0) -> int:
-            if not flags:
-                return preadv(file, buffers, begin)
-            if part is None:
-                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-            return preadv(file, [memoryview(buffers[0]).cast("B")[:part]], begin)
-
-        asked.clear()
-        monkeypatch.setattr(os, "preadv", read)
-        assert (several.images.read(np.arange(20)) == expected).all()
-        return len(asked)
-
-    assert read_with(3 * 8 * 8) == 0
-    assert read_with(3 * 8 * 8 - 1) == 20
-    assert read_with(None) == 20
 
 
 def test_no_more_files_are_open_than_a_limit(photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,16 +192,9 @@ def test_damage_to_one_of_several_files_is_named(photos: dict[str, DatasetCache]
     content = (several.path / name).read_bytes()
     (several.path / name).write_bytes(content[:-20] + bytes(20))
     assert f"{name} has another checksum" in refused(several.path)
-    if several.meta.kind == "encoded":  # a file that has lost its end can't be decoded
-        with pytest.raises(DataError, match=rf"image \d+ can't be decoded .*; delete {several.path}"):
-            several.images[:]
     os.truncate(several.path / name, len(content) - 1)
     with pytest.raises(DataError, match=rf"{name} was cut from {len(content):,} to {len(content) - 1:,} bytes"):
         several.images[:]
     assert name in refused(several.path, verify=False)
-    if several.meta.kind == "encoded":
-        offsets = np.load(several.path / "offsets.npy")
-        np.save(several.path / "offsets.npy", offsets[::-1])
-        assert "offsets.npy does not rise" in refused(several.path, verify=False)
-        np.save(several.path / "offsets.npy", offsets[:-1])
-        assert "offsets.npy is int64 (20,) for 20 images" in refused(several.path, verify=False)
+    change_meta(several.path, sha256={})
+    assert "meta.json has no checksum of images.npy" in refused(several.path, verify=False)

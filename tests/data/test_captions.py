@@ -461,14 +461,6 @@ def test_latents_and_pixels_share_their_text_and_sizes(spec_of: SpecOf, tmp_path
     assert again.meta == latents.meta and again.key == latents.key
 
 
-def test_images_that_are_kept_encoded_have_captions_and_sizes_too(spec_of: SpecOf) -> None:
-    cache = prepare(spec_of(store="encoded"), encode_on=CPU)
-    assert cache.meta.kind == "encoded"
-    expected, found = batch_of(prepare(spec_of(), encode_on=CPU)), batch_of(cache)
-    for before, now in zip(expected, found, strict=True):
-        assert (before is None and now is None) or torch.equal(before, now)  # type: ignore[arg-type]
-
-
 def test_processes_store_the_same_captions_and_sizes(
     spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,35 +63,10 @@ def test_images_turn_and_fit_as_pillow_does_it_in_one_go(mode: str) -> None:
                 assert (fit(image, size, channels) == np.array(whole).reshape(*size, channels)).all()
 
 
-@pytest.mark.parametrize("width, height", [(97, 40), (40, 97), (64, 64), (300, 2), (5, 5)])
-@pytest.mark.parametrize("size", [(8, 8), (40, 40), (100, 100), (30, 70), (70, 9)])
-def test_strips_of_a_large_image_give_the_pixels_of_the_whole(
-    width: int, height: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoding, "WHOLE_PIXELS", 0)
-    smooth = noise(4, 4).convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-    for image in (noise(width, height), smooth):
-        for orientation in range(1, 9):
-            image.getexif()[0x0112] = orientation
-            found = []
-            for pixels in (10**6, 500, 1):
-                monkeypatch.setattr(decoding, "STRIP_PIXELS", pixels)
-                found.append(fit(image, size, 3))
-            assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding, "WHOLE_PIXELS", 10**6)
-        assert np.abs(fit(smooth, size, 3).astype(int) - found[0]).max() <= 2  # Pillow may take columns first
-
-
-@pytest.mark.parametrize("whole_pixels", [2**22, 0], ids=["whole", "strips"])
 @pytest.mark.parametrize(
     ("width", "height"), [(500, 333), (333, 501), (257, 257), (129, 1000), (1023, 513), (65, 67), (64, 64), (40, 30)]
 )
-def test_a_jpeg_that_its_decoder_scales_down_is_not_stretched(
-    width: int, height: int, whole_pixels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoding, "WHOLE_PIXELS", whole_pixels)
-    monkeypatch.setattr(decoding, "STRIP_PIXELS", 10_000)
+def test_a_jpeg_that_its_decoder_scales_down_is_not_stretched(width: int, height: int) -> None:
     coarse = noise(width // 48 + 2, height // 48 + 2).convert("RGB")  # so smooth that scaling twice costs little
     image = coarse.resize((width, height), Image.Resampling.BICUBIC)
     for orientation in range(1, 9):
@@ -131,13 +106,6 @@ def test_what_would_take_too_much_is_refused_by_its_header(
             decode(content, (8, 8), 3)
 
 
-def test_rows_of_a_very_tall_image_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = file_of(Image.new("L", (1, 10_000)), "png")
-    monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 150_000)
-    with pytest.raises(ValueError, match=r"^1 x 10000 pixels take 0 MB to decode"):
-        decode(content, (8, 8), 3)
-
-
 def test_pixels_that_would_take_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 1000)
     assert decode(np.zeros((15, 16, 1), np.uint8), (8, 8), 1).shape == (8, 8, 1)
@@ -171,13 +139,13 @@ def test_the_error_of_an_image_reaches_another_process() -> None:
 @pytest.mark.parametrize(
     ("kind", "side", "options"),
     [
-        ("png", 8192, {"compress_level": 1}),
-        ("png", 8192, {"compress_level": 1, "exif": 6}),
-        ("png16", 8192, {"compress_level": 1}),
-        ("tiff", 5000, {"compression": "tiff_lzw"}),
-        ("webp", 4100, {}),
-        ("jpeg2000", 3400, {}),
-        ("avif", 4000, {"speed": 10}),
+        ("png", 4200, {"compress_level": 1}),
+        ("png", 4200, {"compress_level": 1, "exif": 6}),
+        ("png16", 6000, {"compress_level": 1}),
+        ("tiff", 3600, {"compression": "tiff_lzw"}),
+        ("webp", 3200, {}),
+        ("jpeg2000", 2800, {}),
+        ("avif", 3200, {"speed": 10}),
         ("jpeg", 8192, {}),
         ("jpeg", 7000, {"progressive": True, "subsampling": 0}),
     ],

@@ -29,43 +29,38 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import Memory, MicroBatch, Residence, _Reads, failures_said, micro_batches, split
-from ddpm_ds.data.order import RUNS, Order, _runs
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.loader import Memory, MicroBatch, _Reads, failures_said, micro_batches, split
+from ddpm_ds.data.order import Order
 from ddpm_ds.errors import DataError, HostError, SpecError
-from tests.launching import PATIENCE_SECONDS, tiny_spec
+from tests.launching import PATIENCE_SECONDS
 
 counts = st.integers(1, 50)
 seeds = st.integers(0, 2**31 - 1)
 
 
-windows = st.one_of(st.none(), st.integers(1, 3000))
-
-
 @settings(deadline=None)
-@given(count=st.integers(1, 2000), seed=seeds, epoch=st.integers(0, 2**40), window=windows)
-def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int, window: int | None) -> None:
-    seen = Order(count, seed, window).image_at(epoch * count + np.arange(count))
+@given(count=st.integers(1, 2000), seed=seeds, epoch=st.integers(0, 2**40))
+def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int) -> None:
+    seen = Order(count, seed).image_at(epoch * count + np.arange(count))
     assert seen.dtype == np.int64
     assert sorted(seen) == list(range(count))
 
 
 @settings(deadline=None, max_examples=50)
-@given(count=st.integers(1, 500), seed=seeds, first=st.integers(0, 3000), window=windows, data=st.data())
+@given(count=st.integers(1, 500), seed=seeds, first=st.integers(0, 3000), data=st.data())
 def test_an_order_is_a_function_of_the_number_of_images_seen(
-    count: int, seed: int, first: int, window: int | None, data: st.DataObject
+    count: int, seed: int, first: int, data: st.DataObject
 ) -> None:
     """However an index is asked for, in whatever company and order, its image is the same."""
     index = first + np.arange(1200)
-    whole = Order(count, seed, window).image_at(index)
+    whole = Order(count, seed).image_at(index)
     some = np.array(data.draw(st.lists(st.integers(0, 1199), min_size=1, max_size=20)))
-    assert (Order(count, seed, window).image_at(index[some]) == whole[some]).all()
+    assert (Order(count, seed).image_at(index[some]) == whole[some]).all()
 
 
-@pytest.mark.parametrize("window", [None, 512])
-def test_epochs_and_seeds_have_orders_of_their_own(window: int | None) -> None:
-    epochs = Order(1000, 0, window).image_at(np.arange(3000)).reshape(3, 1000)
-    other = Order(1000, 1, window).image_at(np.arange(1000))
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    epochs = Order(1000, 0).image_at(np.arange(3000)).reshape(3, 1000)
+    other = Order(1000, 1).image_at(np.arange(1000))
     for one, two in ((epochs[0], epochs[1]), (epochs[1], epochs[2]), (epochs[0], other), (epochs[1], other)):
         assert (one == two).mean() < 0.02
 
@@ -76,42 +71,6 @@ def test_order_is_the_same_on_every_machine_and_version() -> None:
         *(0, 1, 9, 3, 11, 5, 2, 6, 10, 7, 8, 4),
         *(1, 8, 5, 2, 9, 11, 0, 4, 3, 7, 10, 6),
     ]
-    windowed = Order(2000, 7, 768).image_at(np.arange(4000))
-    assert windowed[:6].tolist() == [755, 452, 442, 423, 473, 1303]
-    assert windowed[-6:].tolist() == [526, 1450, 1343, 1132, 286, 1026]
-
-
-def test_a_window_is_256_runs_of_neighbours_from_anywhere_shuffled_together() -> None:
-    order = Order(100_003, 0, 2560)  # runs of 10 images, and one of 3
-    images, limits = order.image_at(np.arange(100_003)), [*_runs(order, 0)[1][:-1:256].tolist(), 100_003]
-    windows = [images[first:last] for first, last in pairwise(limits)]
-    runs = [set((window // 10).tolist()) for window in windows]
-    assert [len(found) for found in runs] == [256] * 39 + [10_001 - 39 * 256]
-    assert len(set.union(*runs)) == 10_001  # no run is in two windows
-    for window, found in zip(windows, runs, strict=True):
-        assert (np.diff(window) == 1).sum() < 10  # about one is, in any order
-        deviation = 10_001 / np.sqrt(12 * len(found))  # of the mean of so many places anywhere
-        assert abs(np.mean(list(found)) - 5000) < 5 * deviation
-
-
-@settings(deadline=None, max_examples=15)
-@given(count=st.integers(1, 2000), window=st.integers(1, 3000), start=st.integers(0, 4000), step=st.integers(1, 700))
-def test_every_image_is_read_ahead_once_before_it_is_used_and_not_before_its_window_is_next(
-    count: int, window: int, start: int, step: int
-) -> None:
-    order = Order(count, 3, window)
-    asked: dict[int, int] = {}
-    """How often each image was read ahead and not yet used, by position."""
-    for first in range(start, start + 3 * count, step):
-        for low, high in order.ahead(first, first + step, begin=first == start):
-            assert 0 <= low < high <= count and high - low <= order.run_images
-            for position in range(low, high):
-                asked[position] = asked.get(position, 0) + 1
-        for position in order.image_at(np.arange(first, first + step)).tolist():
-            assert asked[position] >= 1
-            asked[position] -= 1
-        # What waits is at most the rest of this window and the next one, or two where a step passes a window's end.
-        assert sum(asked.values()) <= 2 * order.run_images * RUNS + step
 
 
 def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:
@@ -155,14 +114,13 @@ def test_replicas_take_turns_within_a_batch(digits: DatasetCache) -> None:
     micro=st.integers(1, 5),
     each=st.integers(1, 4),
     start=st.integers(0, 5000),
-    window=st.sampled_from([None, 300]),
 )
 def test_global_batch_is_the_same_images_in_every_layout(
-    digits: DatasetCache, replicas: int, micro: int, each: int, start: int, window: int | None
+    digits: DatasetCache, replicas: int, micro: int, each: int, start: int
 ) -> None:
     batch = replicas * micro * each
     layout: dict[str, Any] = {"batch_images": batch, "micro_batch_images": micro, "replicas": replicas}
-    layout |= {"start_images": start, "window": window}
+    layout |= {"start_images": start}
     streams = [take(digits, 2 * each, replica=replica, **layout) for replica in range(replicas)]
     for step in range(2):
         parts = [part for stream in streams for part in stream[step * each : (step + 1) * each]]
@@ -170,16 +128,16 @@ def test_global_batch_is_the_same_images_in_every_layout(
         order = index.argsort()
         first = start + step * batch
         assert index[order].tolist() == list(range(first, first + batch))
-        stored = Order(len(digits), 3, window).image_at(np.arange(first, first + batch))
+        stored = Order(len(digits), 3).image_at(np.arange(first, first + batch))
         assert (torch.cat([part.images for part in parts])[order].numpy() == digits.images[stored]).all()
 
 
-@pytest.mark.parametrize("workers, window", [(0, None), (0, 512), (2, None), (2, 512)])
-def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: int, window: int | None) -> None:
-    """Over the end of an epoch (1797 images), with and without workers, on each replica, and over ends of windows."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: int) -> None:
+    """Over the end of an epoch (1797 images), with and without workers, and on each replica."""
     before = torch.get_rng_state()
     for replica in (0, 1):
-        order: dict[str, Any] = {"batch_images": 32, "replica": replica, "window": window}
+        order: dict[str, Any] = {"batch_images": 32, "replica": replica}
         whole = take(digits, 150, **order, start_images=1000)
         rest = take(digits, 50, **order, start_images=1000 + 100 * 8, workers=workers)
         assert_same(whole[100:], rest)
@@ -284,7 +242,7 @@ def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
 def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: DatasetCache) -> None:
     def reads(size: int, shape: tuple[int, int, int]) -> int:
         meta = digits.meta.model_copy(update={"shape": shape})
-        store = replace(digits, images=StoredImages(digits.path, meta, None))
+        store = replace(digits, images=StoredImages(digits.path, meta))
         return _Reads(store, None, Order(1797, 3), 0, size, size, False).micro_batches
 
     assert reads(64, (1, 8, 8)) == 512 // 64
@@ -316,7 +274,7 @@ def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:
     """From the mapped file into the tensor that is handed out: numpy may take a second one as a buffer."""
     meta = digits.meta.model_copy(update={"count": 20, "shape": (3, 64, 64)})
     np.save(tmp_path / "images.npy", np.zeros((20, 3, 64, 64), np.uint8))
-    large = replace(digits, meta=meta, images=StoredImages(tmp_path, meta, None))
+    large = replace(digits, meta=meta, images=StoredImages(tmp_path, meta))
     reads = _Reads(large, None, Order(20, 3), 0, 80, 80, False)
     _ = reads[0]  # maps the file
     tracemalloc.start()  # sees numpy's memory
@@ -413,24 +371,3 @@ def test_a_file_of_images_that_is_cut_short_while_it_is_read_is_named(
         os.truncate(copy / "images.npy", 1000)
     with pytest.raises(DataError, match=rf"images.npy was cut from [\d,]+ to 1,000 bytes .* delete {copy}"):
         list(islice(batches, 1000))
-
-
-def test_a_cache_is_in_memory_where_memory_holds_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = prepare(tiny_spec(data={"store_root": str(tmp_path)}).data)
-    file = (store.path / "images.npy").stat().st_size
-    for memory, fits in ((2 * file, True), (file, False)):
-        monkeypatch.setattr(loader, "host_memory", lambda memory=memory: memory)
-        found = Residence.of(store)
-        assert found == Residence("pixels", 1797, file, 1797 * 64, memory, len(os.sched_getaffinity(0)))
-        assert found.in_memory == fits
-
-
-def test_memory_holds_two_windows_and_more() -> None:
-    cache = Residence("pixels", 10**6, 12_288 * 10**6, 12_288 * 10**6, 2**32, 2)
-    assert not cache.in_memory
-    assert cache.notice(1024) is None
-    assert cache.notice(None) == (
-        "data.shuffle_images: the 11.44 GiB of images are more than memory holds, and a full shuffle reads each from "
-        "another place on the disk; use 32768"
-    )
-    assert cache.window == 32_768 and 2 * cache.window * 12_288 < 2**32 / 4 <= 4 * cache.window * 12_288

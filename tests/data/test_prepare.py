@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +20,10 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
+from ddpm_ds.data import writing
 from ddpm_ds.data.cache import CacheMeta
-from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, decoding_of, prepare
+from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, prepare
 from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.errors import DataError
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
@@ -36,12 +33,12 @@ SpecOf = Callable[..., DataSpec]
 # Prepares the spec on its command line with slow reads, noting in a file what it reads, without torch. Waits for a
 # line first.
 SLOW_PREPARE = """
-import os, sys, time, fcntl
+import os, sys, time, tempfile
 from ddpm_ds.data import prepare
 from ddpm_ds.data.sources import files
 from ddpm_ds.config.spec import DataSpec
 
-spec, reads, seconds, locks = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+spec, reads, seconds, hosts = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 prepare.CHUNK_IMAGES = 1
 prepare.SHARD_BYTES = int(sys.argv[5])
 
@@ -52,13 +49,12 @@ class Slow(files.FolderSource):
         time.sleep(seconds)
         return super().read(i)
 
-def no_locks(*_):
-    raise OSError("Function not implemented")
-
 files.FolderSource = Slow
-prepare._sampled = lambda source: ("", 100.0)  # reads none
-if locks == "no":
-    fcntl.flock = fcntl.lockf = no_locks
+prepare._sampled = lambda source: ("", True)  # reads none
+if hosts == "2":
+    os.environ.update(RANK=sys.argv[6], WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    tempfile.tempdir = reads + sys.argv[6]
+    os.mkdir(tempfile.tempdir)
 print("ready", flush=True)
 input()
 print(len(prepare.prepare(spec)))
@@ -67,11 +63,11 @@ assert "torch" not in sys.modules
 
 
 def slowly(
-    count: int, spec: DataSpec, reads: Path, seconds: float, locks: str = "yes", shard_bytes: int = 2**28
+    count: int, spec: DataSpec, reads: Path, seconds: float, hosts: int = 1, shard_bytes: int = 2**28
 ) -> list[subprocess.Popen[str]]:
     """``count`` processes that begin to prepare at the same moment."""
-    asked = [spec.model_dump_json(), str(reads), str(seconds), locks, str(shard_bytes)]
-    processes = [started(SLOW_PREPARE, *asked) for _ in range(count)]
+    asked = [spec.model_dump_json(), str(reads), str(seconds), str(hosts), str(shard_bytes)]
+    processes = [started(SLOW_PREPARE, *asked, str(number)) for number in range(count)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for process in processes:
@@ -192,7 +188,7 @@ def test_store_root_that_can_not_be_written_is_one_line(
         prepare(spec_of(store_root=tmp_path / "file"))
     monkeypatch.chdir(tmp_path)
     longest = Path(*["y" * 255] * 16)  # exists, and is too long for anything in it
-    with pytest.raises(DataError, match=r"data.store_root = y.* can't be written \(a name has 255 bytes at most"):
+    with pytest.raises(DataError, match=r"data.store_root = y.* can't be written \(File name too long"):
         prepare(spec_of(store_root=longest))
 
 
@@ -228,18 +224,22 @@ def test_full_disk_is_one_line_before_and_while_it_is_written_and_what_is_done_i
     ]
 
 
-@pytest.mark.parametrize("locks", ["yes", "no"])
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
-    folder: Path, spec_of: SpecOf, tmp_path: Path, locks: str
+    folder: Path, spec_of: SpecOf, tmp_path: Path, hosts: int
 ) -> None:
+    """On one host each image is read once; each of two hosts, which share no locks, begins with its own files."""
     spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
-    for process in slowly(2, spec, reads, 0.1, locks, shard_bytes=2 * 64):
+    for process in slowly(2, spec, reads, 0.1, hosts, shard_bytes=2 * 64):
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, out) == (0, "12\n"), err
     found = reads_in(reads)
     assert len({process for process, _ in found}) == 2  # they share the work
-    if locks == "yes":  # without locks both may read all, and one's work counts
+    if hosts == 1:
         assert sorted(image for _, image in found) == list(range(12))
+    else:
+        first = {process: image for process, image in reversed(found)}
+        assert sorted(first.values()) == [0, 2], "the files of a host have its number"
     store = prepare(spec, verify=True)
     assert (len(store), store.images[:][:, 0, 4, 4].tolist()) == (12, [*range(6), *range(40, 46)])
     assert not temporaries(spec)
@@ -278,50 +278,6 @@ def test_what_is_finished_of_other_images_is_not_used(
     assert len(list(temporaries(spec)[0].glob("shard.*.json"))) == 3
     (folder / "dogs" / "9.png").write_bytes((folder / "dogs" / "0.png").read_bytes())
     assert len(prepare(spec)) == 13 and not temporaries(spec)
-
-
-def test_what_another_process_begins_of_the_same_images_meanwhile_is_left_to_it(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there are no locks, its folder may appear after this process has looked for one."""
-    spec, usage = spec_of(source="folder", path=folder), shutil.disk_usage
-    path, plan = cache_path(spec), decoding_of(spec, False).plan
-    spec.store_root.mkdir()
-
-    def meanwhile(where: Path) -> Any:
-        monkeypatch.setattr(shutil, "disk_usage", usage)
-        (writing._begun(path, plan) / "work").touch()
-        return usage(where)
-
-    monkeypatch.setattr(shutil, "disk_usage", meanwhile)
-    assert (writing._begun(path, plan) / "work").exists()
-
-
-def test_processes_that_work_on_another_plan_are_left_alone_and_the_first_cache_counts(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on hosts with copies of a zip archive of different times, and one ``data.store_root``."""
-    spec, lock, write = spec_of(source="folder", path=folder), fcntl.lockf, writing._Shards.write
-    theirs = cache_path(spec).with_name(f".{cache_path(spec).name}.01234567.preparing")
-    theirs.mkdir(parents=True)
-
-    def held_by_them(file: Any, how: int, *part: int) -> None:
-        if file.name != str(theirs / writing.CLAIMS):
-            return lock(file, how, *part)
-        assert how & fcntl.LOCK_NB, "it must not wait for a lock that the others need to finish"
-        raise BlockingIOError
-
-    def they_finish(shards: writing._Shards) -> list[writing.Record]:
-        records = write(shards)
-        shutil.copytree(first.path, cache_path(spec))
-        return records
-
-    monkeypatch.setattr(fcntl, "lockf", held_by_them)
-    first = prepare(spec_of(source="folder", path=folder, image_size=16))
-    assert len(prepare(spec)) == 12 and temporaries(spec) == [theirs]
-    shutil.rmtree(cache_path(spec))
-    monkeypatch.setattr(writing._Shards, "write", they_finish)
-    assert prepare(spec).meta.shape == (1, 16, 16) and temporaries(spec) == [theirs]
 
 
 def test_a_process_whose_work_another_has_given_up_meets_the_same_fault(
@@ -384,23 +340,6 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
     assert not psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1]
 
 
-def test_encoded_images_are_kept_where_they_are_smaller_and_many(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pixels = {"source": "folder", "path": folder, "image_size": 64, "channels": 3}  # 12 KiB, a file has 76 bytes
-    assert prepare(spec_of(**pixels)).meta.kind == "pixels"
-    shutil.rmtree(cache_path(spec_of(**pixels)))
-    monkeypatch.setattr(prepare_module, "LARGE_BYTES", 100_000)
-    encoded = prepare(spec_of(**pixels), progress=True)
-    assert encoded.meta.kind == "encoded" and encoded.path.name.endswith("-encoded")
-    assert "data.store: encoded, 0 KiB an image instead of 12 KiB; data.workers decode them" in capfd.readouterr().err
-    assert cache_path(spec_of(**pixels)) == encoded.path == cache_path(spec_of(**pixels, store="encoded"))
-    assert (encoded.images[:] == prepare(spec_of(**pixels, store="pixels")).images[:]).all()
-    np.save(folder / "a.npy", np.zeros((3, 8, 8), np.uint8))
-    with pytest.raises(DataError, match=r"data.store = encoded, but data.source = arrays has pixels; --set data.store"):
-        prepare(spec_of(source="arrays", path=folder / "a.npy", store="encoded"))
-
-
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
     spec = tiny_spec(data={"source": "folder", "path": str(tmp_path / "pictures"), "store_root": str(tmp_path)})
     assert class_names(spec) == [str(label) for label in range(10)]
@@ -411,33 +350,6 @@ def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_p
         (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
         assert class_names(spec) == expected
     assert not class_names(tiny_spec(unet={"classes": None}, train={"label_drop": 0.0}))
-
-
-@pytest.mark.parametrize("store", ["pixels", "encoded"])
-def test_a_cache_of_an_earlier_decoding_is_read_as_it_was_by_those_who_learned_it_alone(
-    store: str, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "jpegs" / "cats").mkdir(parents=True)
-    noise = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
-    Image.fromarray(noise).resize((257, 257)).save(tmp_path / "jpegs" / "cats" / "0.jpg")
-    spec = spec_of(source="folder", path=tmp_path / "jpegs", image_size=32, channels=3, store=store)
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding, "decode_with_sizes", partial(decoding.decode_with_sizes, stretched=True))
-        kept = prepare(spec)
-    pixels = decoding.decode((tmp_path / "jpegs" / "cats" / "0.jpg").read_bytes(), (32, 32), 3, stretched=True)
-    earlier = kept.path.rename(cache_path(spec, ""))
-    if store == "encoded":
-        meta = CacheMeta.read(earlier)
-        checksums = {name: value for name, value in meta.sha256.items() if name != "decoding"}
-        (earlier / "meta.json").write_text(meta.model_copy(update={"sha256": checksums}).model_dump_json())
-    learned = CacheMeta.read(earlier).sha256
-    assert prepare(spec, learned=learned).path == earlier and not cache_path(spec).exists()
-    assert (prepare(spec, learned=learned).images[0] == pixels.transpose(2, 0, 1)).all()
-    anew = prepare(spec)
-    assert anew.path == cache_path(spec) != earlier and anew.meta.sha256 != learned
-    assert anew.key != prepare(spec, learned=learned).key and (anew.images[0] != pixels.transpose(2, 0, 1)).any()
-    for also in ({}, anew.meta.sha256):
-        assert prepare(spec, learned=also).path == anew.path
 
 
 def replaced(folder: Path) -> None:
@@ -455,17 +367,12 @@ def sorted_anew(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, grown, sorted_anew])
-@pytest.mark.parametrize("kind", ["folder", "zip"])
 def test_a_source_that_was_replaced_is_said_and_a_resumed_run_goes_on_with_its_own(
-    kind: str, change: Callable[[Path], None], folder: Path, spec_of: SpecOf
+    change: Callable[[Path], None], folder: Path, spec_of: SpecOf
 ) -> None:
-    def source() -> Path:
-        return Path(shutil.make_archive(str(folder), "zip", folder)) if kind == "zip" else folder
-
-    spec = spec_of(source=kind, path=source())
+    spec = spec_of(source="folder", path=folder)
     before = prepare(spec)
     change(folder)
-    source()
     with pytest.raises(
         DataError, match=rf"^data.path = {spec.path} has other images than .* or delete {before.path} to"
     ):
@@ -530,7 +437,7 @@ def test_what_a_kill_after_the_last_rename_leaves_goes_at_the_next_start(folder:
     spec = spec_of(source="folder", path=folder)
     path = prepare(spec).path
     files = sorted(path.iterdir())
-    for name in ("claims", "claims.all", "shard.0.json", ".1a2b3c4d"):
+    for name in ("shard.0.json", ".1a2b3c4d"):
         (path / name).touch()
     prepare(spec)
     assert sorted(path.iterdir()) == files
@@ -547,7 +454,7 @@ def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
     context = multiprocessing.get_context("spawn")
     executable = multiprocessing.spawn.get_executable()
     multiprocessing.resource_tracker.ensure_running()  # which would be started in this way, too
-    monkeypatch.setattr(prepare_module, "_sampled", lambda source: ("", 100.0))
+    monkeypatch.setattr(prepare_module, "_sampled", lambda source: ("", True))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     context.set_executable("/bin/false")
     try:
@@ -555,40 +462,3 @@ def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
             prepare(spec_of(source="folder", path=root))
     finally:
         context.set_executable(executable)
-
-
-@pytest.mark.parametrize("name", [".{cache}.lock", ".{folder}/claims"])
-def test_a_named_pipe_in_place_of_a_lock_is_one_line(name: str, folder: Path, spec_of: SpecOf) -> None:
-    spec = spec_of(source="folder", path=folder)
-    cache = prepare(spec).path
-    shutil.rmtree(cache)
-    with pytest.MonkeyPatch.context() as killed:
-        killed.setattr(writing, "_describe", Mock(side_effect=OSError(5, "as if killed here")))
-        with pytest.raises(DataError):
-            prepare(spec)
-    (begun,) = temporaries(spec)
-    pipe = begun / "claims" if "claims" in name else writing.lock_of(cache)
-    pipe.unlink(missing_ok=True)
-    os.mkfifo(pipe)
-    with pytest.raises(DataError, match=r"data.store_root = .* can't be written \(it is a named pipe, not a file\)"):
-        prepare(spec)
-
-
-def test_without_locks_one_process_at_a_time_has_a_claim_and_that_of_a_dead_one_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(*arguments: Any) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
-    file = tmp_path / "claims"
-    with writing.locked(file, 3, wait=False) as mine:
-        assert mine
-        with writing.locked(file, 3, wait=False) as theirs, writing.locked(file, 4, wait=False) as other:
-            assert not theirs and other
-    dead = started("pass")
-    dead.wait()
-    (tmp_path / "claims.3").write_text(f"{socket.gethostname()} {dead.pid}")
-    with writing.locked(file, 3) as mine:
-        assert mine
-    assert [path.name for path in tmp_path.iterdir()] == ["claims"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
 from ddpm_ds.predict.costs import SPLIT_COST, weight_share
-from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, RankFacts
+from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.unet.layers import Layer
@@ -191,6 +191,4 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
     }
     (run_dir / "trace" / "summary.json").write_text(json.dumps(values | summary))
     write_device(run_dir, facts.device)
-    if facts.residence is not None:
-        (run_dir / RESIDENCE).write_text(json.dumps(asdict(facts.residence)))
     return run_dir

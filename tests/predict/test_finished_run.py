@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ddpm_ds.config.spec import Interface
-from ddpm_ds.data.loader import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
@@ -26,12 +25,11 @@ BENCHES = [
     Bench(schedule="folded", micro_batches=8, interval=1),
     Bench(schedule="planned", in_flight=2),
 ]
-STORED = Residence("encoded", 100, 2**20, 2**22, 2**33, 2)
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.schedule)
 def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
-    facts = bench.traced(residence=None if bench.zero_stage else STORED)
+    facts = bench.traced()
     run_dir = write_run(tmp_path / "run", facts)
     found = facts_of(run_dir)
     assert replace(found, ranks=(), job=facts.job) == replace(facts, ranks=())
@@ -102,8 +100,8 @@ def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", Bench().traced(residence=STORED))
-    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json", "store.json"):
+    run_dir = write_run(tmp_path / "run", Bench().traced())
+    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json"):
         whole = (run_dir / name).read_text()
         for content in ("", "[]", '{"a": 1}', "\0"):
             (run_dir / name).write_text(content)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpm_ds.data.cache import Kind
-from ddpm_ds.data.loader import Residence
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.planning import plan_run
@@ -194,46 +192,10 @@ IN_MEMORY, LARGER = 2**29, 2**32
 """Bytes of a store."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "stored", "decoded", "data", "cause", "typed"),
-    [
-        ("pixels", IN_MEMORY, IN_MEMORY, {}, "it is the workers, since memory", "--set data.workers=4"),
-        ("latents", IN_MEMORY, IN_MEMORY, {}, "0.50 GiB of latents", "--set data.workers=4"),
-        ("encoded", IN_MEMORY, LARGER, {}, "it is the store, which keeps images encoded", "--set data.workers=4"),
-        ("encoded", IN_MEMORY, 2**29, {"workers": CORES}, "decoded each time on 8 cores", "--set data.store=pixels"),
-        (
-            "pixels",
-            LARGER,
-            LARGER,
-            {},
-            "it is the disk, since the store of 4.00 GiB",
-            "--set data.shuffle_images=16384",
-        ),
-        ("encoded", LARGER, LARGER, {}, "a full shuffle reads each image", "--set data.shuffle_images=16384"),
-        (
-            "pixels",
-            LARGER,
-            LARGER,
-            {"shuffle_images": 16384},
-            "MB/s; data.store_root on a faster disk gives more",
-            "--set data.workers=4",
-        ),
-        ("encoded", LARGER, LARGER, {"shuffle_images": 16384}, "keeps images encoded", "--set data.workers=4"),
-    ],
-)
-def test_a_wait_for_data_names_workers_store_or_disk_with_what_mends_it(
-    kind: Kind, stored: int, decoded: int, data: dict[str, Any], cause: str, typed: str
-) -> None:
-    facts = Bench(read_seconds=5e-3).traced(residence=Residence(kind, IMAGES, stored, decoded, MEMORY, CORES))
-    spec = facts.spec.model_copy(update={"data": facts.spec.data.model_copy(update=data)})
-    found = verdict(replace(facts, job=replace(facts.job, spec=spec)))
-    assert found.top == "data wait" and edit(found) == typed
-    assert cause in found.evidence and f"with data.workers = {data.get('workers', 0)}: it is the " in found.evidence
-
-
-def test_loaders_of_what_is_in_memory_are_no_more_than_the_cores() -> None:
-    residence = Residence("pixels", IMAGES, IN_MEMORY, IN_MEMORY, MEMORY, cores=2)
-    assert edit(verdict(Bench(read_seconds=5e-3).traced(residence=residence))) == "--set data.workers=2"
+def test_a_wait_for_data_names_workers_and_folder() -> None:
+    found = verdict(Bench(read_seconds=5e-3).traced())
+    assert found.top == "data wait" and edit(found) == "--set data.workers=4"
+    assert "with data.workers = 0, from data.store_root = " in found.evidence
 
 
 def test_what_is_not_to_be_recomputed_fits_by_the_planners_memory() -> None:

@@ -61,7 +61,7 @@ class Courses:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         values = tiny_spec(
-            data={"store_root": str(folder / "data"), "shuffle_images": 600},
+            data={"store_root": str(folder / "data")},
             unet={"attention_resolutions": [], "multipliers": [1]},
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},

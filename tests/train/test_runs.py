@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,8 +15,6 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageSequence
 
-from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.tracking.recorder import PARAMETERS
 from ddpm_ds.tracking.runs import find_run, mean_of_points
 from ddpm_ds.tracking.tracker import numbers_of
@@ -160,7 +157,7 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
     assert run.data.tags.keys() >= {"verdict.top", "verdict.share", "verdict.try"}
     kept = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert kept >= {"spec.yaml", "ds_config.json", "store.json", "trace", "verdict.txt", "progress.gif"}
+    assert kept >= {"spec.yaml", "ds_config.json", "trace", "verdict.txt", "progress.gif"}
 
 
 @pytest.mark.launch
@@ -295,26 +292,6 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(point["step"], point["train/lr"]) for point in points] == [(5, 1e-3), (10, 1e-3)]
     assert all(point["train/loss"] < 2 for point in points), "none of what was left"
-
-
-@pytest.mark.launch
-def test_a_run_goes_on_with_the_cache_of_the_earlier_version_that_it_began_with(tmp_path: Path) -> None:
-    folder, pictures = tmp_path / "runs" / "old", tmp_path / "pictures"
-    pictures.mkdir()
-    for number in range(8):
-        Image.new("L", (8, 8), number).save(pictures / f"{number}.png")
-    changes = ["data.source=folder", f"data.path={pictures}", "data.held_out_images=0", "unet.classes=1"]
-    changes += ["unet.multipliers=[1]", "unet.attention_resolutions=[]", "evaluation.every_images=null"]
-    for images in (64, 128):
-        overrides = [*TINY, *changes, "samples.every_images=null", f"train.images={images}"]
-        done = train(2, folder, "-p", "2", overrides=overrides)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        if pictures.exists():
-            stores = {"path": pictures, "store_root": folder.parent / "data"}
-            spec = DataSpec.model_validate({"source": "folder", "image_size": 8, "channels": 1} | stores)
-            cache_path(spec).rename(cache_path(spec, ""))
-            shutil.rmtree(pictures)
-    assert "images-000000064" in done.stderr and not cache_path(spec).exists()
 
 
 @pytest.mark.launch

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.arrays import open_arrays, open_cifar10, open_digits, open_numpy, open_torchvision
 from ddpm_ds.data.sources.base import Opener, Source
-from ddpm_ds.data.sources.files import open_folder, open_zip
+from ddpm_ds.data.sources.files import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.variables import Opener as VariablesOpener
 from ddpm_ds.data.sources.variables import open_stored
@@ -22,7 +22,6 @@ OPENERS: dict[str, Opener] = {
     "digits": open_digits,
     "cifar10": open_cifar10,
     "folder": open_folder,
-    "zip": open_zip,
     "arrays": open_arrays,
     "webdataset": open_webdataset,
     "huggingface": open_huggingface,

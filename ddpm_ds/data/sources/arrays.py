@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
@@ -166,7 +167,9 @@ def _open_torchvision(spec: DataSpec, name: str, key: str, progress: bool) -> So
     # torchvision's progress bar has no switch of its own
     silent = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
     try:
-        with network_limit(NETWORK_TIMEOUT_SECONDS), silent:
+        folder.mkdir(parents=True, exist_ok=True)
+        # hosts that share the folder take turns, since two downloads would write the same files
+        with FileLock(folder / ".lock"), network_limit(NETWORK_TIMEOUT_SECONDS), silent:
             opened = kind(str(folder), download=True, **options)
     except (OSError, HTTPException, RuntimeError) as error:
         url, file = getattr(kind, "url", None), getattr(kind, "filename", None)

@@ -1,8 +1,4 @@
-"""Image files of a folder and its subfolders, or of a zip archive as EDM's and StyleGAN's tools write it.
-
-No archive is unpacked. Python's zipfile lists one, but keeps an object for each member, 640 MB for a million. So worker
-processes are sent an array of the images' places and do not list it again.
-"""
+"""Image files of a folder and its subfolders."""
 
 import csv
 import functools
@@ -11,16 +7,10 @@ import io
 import json
 import os
 import re
-import struct
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, TypeAlias
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources.base import (
@@ -29,7 +19,6 @@ from ddpm_ds.data.sources.base import (
     Captions,
     Labels,
     Names,
-    check_size,
     is_image,
     labelled,
     listed_labels,
@@ -55,15 +44,6 @@ MASK = re.compile(r"-(mask|cond)label\.[^./]+$")
 """End of the names that OneTrainer gives to masks and conditions of images."""
 REPEATED = re.compile(r"\d{1,3}_.+")
 """Folders whose number asks sd-scripts for repeats."""
-LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
-WINDOWS = 0
-"""A zip archive's number of a system where no name holds a backslash."""
-ABSENT = [-1, 0, 0, 0, 0, 0]
-"""Place of an image that has a label but is not in the archive."""
-ENCRYPTED = 1
-"""Flag of an encrypted member."""
-
 
 _Listed: TypeAlias = dict[str, list[str] | dict[str, str]]
 """Captions by image, or other keys of its line."""
@@ -273,93 +253,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself
         return False
-
-
-@dataclass
-class ZipSource:
-    """Images of an archive, sorted by path; each process opens the archive at its first read."""
-
-    classes: tuple[str, ...]
-    labels: Labels = field(repr=False)
-    path: Path
-    files: Names = field(repr=False)
-    places: npt.NDArray[np.int64] = field(repr=False)
-    """Each image's header offset, compressed and full size in bytes, checksum, method and flags, or ABSENT: (N, 6)."""
-
-    def name(self, i: int, /) -> str:
-        """Return the path in the archive."""
-        return printable(self.files[i])
-
-    def read(self, i: int, /) -> bytes:
-        """Read a member, whose checksum is compared."""
-        with open_regular(self.path) as file:
-            return _content(file, self.places[i].tolist())
-
-
-def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
-    """List the images of the archive ``data.path``.
-
-    Labels come from its ``dataset.json``, ``{"labels": [[path, number], ...]}``, or else from folders.
-    """
-    path = read_path(spec, "a zip archive of images")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if not member.is_dir()]
-        places = {_path(member): _place(member) for member in members}
-    except (OSError, ValueError, OverflowError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again") from error
-    if len(places) < len(members):
-        raise DataError(f"data.path = {path} has a name twice; write it again")
-    if found := next(filter(outside, places), None):
-        raise DataError(f"data.path = {path} points outside itself ({printable(found)}); write it again")
-    images = (name for name in places if is_image(os.path.basename(name)) and "/." not in f"/{name}")
-    names = _without_masks(images, progress)
-    if not names:
-        raise DataError(
-            f"data.path = {path} holds no image files (.png, .jpg, .webp, ...); give an archive of images with "
-            "--set data.path=FILE"
-        )
-    names.sort(key=lambda name: name.replace("/", "\0"))  # a folder precedes names that only share its beginning
-    labels = None
-    if LABELS in places:
-        with open_regular(path) as file:
-            labels = listed_labels(path, lambda: _content(file, places[LABELS].tolist()), names)
-    classed = numbered(map(class_of, names)) if labels is None else labelled(labels)
-    table = np.array([places.get(name, ABSENT) for name in names])
-    return ZipSource(*classed, path, Names(names), table)
-
-
-def _path(member: zipfile.ZipInfo) -> str:
-    """Return a member's path with slashes; some tools of Windows write backslashes, and others begin with ``./``."""
-    return slashed(member.filename) if member.create_system == WINDOWS else member.filename.removeprefix("./")
-
-
-def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
-    """Return a member's row of :attr:`ZipSource.places`; raises OverflowError if a forged number exceeds 64 bits."""
-    sizes = (member.compress_size, member.file_size)
-    return np.array([member.header_offset, *sizes, member.CRC, member.compress_type, member.flag_bits], np.int64)
-
-
-def _content(file: IO[bytes], place: Sequence[int]) -> bytes:
-    """Read a member, whose checksum is compared; raises OSError and ValueError."""
-    header, stored, size, checksum, method, flags = place
-    if place == ABSENT:
-        raise ValueError(f"{LABELS} has a label for it, but the archive has no such image")
-    if flags & ENCRYPTED:
-        raise ValueError("it is encrypted; write it without a password")
-    if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"it is compressed by method {method}; write it stored or deflated")
-    check_size(max(size, stored))
-    file.seek(header)
-    if len(before := file.read(LOCAL_HEADER.size)) < LOCAL_HEADER.size or not before.startswith(b"PK\3\4"):
-        raise ValueError("the archive is damaged; write it again")
-    file.seek(sum(LOCAL_HEADER.unpack(before)[1:]), os.SEEK_CUR)
-    content = file.read(stored)
-    if method == zipfile.ZIP_DEFLATED:
-        try:
-            content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, size + 1)
-        except zlib.error as error:
-            raise ValueError(one_line(error)) from error
-    if len(content) != size or zlib.crc32(content) != checksum:
-        raise ValueError("its checksum is wrong: the archive is damaged; write it again")
-    return content
