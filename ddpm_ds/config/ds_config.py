@@ -153,8 +153,8 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
 def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) -> None:
     """Find keys that contradict each other, among those that have no fault of their own; ``given`` has no defaults."""
     zero, params = config.zero_optimization, config.optimizer.params
-    for key, fault, needs in unused(config):
-        faults.add(key, fault, *needs)
+    for key, fault, others in unused(config):
+        faults.add(key, fault, *others)
     eight_bit = config.optimizer.type == EIGHT_BIT
     if config.fp16.enabled and config.bf16.enabled:
         faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")

@@ -22,7 +22,7 @@ from tests.launching import REPOSITORY
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 64, 0.5, 1.0, 1e-3, 5e8, 10**30, 2**53 + 1]
 VALUES += ["", "0", "1", "64", "1e-3", "true", "False", "off", "none", "auto", "x", "x" * 5000]
 VALUES += [[1, 1], [0.5, "0.9"], [0.9, 0.99], ["1"], [[]], {"enabled": 0}, {"enabled": "false"}, {"enabled": False}]
-FILES = [
+FILES: list[tuple[Format[Any], dict[str, Any]]] = [
     (SPEC, yaml.safe_load((REPOSITORY / "launch" / "specs" / "digits.yaml").read_text())),
     (DS_CONFIG, json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())),
 ]
