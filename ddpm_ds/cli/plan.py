@@ -56,14 +56,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
-fit. A layout is stages x replicas, schedule, micro-batch, activation checkpointing, ZeRO stage and offload. Nothing is
-trained; step times come from a simulator that executes the programs of the engine.
+fit. Nothing is trained; step times come from a simulator that executes the programs of the engine.
 """
 
 EXAMPLES = """\
 examples
-  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --processes 8
-      8 GPUs like this machine's, or 8 cores if it has none
   ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
       --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
       two nodes of A100s, which need not be here; write the JSON to train with and draw the step
@@ -183,16 +180,9 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
 def report(found: Plan) -> str:
     """Return everything that ``ddpm-ds plan`` prints of its result."""
     machine = found.predictor.machine
-    return "\n".join(
-        [
-            *aligned(_rows(found.best, several_nodes=machine.nodes > 1)),
-            "",
-            f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
-            *aligned(_memory_rows(found.best[0])),
-            "",
-            textwrap.fill(why(found), 112, break_on_hyphens=False),
-        ]
-    )
+    fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
+    layouts, memory = aligned(_rows(found.best, several_nodes=machine.nodes > 1)), aligned(_memory_rows(found.best[0]))
+    return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), 112, break_on_hyphens=False)])
 
 
 def why(found: Plan) -> str:
@@ -257,15 +247,14 @@ def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
 
 def _difference(first: Prediction, other: Prediction) -> str:
     """Return the largest part of the difference between two steps."""
+    cause = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
+    if other.layout.checkpoint_interval and not first.layout.checkpoint_interval:
+        cause = "activations are computed again"
     waits = other.bubble * other.step_seconds - first.bubble * first.step_seconds
-    passes, update = other.pass_seconds - first.pass_seconds, other.update_seconds - first.update_seconds
-    recomputes = other.layout.checkpoint_interval and not first.layout.checkpoint_interval
-    sizes = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
-    cause = "activations are computed again" if recomputes else sizes
     seconds, words = max(
         (waits, "a device waits {} more for other stages"),
-        (passes, f"forwards and backwards take {{}} more on a device ({cause})"),
-        (update, "gradients and weights take {} more"),
+        (other.pass_seconds - first.pass_seconds, f"forwards and backwards take {{}} more on a device ({cause})"),
+        (other.update_seconds - first.update_seconds, "gradients and weights take {} more"),
     )
     return words.format(f"{1e3 * seconds:,.3g} ms")
 
@@ -313,27 +302,25 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
 
 def stage_table(plan: RunPlan) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    header = ["stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step"]
-    grid, layout = plan.grid() if plan.several_hosts else None, plan.ds.layout
-    rows = [[*header, "host"] if grid else header]
+    grid, layout, rows = plan.grid() if plan.several_hosts else None, plan.ds.layout, list[list[str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
-        row = [
-            f"{stage.index} on rank {stage.rank}" if folds(plan.ds.layout.schedule) else str(stage.index),
-            str(stage.layers),
-            stage.first_layer,
-            stage.last_layer,
-            f"{stage.parameters:,}",
-            f"{stage.forward_flops / 1e9:.4f}",
-            f"{stage.forward_flops / (2 * plan.macs):.1%}",
-            f"{sent / 1e6:.2f}",
-        ]
+        cells = {
+            "stage": f"{stage.index} on rank {stage.rank}" if folds(layout.schedule) else str(stage.index),
+            "layers": str(stage.layers),
+            "first": stage.first_layer,
+            "last": stage.last_layer,
+            "parameters": f"{stage.parameters:,}",
+            "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
+            "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
+            "sent MB/step": f"{sent / 1e6:.2f}",
+        }
         if grid:
             names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
-            few = len(names) <= MOST_HOSTS
-            row.append(", ".join(names) if few else f"{names[0]} ... {names[-1]} ({len(names)})")
-        rows.append(row)
-    return "\n".join(aligned(rows, left={2, 3, len(header)}))
+            several = f"{names[0]} ... {names[-1]} ({len(names)})"
+            cells["host"] = several if len(names) > MOST_HOSTS else ", ".join(names)
+        rows += [list(cells.values())] if rows else [list(cells), list(cells.values())]
+    return "\n".join(aligned(rows, left={2, 3, 8}))
 
 
 def _messages_line(plan: RunPlan) -> str:
@@ -349,14 +336,12 @@ def _messages_line(plan: RunPlan) -> str:
 
 def decided_since(planned: RunPlan, decided: RunPlan) -> str:
     """Return in words and a table what the start of a run has decided; empty if all was said before."""
-    said, line = [], hosts_line(decided)
-    if line is not None and line != hosts_line(planned):
-        said.append(line)
+    lines = [hosts_line(decided)] if hosts_line(decided) != hosts_line(planned) else []
     if (warning := hosts_warning(decided)) != hosts_warning(planned):
-        said += warning
+        lines += warning
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
-        said.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
-    return "\n".join(said)
+        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
+    return "\n".join(filter(None, lines))
 
 
 def hosts_line(plan: RunPlan) -> str | None:
