@@ -42,9 +42,7 @@ from ddpm_ds.predict.layouts import (
     KINDS,
     Machine,
     Workload,
-    encoding_ranks,
     kind_of,
-    layers_for,
     layouts,
     machine,
     machine_like,
@@ -94,15 +92,6 @@ class RunPlan:
     def whole_layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net, none of them split."""
         return whole_layers(self.layers)
-
-    def layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
-        """Return the layers for images of another size (height, width), split as :attr:`layers` are."""
-        return layers_for(self.spec, size, self.ds.layout.tensor)
-
-    @property
-    def encoding_ranks(self) -> list[int]:
-        """Ranks of a pipeline that encode captions, if they are encoded while training."""
-        return encoding_ranks(self.layers, self.bounds, self.ds.layout.schedule)
 
     @property
     def parameters(self) -> int:

@@ -109,7 +109,7 @@ def test_the_spec_knows_which_schedules_have_continuous_levels() -> None:
 def test_a_source_with_a_path_says_what_it_takes_it_for(registered: None) -> None:
     with pytest.raises(SpecError, match=r"data\.path is missing; source npz needs it: --set data\.path=FILE\.npz"):
         load_spec(DIGITS, ["data.source=npz"])
-    with pytest.raises(SpecError, match=r"not read by source digits; remove it or use source folder or .* or npz"):
+    with pytest.raises(SpecError, match=r"used only with data\.source: folder or .* or npz; remove it"):
         load_spec(DIGITS, ["data.path=a.npz"])
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
@@ -36,7 +36,7 @@ from ddpm_ds.command_line import (
     teraflops,
     writing,
 )
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts, TensorSplit
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError, is_out_of_memory
@@ -53,18 +53,14 @@ if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.predict.decisions import Plan
     from ddpm_ds.predict.predictor import Prediction
-    from ddpm_ds.predict.simulate import Simulation
 
 DESCRIPTION = """\
 Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
-fit. A layout is stages x replicas, schedule, micro-batch, activation checkpointing, ZeRO stage and offload. Nothing is
-trained; step times come from a simulator that executes the programs of the engine.
+fit. Nothing is trained; step times come from a simulator that executes the programs of the engine.
 """
 
 EXAMPLES = """\
 examples
-  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --processes 8
-      8 GPUs like this machine's, or 8 cores if it has none
   ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
       --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
       two nodes of A100s, which need not be here; write the JSON to train with and draw the step
@@ -140,9 +136,13 @@ def _plan(options: argparse.Namespace) -> None:
     if options.timeline is not None and first.stages == 1:
         print(f"{options.timeline}: not drawn, as 1 has one stage, which waits for no other")
     elif options.timeline is not None:
+        from ddpm_ds.observe.timeline import draw_step
+
         step = predictor.simulate(first, keep_events=True)
+        milliseconds = f"{1e3 * step.step_seconds:,.4g} ms, bubble {step.bubble:.1%}"
+        names, title = list(map(str, range(len(step.events)))), f"{spec.name}: {first.words()}\n{milliseconds}"
         with writing(options.timeline, overwrite=options.overwrite) as file:
-            draw_timeline(step, f"{spec.name}: {first.words()}", file)
+            draw_step(step.events, step.step_seconds, names, title, file)
         print(f"{options.timeline}: the step of 1")
 
 
@@ -180,16 +180,9 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
 def report(found: Plan) -> str:
     """Return everything that ``ddpm-ds plan`` prints of its result."""
     machine = found.predictor.machine
-    return "\n".join(
-        [
-            *aligned(_rows(found.best, several_nodes=machine.nodes > 1)),
-            "",
-            f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
-            *aligned(_memory_rows(found.best[0])),
-            "",
-            textwrap.fill(why(found), 112, break_on_hyphens=False),
-        ]
-    )
+    fits = f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})"
+    layouts, memory = aligned(_rows(found.best, several_nodes=machine.nodes > 1)), aligned(_memory_rows(found.best[0]))
+    return "\n".join([*layouts, "", fits, *memory, "", textwrap.fill(why(found), 112, break_on_hyphens=False)])
 
 
 def why(found: Plan) -> str:
@@ -225,51 +218,43 @@ def why(found: Plan) -> str:
 
 def _of_groups(first: Prediction, best: Prediction, machine: Machine) -> str:
     """Return a sentence on the best layout with tensor groups beside the first."""
-    summing = (
-        f"its sums take {best.summing_seconds / best.step_seconds:.0%} of a step over links of "
-        f"{machine.link_bandwidth / 1e9:.3g} GB/s"
-    )
+    share, rate = best.summing_seconds / best.step_seconds, machine.link_bandwidth / 1e9
+    summing = f"its sums take {share:.0%} of a step over links of {rate:.3g} GB/s"
     if first.layout.tensor.size > 1:
         return f"1 has tensor groups of {first.layout.tensor.size}: {summing}."
-    memory = ""
-    if best.peak.total < first.peak.total:
-        memory = f"; it would fit in {gib(best.peak.total)} where 1 needs {gib(first.peak.total)}"
+    less = f"; it would fit in {gib(best.peak.total)} where 1 needs {gib(first.peak.total)}"
+    memory = less if best.peak.total < first.peak.total else ""
     ratio = best.step_seconds / first.step_seconds
     return f"Tensor groups: the best, {best.layout.words()}, takes {ratio:.2f} times as long: {summing}{memory}."
 
 
-def _bytes_between_nodes(first: Prediction, other_axis: Prediction | None) -> str:
+def _bytes_between_nodes(first: Prediction, other: Prediction | None) -> str:
     """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
     wires = first.traffic
-    kinds = ("activations", "gradients", "weights", "sums")
-    parts = [(kind, getattr(wires, kind)) for kind in kinds]
-    named = " and ".join(f"{size / 1e9:.3f} GB of {name}" for name, size in parts if size)
-    said = (
-        f"1 has its {first.layout.axis_over_nodes} across nodes: {named or 'nothing'} between them in a step, and "
-        f"{wires.busiest / 1e9:.3f} GB from the busiest node"
-    )
-    if other_axis is None:
-        return f"{said}."
-    longer, other = other_axis.step_seconds / first.step_seconds - 1, other_axis.traffic
-    axis = other_axis.layout.axis_over_nodes
+    parts = [(getattr(wires, kind), kind) for kind in ("activations", "gradients", "weights", "sums")]
+    named = " and ".join(f"{size / 1e9:.3f} GB of {kind}" for size, kind in parts if size) or "nothing"
+    line = f"1 has its {first.layout.axis_over_nodes} across nodes: {named} between them in a step, and "
+    line += f"{wires.busiest / 1e9:.3f} GB from the busiest node"
+    if other is None:
+        return f"{line}."
+    longer = other.step_seconds / first.step_seconds - 1
     return (
-        f"{said}; with its {axis} across them it would be {other.between_hosts / 1e9:.3f} GB, "
-        f"{other.busiest / 1e9:.3f} GB from one node, and a step {abs(longer):.1%} "
-        f"{'longer' if longer >= 0 else 'shorter'}."
+        f"{line}; with its {other.layout.axis_over_nodes} across them it would be "
+        f"{other.traffic.between_hosts / 1e9:.3f} GB, {other.traffic.busiest / 1e9:.3f} GB from one node, and a step "
+        f"{abs(longer):.1%} {'longer' if longer >= 0 else 'shorter'}."
     )
 
 
 def _difference(first: Prediction, other: Prediction) -> str:
     """Return the largest part of the difference between two steps."""
+    cause = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
+    if other.layout.checkpoint_interval and not first.layout.checkpoint_interval:
+        cause = "activations are computed again"
     waits = other.bubble * other.step_seconds - first.bubble * first.step_seconds
-    passes, update = other.pass_seconds - first.pass_seconds, other.update_seconds - first.update_seconds
-    recomputes = other.layout.checkpoint_interval and not first.layout.checkpoint_interval
-    sizes = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
-    cause = "activations are computed again" if recomputes else sizes
     seconds, words = max(
         (waits, "a device waits {} more for other stages"),
-        (passes, f"forwards and backwards take {{}} more on a device ({cause})"),
-        (update, "gradients and weights take {} more"),
+        (other.pass_seconds - first.pass_seconds, f"forwards and backwards take {{}} more on a device ({cause})"),
+        (other.update_seconds - first.update_seconds, "gradients and weights take {} more"),
     )
     return words.format(f"{1e3 * seconds:,.3g} ms")
 
@@ -282,7 +267,11 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
         cells = {
             "": str(number),
             "stages": str(layout.stages),
-            **({"tensor": _split(layout.tensor)} if grouped else {}),
+            **(
+                {"tensor": ", ".join(filter(None, (str(layout.tensor.size), layout.tensor.levels_words())))}
+                if grouped
+                else {}
+            ),
             "replicas": str(layout.replicas),
             "schedule": layout.schedule if layout.stages > 1 else "-",
             "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
@@ -301,13 +290,6 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
     return rows
 
 
-def _split(tensor: TensorSplit) -> str:
-    """Return the size of tensor groups and the levels that they split, for a cell."""
-    if tensor.size == 1:
-        return "1"
-    return f"{tensor.size}, {tensor.levels_words()}"
-
-
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     on_host, encodes = (any(getattr(memory, what) for memory in prediction.memory) for what in ("host", "encoders"))
     parts = [name for name in prediction.peak.parts if name != "encoders" or encodes]
@@ -318,63 +300,48 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     return rows
 
 
-def draw_timeline(simulation: Simulation, title: str, file: BinaryIO) -> None:
-    """Write the step as a PNG, in the colours of measured ones. The simulation must have kept its events."""
-    from ddpm_ds.observe.timeline import draw_step
-
-    seconds = simulation.step_seconds
-    names = [str(rank) for rank in range(len(simulation.events))]
-    title = f"{title}\n{1e3 * seconds:,.4g} ms, bubble {simulation.bubble:.1%}"
-    draw_step(simulation.events, seconds, names, title, file)
-
-
 def stage_table(plan: RunPlan) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    header = ["stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step"]
-    grid, layout = plan.grid() if plan.several_hosts else None, plan.ds.layout
-    rows = [[*header, "host"] if grid else header]
+    grid, layout, rows = plan.grid() if plan.several_hosts else None, plan.ds.layout, list[list[str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
-        row = [
-            f"{stage.index} on rank {stage.rank}" if folds(plan.ds.layout.schedule) else str(stage.index),
-            str(stage.layers),
-            stage.first_layer,
-            stage.last_layer,
-            f"{stage.parameters:,}",
-            f"{stage.forward_flops / 1e9:.4f}",
-            f"{stage.forward_flops / (2 * plan.macs):.1%}",
-            f"{sent / 1e6:.2f}",
-        ]
+        cells = {
+            "stage": f"{stage.index} on rank {stage.rank}" if folds(layout.schedule) else str(stage.index),
+            "layers": str(stage.layers),
+            "first": stage.first_layer,
+            "last": stage.last_layer,
+            "parameters": f"{stage.parameters:,}",
+            "forward GFLOP/image": f"{stage.forward_flops / 1e9:.4f}",
+            "share": f"{stage.forward_flops / (2 * plan.macs):.1%}",
+            "sent MB/step": f"{sent / 1e6:.2f}",
+        }
         if grid:
             names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
-            few = len(names) <= MOST_HOSTS
-            row.append(", ".join(names) if few else f"{names[0]} ... {names[-1]} ({len(names)})")
-        rows.append(row)
-    return "\n".join(aligned(rows, left={2, 3, len(header)}))
+            several = f"{names[0]} ... {names[-1]} ({len(names)})"
+            cells["host"] = several if len(names) > MOST_HOSTS else ", ".join(names)
+        rows += [list(cells.values())] if rows else [list(cells), list(cells.values())]
+    return "\n".join(aligned(rows, left={2, 3, 8}))
 
 
-def messages_line(plan: RunPlan) -> str:
+def _messages_line(plan: RunPlan) -> str:
     """Return a line on the bytes between stages, beside those of a relay."""
-    layout, spec = plan.ds.layout, plan.spec
+    layout = plan.ds.layout
     size = layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
     sent, relayed = sum(stage.sent_elements for stage in plan.stages), relayed_elements(plan.layers, layout.stages)
-    what = "all skips and the text" if spec.unet.text else "all skips"
     return (
         f"messages     {_megabytes(size * sent)} a step and direction between stages, {sent / relayed:.1%} of the "
-        f"{_megabytes(size * relayed)} of a relay of {what}"
+        f"{_megabytes(size * relayed)} of a relay of all skips{' and the text' if plan.spec.unet.text else ''}"
     )
 
 
 def decided_since(planned: RunPlan, decided: RunPlan) -> str:
     """Return in words and a table what the start of a run has decided; empty if all was said before."""
-    said, line = [], hosts_line(decided)
-    if line is not None and line != hosts_line(planned):
-        said.append(line)
+    lines = [hosts_line(decided)] if hosts_line(decided) != hosts_line(planned) else []
     if (warning := hosts_warning(decided)) != hosts_warning(planned):
-        said += warning
+        lines += warning
     if decided.ds.partition == "measured" and decided.ds.layout.stages > 1:
-        said.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
-    return "\n".join(said)
+        lines.append(f"\ncut by the layers' times on this device\n{stage_table(decided)}")
+    return "\n".join(filter(None, lines))
 
 
 def hosts_line(plan: RunPlan) -> str | None:
@@ -399,34 +366,26 @@ def hosts_line(plan: RunPlan) -> str | None:
     return f"{line}; {other} across would be {_megabytes(traffic(plan.grid(other), plan.exchange).between_hosts)}"
 
 
-def tensor_lines(plan: RunPlan) -> list[str]:
+def _tensor_lines(plan: RunPlan) -> list[str]:
     """Return lines on the layers that tensor groups split, those that stay whole, and what the sums cost; none without
     tensor groups.
     """
-    tensor = plan.ds.layout.tensor
+    tensor, layers = plan.ds.layout.tensor, plan.layers
     if tensor.size == 1:
         return []
-    split = sum(layer.shards > 1 for layer in plan.layers)
-    groups = plan.ds.layout.world_size // tensor.size
-    sent = max(plan.exchange.sums)
     whole: dict[str, list[str]] = {}
-    for layer in plan.layers:
-        if layer.shards == 1 and layer.unit and is_asked(layer, plan.layers, tensor):
+    for layer in layers:
+        if layer.shards == 1 and layer.unit and is_asked(layer, layers, tensor):
             whole.setdefault(counted(layer.units, layer.unit), []).append(layer.name)
-    stay = [f"{_few(names)} {'stay' if names[1:] else 'stays'} whole: {reason}" for reason, names in whole.items()]
-    said = [f"{split} of {len(plan.layers)} layers split", *stay]
-    cost = f"a rank sends {_megabytes(sent)} a step to sum their parts"
-    return [
-        f"tensor       {counted(groups, 'group')} of {tensor.size} ranks, {'; '.join(said)}; {cost}",
-        *hosts_warning(plan),
-    ]
-
-
-def _few(names: list[str]) -> str:
-    """Return the first names of some layers, and how many there are."""
-    if len(names) <= MOST_WHOLE:
-        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f"{', '.join(names[: MOST_WHOLE - 1])} ... {names[-1]} ({len(names)} layers)"
+    parts = [f"{sum(layer.shards > 1 for layer in layers)} of {len(layers)} layers split"]
+    for reason, names in whole.items():
+        few = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        if len(names) > MOST_WHOLE:
+            few = f"{', '.join(names[: MOST_WHOLE - 1])} ... {names[-1]} ({len(names)} layers)"
+        parts.append(f"{few} {'stay' if names[1:] else 'stays'} whole: {reason}")
+    groups, sent = counted(plan.ds.layout.world_size // tensor.size, "group"), _megabytes(max(plan.exchange.sums))
+    cost = f"a rank sends {sent} a step to sum their parts"
+    return [f"tensor       {groups} of {tensor.size} ranks, {'; '.join(parts)}; {cost}", *hosts_warning(plan)]
 
 
 def hosts_warning(plan: RunPlan) -> list[str]:
@@ -447,56 +406,46 @@ def _megabytes(size: float) -> str:
 
 def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     """Return the text that every run prints first, and ``--dry-run`` prints alone."""
-    spec, data, layout, ds = plan.spec, plan.spec.data, plan.ds.layout, plan.ds
-    match ds.layout.checkpoint_interval:
-        case "auto":
-            recompute = "only if memory is short"
-        case 0:
-            recompute = "off"
-        case interval:
-            recompute = f"every {counted(interval, 'layer')}"
-    steps = spec.sampler.steps_of(spec.diffusion)
-    levels, held_out = len(HELD_OUT_QUANTILES), spec.data.held_out_images
-    these = counted(held_out, "held-out image")
+    spec, data, ds, layout = plan.spec, plan.spec.data, plan.ds, plan.ds.layout
+    interval = layout.checkpoint_interval
+    recompute = "off" if interval == 0 else "only if memory is short"
+    if interval not in (0, "auto"):
+        recompute = f"every {counted(layout.interval, 'layer')}"
+    samples, levels, held_out = spec.samples, len(HELD_OUT_QUANTILES), data.held_out_images
+    drawn = f"{counted(samples.count, 'image')} by {spec.sampler.kind} in "
+    drawn += counted(spec.sampler.steps_of(spec.diffusion), "step")
+    unknown = None if data.held_out_path else 0
+    losses, forwards = counted(held_out, "held-out image"), held_out * levels
     if data.held_out_path is not None:
-        these = f"{counted(held_out, 'image') if held_out else 'all images'} of {data.held_out_path}"
-    drawn = spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
+        losses = f"{counted(held_out, 'image') if held_out else 'all images'} of {data.held_out_path}"
+    sides = ["x".join(map(str, (*data.size, data.channels)))]
+    sides += [f"cropped from {'x'.join(map(str, data.stored_size))}"] if data.crop_from else []
+    sides += [f"latents of {data.autoencoder}"] if data.autoencoder else []
     tracker = public_address(os.environ.get("MLFLOW_TRACKING_URI", "")) or run_dir.parent
+    batch = (counted(layout.batch_images, "image"), counted(layout.micro_batches, "micro-batch"))
+    evaluations = samples.count * spec.sampler.evaluations_of(spec.diffusion)
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
-        f"data         {data.source}, {'x'.join(map(str, (*data.size, data.channels)))}"
-        + (f", cropped from {'x'.join(map(str, data.stored_size))}" if data.crop_from else "")
-        + (f", latents of {data.autoencoder}" if data.autoencoder else ""),
+        f"data         {data.source}, {', '.join(sides)}",
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
-        f"precision    {ds.precision}, ZeRO-{ds.layout.zero_stage}, activation checkpointing {recompute}",
+        f"precision    {ds.precision}, ZeRO-{layout.zero_stage}, activation checkpointing {recompute}",
         f"layout       {counted(layout.world_size, 'process')}: {layout.processes_words()}"
-        f"{f', schedule {ds.layout.schedule}' if layout.stages > 1 else ''}",
-        *([plan.chosen.line] if plan.chosen else []),
-        *tensor_lines(plan),
-        *([messages_line(plan)] if layout.stages > 1 else []),
-        *([line] if (line := hosts_line(plan)) else []),
-        f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "
-        f"{layout.micro_batch_images} x {counted(layout.replicas, 'replica')}",
+        f"{f', schedule {layout.schedule}' if layout.stages > 1 else ''}",
+        plan.chosen and plan.chosen.line,
+        *_tensor_lines(plan),
+        _messages_line(plan) if layout.stages > 1 else None,
+        hosts_line(plan),
+        f"batch        {batch[0]} = {batch[1]} of {layout.micro_batch_images} x {counted(layout.replicas, 'replica')}",
         f"length       {counted(spec.train.images, 'image')} = {counted(plan.steps, 'step')}, "
         f"logged every {counted(spec.logging.log_every_images, 'image')}",
-        _regular(
-            "samples",
-            f"{counted(spec.samples.count, 'image')} by {spec.sampler.kind} in {counted(steps, 'step')}",
-            spec.samples.every_images,
-            drawn,
-        ),
-        _regular(
-            "validation",
-            f"{these} at {levels} noise levels",
-            spec.evaluation.every_images,
-            held_out * levels if held_out or data.held_out_path is None else None,
-        ),
+        _regular("samples", drawn, samples.every_images, evaluations),
+        _regular("validation", f"{losses} at {levels} noise levels", spec.evaluation.every_images, forwards or unknown),
         f"outputs      {run_dir}; MLflow in {tracker}",
         "",
         stage_table(plan),
     ]
-    return "\n".join(lines)
+    return "\n".join(line for line in lines if line is not None)
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:

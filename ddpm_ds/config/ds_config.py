@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, counted
-from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, UNUSED, ZERO_ONLY_KEYS, CutMethod, DsConfig, given_at
-from ddpm_ds.config.section import is_off, shown
+from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, UNUSED, CutMethod, DsConfig, given_at
+from ddpm_ds.config.section import shown, unused
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
@@ -152,16 +152,14 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
 
 def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) -> None:
     """Find keys that contradict each other, among those that have no fault of their own; ``given`` has no defaults."""
-    zero, params, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
+    zero, params = config.zero_optimization, config.optimizer.params
+    for key, fault, others in unused(config):
+        faults.add(key, fault, *others)
     eight_bit = config.optimizer.type == EIGHT_BIT
     if config.fp16.enabled and config.bf16.enabled:
         faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
-        for key in ZERO_ONLY_KEYS:
-            if (value := given_at(given, key)) not in (None, "auto"):
-                advice = "remove it" if is_off(value) else f"remove it or {with_zero}"
-                faults.add(key, f"= {shown(value)} has no effect without ZeRO; {advice}", stage)
         if config.fp16.enabled and given_at(given, "fp16.hysteresis") not in (None, 1):
             fault = f"= {config.fp16.hysteresis} is ignored without ZeRO; write 1 or {with_zero}"
             faults.add("fp16.hysteresis", fault, stage, "fp16.enabled")
@@ -171,9 +169,6 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
                 f"then keeps; write true or {with_zero}"
             )
             faults.add("optimizer.params.torch_adam", fault, stage, "fp16.enabled")
-    if config.data_types.grad_accum_dtype and not (config.fp16.enabled or config.bf16.enabled):
-        fault = "has no effect in fp32; remove it"
-        faults.add("data_types.grad_accum_dtype", fault, "fp16.enabled", "bf16.enabled")
     device = "zero_optimization.offload_optimizer.device"
     if "offload_optimizer" in zero.model_fields_set and "device" not in zero.offload_optimizer.model_fields_set:
         faults.add(device, f"is missing, so that nothing is offloaded; remove the block or use --set ds.{device}=cpu")
@@ -195,9 +190,6 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
     if config.graphs is True:
         _check_graphs(config, faults)
     _check_tensor(config, faults)
-    if pipeline.stages != 1:  # a planned schedule of one stage is recorded as 1F1B
-        schedule = "planned" if pipeline.schedule == "auto" else pipeline.schedule
-        _check_planned(given.get("pipeline", {}), schedule, faults)
     if "scheduler" in config.model_fields_set:
         kind = config.scheduler.type
         if kind is None:
@@ -236,14 +228,6 @@ def _check_tensor(config: DsConfig, faults: _Faults) -> None:
         fault = f'= {shown(tensor.layers or tensor.levels)} needs a size, since "auto" leaves the whole block to the '
         fault += f"planner; use --set ds.pipeline.tensor.size=2, or remove {key.rpartition('.')[2]}"
         faults.add(key, fault, "pipeline.tensor.size")
-
-
-def _check_planned(pipeline: dict[str, Any], schedule: str, faults: _Faults) -> None:
-    """Find keys of a planned schedule in another one."""
-    for name in ("in_flight", "replan"):
-        if schedule != "planned" and (value := pipeline.get(name, "auto")) not in ("auto", False):
-            fault = f'= {shown(value)} belongs to a planned schedule, and pipeline.schedule is "{schedule}"; remove it'
-            faults.add(f"pipeline.{name}", fault, "pipeline.schedule")
 
 
 @dataclass(frozen=True)
@@ -632,10 +616,11 @@ def resolve(
     _fill_from_spec(blocks, spec)
     layout = _layout(config, blocks, spec, world_size, stages)
     _check_buckets(spec, layout)
-    if layout.stages > 1:
-        faults = _Faults(path)
-        _check_planned(blocks.get("pipeline", {}), _schedule(blocks.get("pipeline", {}), layout.stages), faults)
-        faults.check()
+    faults = _Faults(path)
+    laid_out = {**blocks.get("pipeline", {}), "schedule": layout.schedule, "stages": layout.stages}
+    for key, fault, _ in unused(DS_CONFIG.read({"pipeline": laid_out})):
+        faults.add(key, fault)
+    faults.check()
     _fill_rest(blocks, spec)
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         blocks.pop(name, None)

@@ -12,7 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from ddpm_ds.command_line import MOST_IMAGES, MOST_PROCESSES
-from ddpm_ds.config.section import Format, Section, broken_rule, is_off, no_number, no_switch, shown
+from ddpm_ds.config.section import (
+    Format,
+    Section,
+    broken_rule,
+    conditions_of,
+    is_off,
+    no_number,
+    no_switch,
+    only_with,
+    shown,
+)
 from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE, Batch, FilePath, Fraction, Small
 
 Auto = Literal["auto"]
@@ -47,8 +57,10 @@ def _adam(kind: object) -> object:
 
 
 Cuts = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...], AfterValidator(_rising)]
-ZERO_ONLY: Any = Field(json_schema_extra={"zero_only": True})
+WITH_ZERO = "zero_optimization.stage=1|2"
+ZERO_ONLY = only_with(WITH_ZERO)
 """Mark of a field that DeepSpeed ignores without ZeRO (stage 0)."""
+PLANNED = only_with("schedule=planned|auto or stages=1")  # which is recorded as 1F1B
 
 
 def _why(reason: str) -> Any:
@@ -96,7 +108,7 @@ class Bf16(Section):
 class DataTypes(Section):
     """Types other than the model's."""
 
-    grad_accum_dtype: Annotated[Literal["fp32"] | None, ZERO_ONLY] = None
+    grad_accum_dtype: Annotated[Literal["fp32"] | None, only_with(WITH_ZERO, "fp16.enabled or bf16.enabled")] = None
     """Accumulate gradients of fp16 or bf16 in fp32. Only with ZeRO 1 or 2."""
 
 
@@ -246,12 +258,12 @@ class Pipeline(Section):
     """This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, so
     that skips stay there; or an order computed for the run on the same stages, with separate weight gradients. "auto"
     is "planned"; "1f1b" on one stage, and if a list in `partition` has one cut fewer than `stages`."""
-    in_flight: Batch | Auto = "auto"
+    in_flight: Annotated[Batch | Auto, PLANNED] = "auto"
     """This project's key, for a planned schedule: maximum micro-batches that a rank holds, from their first forward to
     their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of this many
     together. "auto" is two for each stage, three under ZeRO-2 with replicas, or one if memory is short; 1 on a single
     stage."""
-    replan: bool = False
+    replan: Annotated[bool, PLANNED] = False
     """This project's key: recompute the order of a planned schedule from the times of the traced steps. Numbers change
     by rounding, always at the same step."""
     across_hosts: Literal["stages", "replicas", "auto"] = "auto"
@@ -510,7 +522,5 @@ UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(fi
 """Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""
-ZERO_ONLY_KEYS = [
-    key for key in DS_CONFIG.all_keys() if DS_CONFIG.field_at(key).json_schema_extra == ZERO_ONLY.json_schema_extra
-]
+ZERO_ONLY_KEYS = [key for key in DS_CONFIG.all_keys() if WITH_ZERO in conditions_of(DS_CONFIG.field_at(key))]
 """Keys that DeepSpeed ignores without ZeRO."""

@@ -12,11 +12,11 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -62,6 +62,69 @@ def no_number(value: object) -> object:
     if not isinstance(value, bool):
         raise PydanticKnownError("bool_type")
     return value
+
+
+def only_with(*conditions: str | Callable[[], str]) -> Any:
+    """Return the mark of a field whose default is its only value unless all conditions hold.
+
+    A condition is a key, which is set or true, or ``key=value|value``; `` or `` joins alternatives. A key without a dot
+    is of the same section. A function gives the condition where names may be registered later.
+    """
+
+    def say(schema: dict[str, Any]) -> None:
+        schema["only_with"] = [one if isinstance(one, str) else one() for one in conditions]
+
+    return Field(json_schema_extra=say)
+
+
+def conditions_of(field: FieldInfo) -> list[str]:
+    """Return the conditions that :func:`only_with` declares for a field."""
+    schema: dict[str, Any] = {}
+    if callable(say := field.json_schema_extra):
+        say(schema)
+    return list(schema.get("only_with", ()))
+
+
+def unused(root: Section, within: str = "") -> Iterator[tuple[str, str, list[str]]]:
+    """Yield dotted keys whose values have no effect beside the others, each with its message and the keys it needs."""
+    section = _value(root, within.rstrip("."))
+    for name, about in type(section).model_fields.items():
+        key, value = within + name, getattr(section, name)
+        for condition in conditions_of(about) if value != about.default else ():
+            ways = [_condition(way, within) for way in condition.split(" or ")]
+            if not any(_holds(root, *way) for way in ways):
+                words = " or ".join(f"{needed}: {' or '.join(choices)}".rstrip(": ") for needed, choices in ways)
+                given = "" if isinstance(value, Section) else f"= {plain(value)} "
+                usual = "" if isinstance(about.default, Section) else f", or use {shown(about.default)}"
+                yield key, f"{given}is used only with {words}; remove it{usual}", [needed for needed, _ in ways]
+                break
+        if isinstance(value, Section):
+            yield from unused(root, f"{key}.")
+
+
+def _condition(way: str, within: str) -> tuple[str, list[str]]:
+    """Return the dotted key of a condition, and the values that it allows; none are any that is set."""
+    key, _, values = way.partition("=")
+    return (key if "." in key else within + key), values.split("|") if values else []
+
+
+def _holds(root: Section, key: str, choices: Sequence[str]) -> bool:
+    value = _value(root, key)
+    return plain(value) in choices if choices else bool(value) or isinstance(value, Section)
+
+
+def _value(root: Any, key: str) -> Any:
+    """Return the value of a dotted key; None in a section that is null."""
+    for name in filter(None, key.split(".")):
+        root = getattr(root, name, None)
+    return root
+
+
+def plain(value: Any) -> str:
+    """Return a value as YAML has it, without the quotes that it does not need."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(plain, value))}]"
+    return shown(value).strip('"')
 
 
 S = TypeVar("S", bound=Section)
@@ -231,6 +294,7 @@ class Format(Generic[S]):
                     default = "**required**" if required else f"`{json.dumps(part['default'])}`"
                 meaning = [part.get("description", "")]
                 meaning += [f"Anything else is refused: {part['reason']}."] if "reason" in part else []
+                meaning += [_needed(part["only_with"])] if "only_with" in part else []
                 line = f"| `{key}` | {kind} | {default} | {' '.join(filter(None, meaning))} |"
                 lines.append(line.replace("  ", " "))
             lines.append("")
@@ -270,6 +334,15 @@ class Format(Generic[S]):
         reasons = (self.schema(location[:depth]).get("reason") for depth in range(len(location), 0, -1))
         reason = next(filter(None, reasons), "nothing fills it" if value == "auto" else "")
         return f"; {reason}" if reason else ""
+
+
+def _needed(conditions: Sequence[str]) -> str:
+    """Return the conditions of :func:`only_with` as a sentence of the reference."""
+    words = []
+    for condition in conditions:
+        ways = [_condition(way, "") for way in condition.split(" or ")]
+        words.append(" or ".join(f"`{key}`{': ' if choices else ''}{' or '.join(choices)}" for key, choices in ways))
+    return f"Only with {', and '.join(words)}."
 
 
 def is_off(value: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,7 +19,7 @@ from pydantic_core import PydanticKnownError
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_IMAGES
 from ddpm_ds.config.choices import MOST_SIGMA, OBJECTIVES, SAMPLERS, SCHEDULES, SOURCES, Choice, samplers_with
-from ddpm_ds.config.section import Format, Section, broken_rule, no_switch
+from ddpm_ds.config.section import Format, Section, broken_rule, no_switch, only_with, plain, unused
 from ddpm_ds.config.text import BucketsSpec, CrossAttentionSpec, TextSpec
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import expanded, path_fault
@@ -114,6 +114,23 @@ def _listed(what: str, choices: Mapping[str, Choice]) -> Any:
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
+def _those(key: str, choices: Mapping[str, Any], fits: Callable[[Any], bool]) -> Callable[[], str]:
+    """Return the condition of :func:`only_with` that a key has a name of a registry whose entry fits."""
+    return lambda: f"{key}={'|'.join(name for name, choice in choices.items() if fits(choice))}"
+
+
+def _read_by_source(key: str) -> Callable[[], str]:
+    return _those("data.source", SOURCES, lambda source: source.reads(key))
+
+
+OF_ARRAYS = _those("data.source", SOURCES, lambda source: source.arrays)
+OF_FIELDS = "data.values=float16|float32"
+OF_NOISE = _those("diffusion.objective", OBJECTIVES, lambda objective: objective.diffuses)
+OF_TIMESTEPS = _those("schedule", SCHEDULES, lambda schedule: not schedule.continuous)
+ONE_SIZE = "data.buckets=null"
+PIXELS = "data.autoencoder=null"
+
+
 def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
@@ -133,28 +150,28 @@ class ConditionSpec(Section):
     """Where the condition's channels come from: a second array of the same images, or made from the image itself:
     reduced by `factor` and enlarged again (super-resolution), its grey values (colourisation), or the image with a
     rectangle cut out and a channel that is 1 there (inpainting). Null has none of these."""
-    path: FilePath | None = None
+    path: Annotated[FilePath | None, only_with("kind=stored or constants or vector", OF_ARRAYS)] = None
     """File or folder of the stored condition; null means `data.path`."""
-    held_out_path: FilePath | None = None
+    held_out_path: Annotated[FilePath | None, only_with("path", "data.held_out_path")] = None
     """The same for the images in `data.held_out_path`, if the condition has a `path` of its own."""
-    variables: tuple[Variable, ...] = ()
+    variables: Annotated[tuple[Variable, ...], only_with("kind=stored", OF_ARRAYS)] = ()
     """Names of the arrays that are the stored condition, (N, h, w) or (N, C, h, w) each; [] means one that is named
     condition, or the only one in a `path` of its own."""
-    channels: Annotated[int, Field(ge=0, le=256)] = 0
+    channels: Annotated[int, Field(ge=0, le=256), only_with("kind=stored")] = 0
     """Channels of the stored condition; those that are made are counted by themselves."""
-    resize: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+    resize: Annotated[Literal["nearest", "bilinear", "bicubic"], only_with("kind=stored|reduced")] = "bilinear"
     """How a condition of another size is brought to that of the image."""
-    normalise: Normalise = None
+    normalise: Annotated[Normalise, only_with("kind=stored or constants")] = None
     """How the stored condition and the constants come to the U-Net's scale, each channel by statistics of its own; see
     `data.normalise`."""
-    factor: Annotated[int, Field(ge=2, le=64)] = 4
+    factor: Annotated[int, Field(ge=2, le=64), only_with("kind=reduced")] = 4
     """Pixels of the image, each way, in one of the reduced image."""
-    noise: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    noise: Annotated[float, Field(ge=0.0, le=1.0), only_with("kind=reduced", OF_NOISE)] = 0.0
     """Highest level of the noise that is mixed into a reduced image: each image has a random level up to this one, of
     which the U-Net is told, x -> sqrt(1 - level^2) x + level noise. Samples have level 0."""
-    cut: tuple[Small, Small] = (0.25, 0.75)
+    cut: Annotated[tuple[Small, Small], only_with("kind=cut_out")] = (0.25, 0.75)
     """Smallest and largest side of the rectangle that is cut out, as a share of the image's."""
-    constants: tuple[Variable, ...] = ()
+    constants: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
     """Names of arrays in `path`, (H, W) or (C, H, W), that are the same for all images, such as the land's height;
     they are stored once."""
     constant_channels: Annotated[int, Field(ge=0, le=256)] = 0
@@ -162,7 +179,7 @@ class ConditionSpec(Section):
     grid_channels: Annotated[int, Field(ge=0, le=64, multiple_of=4)] = 0
     """Channels with the position of each pixel, sinusoids of 1, 2, ... periods: sine and cosine, downwards and to the
     right."""
-    vector: tuple[Variable, ...] = ()
+    vector: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
     """Names of arrays in `path`, (N,) or (N, K), such as a lead time or parameters, which are added to the time
     embedding."""
     vector_size: Annotated[int, Field(ge=0, le=4096)] = 0
@@ -190,71 +207,85 @@ class DataSpec(Section):
     """Images to learn."""
 
     source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
-    path: FilePath | None = None
+    path: Annotated[FilePath | None, only_with(_read_by_source("path"), "name=null")] = None
     """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for
     `arrays` and `hdf5`; a folder for `zarr`; either for `webdataset`, `huggingface` and `netcdf`. Other sources refuse
     a path."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
+    name: Annotated[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None, only_with(_read_by_source("name"))
+    ] = None
     """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` if it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
-    split: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None = None
+    split: Annotated[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None, only_with(_read_by_source("split"))
+    ] = None
     """Split of the data set that `huggingface` or `torchvision` reads; null means train, else the only split or
     torchvision's default."""
-    image_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    image_column: Annotated[
+        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(_read_by_source("image_column"))
+    ] = None
     """Column of images that `huggingface` reads; null means the only image column."""
-    label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    label_column: Annotated[
+        Annotated[str, Field(min_length=1, max_length=200)] | None, only_with(_read_by_source("label_column"))
+    ] = None
     """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
     numbers or names that is named label."""
     image_size: Size
     """Size in pixels of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents: a
     number for squares, or [height, width]. Fields have this size already."""
-    crop_from: Size | None = None
+    crop_from: Annotated[
+        Size | None, only_with(PIXELS, ONE_SIZE, "residual_of=null", "unet.text.pooled_channels=null")
+    ] = None
     """Size in pixels of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
     evaluation the centre; null prepares images of `image_size`."""
     channels: ImageChannels
     """Channels of the images (1 grey, 3 RGB), of fields, or of `autoencoder`'s latents."""
-    variables: tuple[Variable, ...] = ()
+    variables: Annotated[tuple[Variable, ...], only_with(OF_ARRAYS)] = ()
     """Names of the arrays in `path` that are the fields to learn, (N, H, W) or (N, C, H, W) each, joined along the
     channels; [] means the only array that fits, or one that is named image or images."""
-    values: Literal["bytes", "float16", "float32"] = "bytes"
+    values: Annotated[Literal["bytes", "float16", "float32"], only_with(OF_ARRAYS)] = "bytes"
     """How values are stored: bytes for pictures, floats for fields."""
-    normalise: Normalise = None
+    normalise: Annotated[Normalise, only_with(OF_FIELDS)] = None
     """How fields come to the U-Net's scale, by channel: "statistics" subtracts the mean and divides by the standard
     deviation, "range" maps the smallest and the largest value to -1 and 1; both are computed while the data are
     prepared, and undone in samples and scores. Null keeps the values; pictures are always mapped to [-1, 1]."""
-    mask: Variable | None = None
+    mask: Annotated[Variable | None, only_with(OF_ARRAYS, PIXELS)] = None
     """Name of an array in `path`, (N, H, W), (H, W) or (N, C, H, W), that is 1 where a pixel counts in the loss and 0
     elsewhere; or "nan", which masks what is not a number in the fields. Masked values are read as the mean of their
     channel, and those of a condition that are not a number too. Null refuses fields that are not finite."""
-    missing_chunks: Literal["refuse", "fill"] = "refuse"
+    missing_chunks: Annotated[Literal["refuse", "fill"], only_with(OF_ARRAYS)] = "refuse"
     """What is done if chunks of a Zarr or HDF5 array are not there: refuse it, or take its fill value for them, which
     is right where a writer leaves out chunks that have this value alone."""
     held_out: HeldOut = "random"
     """Which images are held out: random ones, the last, or ten evenly spaced ranges of neighbours, for images that
     resemble those beside them, such as hours of weather."""
-    held_out_path: FilePath | None = None
+    held_out_path: Annotated[FilePath | None, only_with(_read_by_source("path"), "name=null")] = None
     """Path of held-out images that are a source of their own, of the same kind as `path` and read by the same keys,
     such as a folder of validation images or the file of another year; all of `path` is trained on. Null holds out
     images of `path`."""
-    flips_negate: tuple[Variable | int, ...] = ()
+    flips_negate: Annotated[tuple[Variable | int, ...], only_with("horizontal_flips", OF_FIELDS)] = ()
     """Channels whose sign changes in a mirrored image, such as the component of a vector across the mirror: numbers
     from 0, those of a stored condition after those of the fields, or names in `variables` of either, if each of these
     has one channel."""
-    condition: ConditionSpec | None = None
+    condition: Annotated[ConditionSpec | None, only_with(PIXELS, ONE_SIZE)] = None
     """What each image is conditioned on; null learns images alone."""
     autoencoder: FilePath | None = None
     """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
     on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
-    text: TextSpec | None = None
+    text: Annotated[
+        TextSpec | None, only_with("unet.text", _those("source", SOURCES, lambda source: source.captions))
+    ] = None
     """Captions, for a U-Net with `unet.text`; null trains without text."""
     buckets: BucketsSpec | None = None
     """Buckets of aspect, whose images have about as many pixels as `image_size`, and each bucket its own height and
     width; null has one size."""
-    residual_of: FilePath | None = None
+    residual_of: Annotated[
+        FilePath | None, only_with(OF_FIELDS, "condition", "data.condition.kind=null|stored", OF_NOISE)
+    ] = None
     """Folder of a run with `diffusion.objective: regression` whose predictions are subtracted from the fields: what is
     learned is what is left, and samples are the sum of both. `ddpm-ds prepare --residual RUN_DIR` makes these
     residuals; null learns the fields themselves."""
-    horizontal_flips: bool = False
+    horizontal_flips: Annotated[bool, only_with(PIXELS)] = False
     """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Number of images that are held out of training, for the held-out loss; it and `held_out` alone decide which
@@ -362,20 +393,26 @@ class UnetSpec(Section):
     """Width of each level as a multiple of `channels`; every level after the first halves the image."""
     blocks_per_level: Blocks = 2
     """Residual blocks per encoder level; a decoder level has one more."""
-    attention_resolutions: Annotated[tuple[Pixels, ...], Field(max_length=MOST_LEVELS)] = ()
+    attention_resolutions: Annotated[
+        tuple[Pixels, ...], Field(max_length=MOST_LEVELS), only_with("text=null", ONE_SIZE)
+    ] = ()
     """Sizes of square images (pixels) at which every residual block is followed by self-attention."""
-    attention_levels: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MOST_LEVELS)] = ()
+    attention_levels: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...],
+        Field(max_length=MOST_LEVELS),
+        only_with("text=null", "attention_resolutions=[]"),
+    ] = ()
     """The same by level, 0 for full size, 1 for half of it; for images of any shape, instead of
     `attention_resolutions`."""
     middle_attention: bool = True
     """Attention between the two middle blocks."""
-    head_channels: Channels | None = None
+    head_channels: Annotated[Channels | None, only_with("text=null")] = None
     """Channels per attention head; null means one head of full width."""
     norm_groups: Channels = 32
     """Groups of every group normalisation."""
     norm_epsilon: Small = 1e-6
     """Epsilon of every group normalisation."""
-    dropout: Fraction = 0.0
+    dropout: Annotated[Fraction, only_with(ONE_SIZE)] = 0.0
     """Dropout before the second convolution of each residual block."""
     embedding_channels: Channels | None = None
     """Width of the time embedding; null means 4 x the first level's width."""
@@ -388,7 +425,7 @@ class UnetSpec(Section):
     """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
     downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
     """Zero padding of the strided convolution: on all sides (diffusers: 1), or right and bottom only as in DDPM (0)."""
-    text: CrossAttentionSpec | None = None
+    text: Annotated[CrossAttentionSpec | None, only_with("data.text")] = None
     """Cross-attention to a caption; null has none."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
@@ -421,7 +458,7 @@ class DiffusionSpec(Section):
     """First beta of linear and scaled_linear; for the latter the default is 0.00085."""
     beta_end: Factor = 0.02
     """Last beta of linear and scaled_linear; for the latter the default is 0.012."""
-    zero_terminal_snr: bool = False
+    zero_terminal_snr: Annotated[bool, only_with(OF_TIMESTEPS, OF_NOISE)] = False
     """Rescale the betas so that the last timestep is pure noise (Lin et al.); not with eps, which is trivial there."""
     objective: Annotated[str, _one_of(OBJECTIVES), _listed("What the U-Net predicts", OBJECTIVES)] = "eps"
     sigma_data: Sigma = 0.5
@@ -437,7 +474,7 @@ class DiffusionSpec(Section):
     channel_weights: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...], Field(max_length=256)] = ()
     """Factor of each channel's errors in the loss, which are not divided by the sum of the factors; [] weighs all
     alike."""
-    weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
+    weighting: Annotated[Literal["uniform", "min_snr", "sigmoid", "p2"], only_with(OF_TIMESTEPS, OF_NOISE)] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
     For edm "uniform" is the paper's weighting."""
     min_snr_gamma: Factor = 5.0
@@ -448,10 +485,10 @@ class DiffusionSpec(Section):
     """k of P2 weighting."""
     p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
     """Gamma of P2 weighting; 0 means no weighting."""
-    input_perturbation: Fraction = 0.0
+    input_perturbation: Annotated[Fraction, only_with(OF_NOISE)] = 0.0
     """Extra noise in the U-Net's input, which is not part of the target, as a share of the noise in x_t (Ning et al.:
     0.1)."""
-    noise_offset: Fraction = 0.0
+    noise_offset: Annotated[Fraction, only_with(OF_NOISE)] = 0.0
     """Standard deviation of a number that is added to all the noise of an image's channel, in the target as well, so
     that brightness is learned (0.05 to 0.1, as `--noise_offset` of diffusers' scripts)."""
 
@@ -512,7 +549,7 @@ class TrainSpec(Section):
     """Micro-batches per replica and step; auto means 1 without a pipeline and at least 4 per stage with one."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: weights, order, timesteps, noise, flips, dropout."""
-    label_drop: Fraction = 0.0
+    label_drop: Annotated[Fraction, only_with("unet.classes")] = 0.0
     """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
     initial_weights: FilePath | None = None
     """Safetensors file of initial weights, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null means random
@@ -642,7 +679,7 @@ class SamplesSpec(Section):
     """Images between two pictures; null draws none."""
     count: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Images in a picture."""
-    prompts: Annotated[tuple[Prompt, ...], Field(max_length=1000)] = ()
+    prompts: Annotated[tuple[Prompt, ...], Field(max_length=1000), only_with("data.text")] = ()
     """Prompts that the images take in turn, in a run with text; [] takes the captions of held-out images or, without
     any, of the first."""
 
@@ -722,52 +759,27 @@ class RunSpec(Section):
         return self
 
 
+def _check_used(spec: RunSpec) -> None:
+    """Refuse values that have no effect beside the others."""
+    if faults := [f"{key} {fault}" for key, fault, _ in unused(spec)]:
+        raise ValueError(*faults)
+
+
 def _check_source(spec: RunSpec) -> None:
     data, source = spec.data, SOURCES[spec.data.source]
-    for key in ("path", "held_out_path", "name", "split", "image_column", "label_column"):
-        read = key.removeprefix("held_out_")  # a held-out source is read as the other one is
-        if (value := getattr(data, key)) is not None and not source.reads(read):
-            readers = " or ".join(name for name, other in SOURCES.items() if other.reads(read))
-            raise ValueError(
-                f"data.{key} = {value} is not read by source {data.source}; remove it or use source {readers}"
-            )
     takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
     if takes and data.path is None and data.name is None:
         needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
         raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
-    if data.path is not None and data.name is not None:
-        raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
-    if data.held_out_path is not None and data.name is not None:
+    condition = data.condition
+    if condition is not None and condition.kind == "stored" and not source.arrays:
         raise ValueError(
-            f"data.held_out_path = {data.held_out_path} is beside a data.path, and data.name = {data.name} is given "
-            "instead; remove one"
+            f"data.condition.kind = stored is used only with {OF_ARRAYS().replace('=', ': ').replace('|', ' or ')}; "
+            "use another kind"
         )
-
-
-def _check_arrays(spec: RunSpec) -> None:
-    """Refuse what is of named arrays for other sources, and what is of pictures for fields."""
-    data, unet = spec.data, spec.unet
-    for key, value in data.named_arrays.items():
-        if not SOURCES[data.source].arrays:
-            readers = " or ".join(name for name, other in SOURCES.items() if other.arrays)
-            written_value = f"[{', '.join(value)}]" if isinstance(value, tuple) else value
-            raise ValueError(
-                f"{key} = {written_value} is of named arrays, which source {data.source} does not have; remove it or "
-                f"use source {readers}"
-            )
-    if data.reads_arrays and data.autoencoder is not None:
-        raise ValueError(
-            f"data.autoencoder = {data.autoencoder} encodes pictures, and data.source = {data.source} has named arrays "
-            "here; use null"
-        )
-    if data.normalise is not None and not data.are_fields:
-        raise ValueError(
-            f"data.normalise = {data.normalise} is for fields, and pictures (data.values = bytes) are always mapped to "
-            "[-1, 1]; use null"
-        )
-    for key in ("augmentation", "colour_augmentation"):
-        if data.are_fields and (value := getattr(unet, key)):
-            raise ValueError(f"unet.{key} = {value:g} is for pictures, and data.values = {data.values}; use 0")
+    for key, value in (("autoencoder", data.autoencoder), ("text", data.text), ("buckets", data.buckets)):
+        if data.reads_arrays and value is not None:
+            raise ValueError(f"data.{key} needs pictures, and data.source = {data.source} has arrays here; use null")
 
 
 def _check_images(spec: RunSpec) -> None:
@@ -784,8 +796,9 @@ def _check_images(spec: RunSpec) -> None:
         )
 
 
-def _check_changes_of_images(spec: RunSpec) -> None:
+def _check_augmentation(spec: RunSpec) -> None:
     data, unet = spec.data, spec.unet
+    condition = data.condition
     if unet.augmentation and data.horizontal_flips:
         raise ValueError(
             f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
@@ -796,60 +809,24 @@ def _check_changes_of_images(spec: RunSpec) -> None:
             f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
             f"data.image_size is {written(data.size)}; use 0"
         )
-    if data.autoencoder is not None:
-        pixels_alone = {
-            "data.crop_from": data.crop_from,
-            "data.horizontal_flips": data.horizontal_flips,
-            "unet.augmentation": spec.unet.augmentation,
-            "unet.colour_augmentation": spec.unet.colour_augmentation,
-        }
-        for key, value in pixels_alone.items():
-            if value:
-                said, off = ("true", "false") if value is True else (f"{value:g}", "null" if "crop" in key else "0")
-                raise ValueError(
-                    f"{key} = {said} changes pixels, and a latent of data.autoencoder can't be changed alike; use {off}"
-                )
+    stored = data.mask is not None or (condition is not None and (condition.kind == "stored" or condition.constants))
+    if unet.augmentation and stored:
+        raise ValueError(
+            f"unet.augmentation = {unet.augmentation:g} turns and moves images, but no stored data.condition; use 0"
+        )
+    several = data.are_fields or data.buckets is not None or data.autoencoder is not None
+    for key in ("augmentation", "colour_augmentation"):
+        if several and (value := getattr(unet, key)):
+            raise ValueError(f"unet.{key} = {value:g} is for pictures of pixels and one size; use 0")
 
 
 def _check_condition(spec: RunSpec) -> None:
-    data, unet = spec.data, spec.unet
-    if data.mask is not None or data.condition is not None:
-        asked = "data.mask" if data.condition is None else "data.condition"
-        if data.autoencoder is not None:
-            raise ValueError(f"{asked} is of pixels or fields, and data.autoencoder makes latents of them; remove one")
-        made = data.condition is not None and data.condition.kind != "stored" and not data.condition.constants
-        if unet.augmentation and not (made and data.mask is None):
-            raise ValueError(
-                f"unet.augmentation = {unet.augmentation:g} turns and moves images, and a stored {asked} would stay; "
-                "use 0"
-            )
-    if data.condition is None:
+    data, condition = spec.data, spec.data.condition
+    if condition is None:
         return
-    condition, usual = data.condition, ConditionSpec()
     if not (condition.kind or condition.constants or condition.grid_channels or condition.vector):
         raise ValueError(
             "data.condition has neither a kind nor constants, grid_channels or vector; give one, or use null"
-        )
-    reads_path = condition.kind == "stored" or condition.constants or condition.vector
-    for key, is_read, readers in (
-        ("path", reads_path, "a stored condition, constants or a vector"),
-        ("held_out_path", reads_path, "a stored condition, constants or a vector"),
-        ("variables", condition.kind == "stored", "kind stored"),
-        ("channels", condition.kind == "stored", "kind stored"),
-        ("resize", condition.kind in ("stored", "reduced"), "kind stored or reduced"),
-        ("normalise", condition.kind == "stored" or condition.constants, "kind stored or constants"),
-        ("factor", condition.kind == "reduced", "kind reduced"),
-        ("noise", condition.kind == "reduced", "kind reduced"),
-        ("cut", condition.kind == "cut_out", "kind cut_out"),
-    ):
-        value, default = getattr(condition, key), getattr(usual, key)
-        if value != default and not is_read:
-            raise ValueError(f"data.condition.{key} = {_said(value)} is of {readers}; leave it at {_said(default)}")
-    if condition.held_out_path is not None and None in (condition.path, data.held_out_path):
-        other = "data.condition.path" if condition.path is None else "data.held_out_path"
-        raise ValueError(
-            f"data.condition.held_out_path = {condition.held_out_path} goes with data.condition.path and "
-            f"data.held_out_path, and {other} is null; give it, or use null"
         )
     of_each_image = condition.kind == "stored" or condition.vector
     if data.held_out_path and condition.path and of_each_image and condition.held_out_path is None:
@@ -863,7 +840,7 @@ def _check_condition(spec: RunSpec) -> None:
         given, count = getattr(condition, names), getattr(condition, size)
         if bool(given) != bool(count):
             raise ValueError(
-                f"data.condition.{names} = {_said(given)} and {size} = {count} belong together; give both or neither"
+                f"data.condition.{names} = {plain(given)} and {size} = {count} belong together; give both or neither"
             )
     if condition.kind == "grey" and data.channels != 3:
         raise ValueError(f"data.condition.kind = grey needs 3 channels, and data.channels = {data.channels}")
@@ -873,46 +850,11 @@ def _check_condition(spec: RunSpec) -> None:
             "divisor"
         )
     if condition.cut[0] > condition.cut[1]:
-        raise ValueError(f"data.condition.cut = {_said(condition.cut)} should not fall; give the smaller side first")
-
-
-def _check_residual(spec: RunSpec) -> None:
-    data = spec.data
-    if data.residual_of is None:
-        return
-    given = f"data.residual_of = {data.residual_of}"
-    if not data.are_fields:
-        raise ValueError(
-            f"{given} is for fields, and data.values = bytes has no negative numbers; use float32, or null"
-        )
-    if data.condition is None:
-        raise ValueError(f"{given} predicts from a condition, and data.condition is null; give one, or use null")
-    if data.condition.kind not in (None, "stored"):
-        raise ValueError(
-            f"{given} leaves residuals, from which data.condition.kind = {data.condition.kind} can't be made; use a "
-            "stored condition, or null"
-        )
-    if data.crop_from is not None:
-        raise ValueError(f"{given} predicts whole fields, and data.crop_from = {_said(data.crop_from)}; use null")
-    if not OBJECTIVES[spec.diffusion.objective].diffuses:
-        raise ValueError(
-            f"{given} leaves what a regression can't predict, and diffusion.objective = {spec.diffusion.objective}; "
-            "use eps, x0 or v"
-        )
-
-
-def _said(value: object) -> str:
-    """Return a value as a spec may say it."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_said, value))}]"
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        raise ValueError(f"data.condition.cut = {plain(condition.cut)} should not fall; give the smaller side first")
 
 
 def _check_flips(spec: RunSpec) -> None:
     data, condition = spec.data, spec.data.condition or ConditionSpec()
-    if data.flips_negate and not (data.horizontal_flips and data.are_fields):
-        what = "data.values = bytes have no sign" if data.horizontal_flips else "data.horizontal_flips = false"
-        raise ValueError(f"data.flips_negate = {_said(data.flips_negate)}, but {what}; use []")
     both = data.channels + condition.channels
     named = [
         name
@@ -965,25 +907,15 @@ def _check_levels(spec: RunSpec) -> None:
             f"data.image_size = {written(size)} can't be halved {levels - 1} times, as the {levels} levels of "
             f"unet.multipliers ask; use a multiple of {step}, such as {near}, or fewer levels"
         )
-    if unet.attention_resolutions and unet.attention_levels:
-        raise ValueError(
-            f"unet.attention_resolutions = {list(unet.attention_resolutions)} and unet.attention_levels = "
-            f"{list(unet.attention_levels)} are two ways to say one thing; remove one"
-        )
     if unet.attention_resolutions and size[0] != size[1]:
         raise ValueError(
             f"unet.attention_resolutions = {list(unet.attention_resolutions)} are sides of squares, and "
             f"data.image_size is {written(size)}; use unet.attention_levels, 0 to {levels - 1}"
         )
     sizes = [size[0] >> level for level in range(levels)]
-    for resolution in unet.attention_resolutions:
-        if resolution not in sizes:
-            raise ValueError(
-                f"unet.attention_resolutions has {resolution}, but the levels are {sizes} pixels; use some of those"
-            )
-    for level in unet.attention_levels:
-        if level >= levels:
-            raise ValueError(f"unet.attention_levels has {level}, but the levels are 0 to {levels - 1}; use those")
+    for key, found in (("attention_resolutions", sizes), ("attention_levels", [*range(levels)])):
+        if others := [one for one in getattr(unet, key) if one not in found]:
+            raise ValueError(f"unet.{key} has {others[0]}, but the levels are {found}; use some of those")
 
 
 def _check_widths(spec: RunSpec) -> None:
@@ -1009,9 +941,6 @@ def _check_widths(spec: RunSpec) -> None:
 
 def _check_text(spec: RunSpec) -> None:
     data, unet = spec.data, spec.unet
-    if (data.text is None) != (unet.text is None):
-        given, missing = ("data.text", "unet.text") if unet.text is None else ("unet.text", "data.text")
-        raise ValueError(f"{given} is given, and {missing} is null: captions need cross-attention, and it needs them")
     if unet.text is None or data.text is None:
         return
     text, levels = unet.text, len(unet.multipliers)
@@ -1020,12 +949,6 @@ def _check_text(spec: RunSpec) -> None:
             raise ValueError(
                 f"unet.text.{key} = {list(found)} has {len(found)} numbers, and unet.multipliers has {levels} levels; "
                 "give one for each level"
-            )
-    for key, off in (("attention_resolutions", ()), ("attention_levels", ()), ("head_channels", None)):
-        if (value := getattr(unet, key)) != off:
-            raise ValueError(
-                f"unet.{key} = {_said(value)} is of self-attention alone, and unet.text says where attention is; leave "
-                f"it at {_said(off)}"
             )
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     depths = [*text.blocks[:-1], text.blocks[-1] or unet.middle_attention]
@@ -1042,16 +965,6 @@ def _check_text(spec: RunSpec) -> None:
             f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition or augmentation are two "
             "vectors beside the time embedding; use one"
         )
-    if data.reads_arrays:
-        raise ValueError(f"data.text is of pictures, and data.source = {data.source} has named arrays here; use null")
-    if not SOURCES[data.source].captions:
-        captioned = ", ".join(name for name, source in SOURCES.items() if source.captions)
-        raise ValueError(f"data.source = {data.source} has no captions for data.text; use one of {captioned}")
-    if text.pooled_channels and data.crop_from is not None:
-        raise ValueError(
-            f"data.crop_from = {_said(data.crop_from)} crops elsewhere each time, and unet.text.pooled_channels tells "
-            "the U-Net where each image was cropped; leave it out"
-        )
 
 
 def _check_buckets(spec: RunSpec) -> None:
@@ -1059,26 +972,6 @@ def _check_buckets(spec: RunSpec) -> None:
     data, unet = spec.data, spec.unet
     if data.buckets is None:
         return
-    if data.reads_arrays:
-        raise ValueError(
-            f"data.buckets are of pictures, and data.source = {data.source} has named arrays here; use null"
-        )
-    usual: dict[str, tuple[object, object]] = {
-        "data.crop_from": (data.crop_from, None),
-        "unet.dropout": (unet.dropout, 0.0),
-        "unet.augmentation": (unet.augmentation, 0.0),
-        "unet.colour_augmentation": (unet.colour_augmentation, 0.0),
-        "unet.attention_resolutions": (unet.attention_resolutions, ()),
-    }
-    for key, (value, off) in usual.items():
-        if value != off:
-            instead = ", or unet.attention_levels" if key == "unet.attention_resolutions" else ""
-            raise ValueError(
-                f"{key} = {_said(value)} does not go with data.buckets, whose images have several sizes; leave it at "
-                f"{_said(off)}{instead}"
-            )
-    if data.condition is not None:
-        raise ValueError("data.condition does not go with data.buckets, whose images have several sizes; use null")
     step, halved = data.buckets.step, 2 ** (len(unet.multipliers) - 1)
     if step % halved:
         raise ValueError(
@@ -1124,16 +1017,6 @@ def _check_diffusion(spec: RunSpec) -> None:
                 f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; "
                 f"use {schedule.objective}"
             )
-        if diffusion.weighting != "uniform":
-            raise ValueError(
-                f"diffusion.weighting = {diffusion.weighting} needs timesteps, which schedule {diffusion.schedule} "
-                "does not have; use uniform"
-            )
-        if diffusion.zero_terminal_snr:
-            raise ValueError(
-                f"diffusion.zero_terminal_snr = true needs betas, which schedule {diffusion.schedule} does not have; "
-                "use false"
-            )
     elif schedule.betas:
         start, end, steps = diffusion.beta_start, diffusion.beta_end, diffusion.timesteps
         if not start < end < 1:
@@ -1163,26 +1046,13 @@ def _check_diffusion(spec: RunSpec) -> None:
 
 
 def _check_regression(spec: RunSpec) -> None:
-    """Refuse what a regression does not have: it has neither noise nor noise levels."""
-    diffusion = spec.diffusion
     if spec.data.condition is None:
         raise ValueError(
-            f"diffusion.objective = {diffusion.objective} predicts an image from its condition, and data.condition is "
-            "null; give one, or use eps, x0 or v"
+            f"diffusion.objective = {spec.diffusion.objective} predicts an image from its condition, and "
+            "data.condition is null; give one, or use eps, x0 or v"
         )
-    usual = DiffusionSpec()
-    for key in ("schedule", "zero_terminal_snr", "weighting", "input_perturbation", "noise_offset"):
-        value, default = getattr(diffusion, key), getattr(usual, key)
-        if value != default:
-            raise ValueError(
-                f"diffusion.{key} = {value} is of noise, which objective {diffusion.objective} does not have; leave it "
-                f"at {default}"
-            )
-    if spec.data.condition.noise:
-        raise ValueError(
-            f"data.condition.noise = {spec.data.condition.noise:g} is for samplers, which objective "
-            f"{diffusion.objective} does not have; use 0"
-        )
+    if spec.diffusion.schedule != "linear":
+        raise ValueError(f"diffusion.schedule = {spec.diffusion.schedule} is used only with noise; use linear")
 
 
 def _check_batch(spec: RunSpec) -> None:
@@ -1208,19 +1078,9 @@ def _check_decay(spec: RunSpec) -> None:
         )
 
 
-def _check_labels(spec: RunSpec) -> None:
-    train = spec.train
-    if train.label_drop and spec.unet.classes is None:
-        raise ValueError(
-            f"train.label_drop = {train.label_drop} needs labels; set unet.classes to their number or label_drop to 0"
-        )
-
-
 def _check_picture(spec: RunSpec) -> None:
     check_picture(spec.samples, spec.data.size)
     samples = spec.samples
-    if samples.prompts and spec.data.text is None:
-        raise ValueError(f"samples.prompts has {len(samples.prompts)}, and the U-Net reads no text (data.text); use []")
     if len(samples.prompts) > samples.count:
         raise ValueError(
             f"samples.count = {samples.count} is below the {len(samples.prompts)} of samples.prompts, which are an "
@@ -1325,12 +1185,11 @@ def check_sampler(
 
 
 _CHECKS = (
+    _check_used,
     _check_source,
-    _check_arrays,
     _check_images,
-    _check_changes_of_images,
+    _check_augmentation,
     _check_condition,
-    _check_residual,
     _check_flips,
     _check_levels,
     _check_widths,
@@ -1339,7 +1198,6 @@ _CHECKS = (
     _check_diffusion,
     _check_batch,
     _check_decay,
-    _check_labels,
     _check_trackers,
     _check_picture,
 )

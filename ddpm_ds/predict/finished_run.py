@@ -238,18 +238,13 @@ def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
     """
     loading = rank.data_wait_seconds + rank.load_seconds
     factor = max(replayed - loading, 0.0) / (traced - loading) if traced > loading else 1.0
-    names = ("reduce", "optimizer", "wait", "send", "agreement_wait", "other")
-    shorter = {f"{name}_seconds": factor * getattr(rank, f"{name}_seconds") for name in names}
-    phases = tuple(
-        replace(
-            phase,
-            forward_seconds=factor * phase.forward_seconds,
-            backward_seconds=factor * phase.backward_seconds,
-            weight_seconds=factor * phase.weight_seconds,
-        )
-        for phase in rank.phases
-    )
-    return replace(rank, phases=phases, **shorter)
+
+    def shorter(costs: Any, *names: str) -> Any:
+        return replace(costs, **{f"{name}_seconds": factor * getattr(costs, f"{name}_seconds") for name in names})
+
+    phases = tuple(shorter(phase, "forward", "backward", "weight") for phase in rank.phases)
+    whole: RankFacts = shorter(rank, "reduce", "optimizer", "wait", "send", "agreement_wait", "other")
+    return replace(whole, phases=phases)
 
 
 def _layout(run: Run, job: Workload, summary: Mapping[str, Any]) -> Layout:

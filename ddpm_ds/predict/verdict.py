@@ -269,13 +269,12 @@ def _loading(facts: FinishedRun, alone: float, share: float) -> Iterator[Change]
 
 def _loss_scale(facts: FinishedRun, share: float) -> Change:
     """Return a loss scale that does not overflow, or a precision without one."""
-    found = facts.overflows
-    if found.last_scale < found.first_scale:
-        power = max(int(math.log2(found.last_scale)), 0)
-        words = "A loss scale that begins where it ended overflows in no step at the beginning"
-        return Change(words, share, {"ds.fp16.initial_scale_power": power})
-    words = "bf16 has fp32's range and needs no loss scale"
-    return Change(words, share, {"ds.fp16.enabled": False, "ds.bf16.enabled": True})
+    if facts.overflows.last_scale >= facts.overflows.first_scale:
+        settings: dict[str, Any] = {"ds.fp16.enabled": False, "ds.bf16.enabled": True}
+        return Change("bf16 has fp32's range and needs no loss scale", share, settings)
+    power = max(int(math.log2(facts.overflows.last_scale)), 0)
+    words = "A loss scale that begins where it ended overflows in no step at the beginning"
+    return Change(words, share, {"ds.fp16.initial_scale_power": power})
 
 
 def _pausing(facts: FinishedRun) -> Iterator[Change]:
@@ -346,7 +345,7 @@ def text(found: Verdict, run_dir: Path) -> str:
     if found.healthy:
         lines += ["", f"healthy: no cost takes {HEALTHY:.0%} of the time; {largest}"]
     else:
-        lines += ["", _wrapped(f"{largest}: {found.evidence}.")]
+        lines += ["", textwrap.fill(f"{largest}: {found.evidence}.", LINE, break_on_hyphens=False)]
     if found.change is None:
         lines.append("try next: nothing; with the same batch no setting is predicted to make it faster")
     else:
@@ -355,12 +354,9 @@ def text(found: Verdict, run_dir: Path) -> str:
         files = {"--spec": run_dir / SPEC, "--deepspeed_config": run_dir / DS_CONFIG}
         same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
         command = f"ddpm-ds train {same} --processes {found.processes} {found.change.edit}"
-        lines += [f"try next: {command}", _wrapped(f"{found.change.words}. Predicted: {faster}.")]
+        words = f"{found.change.words}. Predicted: {faster}."
+        lines += [f"try next: {command}", textwrap.fill(words, LINE, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
-
-
-def _wrapped(sentences: str) -> str:
-    return textwrap.fill(sentences, LINE, break_on_hyphens=False)
 
 
 def tags(found: Verdict) -> dict[str, str]:
@@ -414,7 +410,13 @@ def _waits(facts: FinishedRun) -> dict[str, float]:
     """Return the seconds that a rank waits, by cause, mean over the ranks; together they are the measured waiting."""
     ranks = facts.ranks
     measured = [rank.phases for rank in ranks]
-    equal = [tuple(_mean_phase(same) for same in zip(*measured, strict=True))] * len(measured)
+    names = ("forward_seconds", "backward_seconds", "weight_seconds")
+    equal = [
+        tuple(
+            replace(same[0], **{name: fmean(getattr(phase, name) for phase in same) for name in names})
+            for same in zip(*measured, strict=True)
+        )
+    ] * len(ranks)
     bubble, uneven = _idle(facts, equal), _idle(facts, measured)
     loading = _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))])
     updates, late = [rank.optimizer_seconds for rank in ranks], max(0.0, loading - uneven)
@@ -440,14 +442,6 @@ def _idle(facts: FinishedRun, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
     return fmean(simulate(now.schedule, now.micro_batches, costs, programs=order_of(now, costs)).wait_seconds)
 
 
-def _mean_phase(same: Sequence[PhaseCosts]) -> PhaseCosts:
-    return PhaseCosts(
-        fmean(phase.forward_seconds for phase in same),
-        fmean(phase.backward_seconds for phase in same),
-        weight_seconds=fmean(phase.weight_seconds for phase in same),
-    )
-
-
 def _with_loading(facts: FinishedRun, number: int) -> tuple[PhaseCosts, ...]:
     """Return a rank's phases, with its loading added to the forward of the first."""
     rank = facts.ranks[number]
@@ -466,78 +460,54 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
 
     ``bandwidth`` is that of the links in bytes per second, as found by :func:`traced_predictor`.
     """
-    now, ranks = facts.layout, facts.ranks
-    step, pauses = f"a {_seconds(facts.step_seconds)} step", facts.pauses
+    now, ranks, pauses, overflows = facts.layout, facts.ranks, facts.pauses, facts.overflows
+    step, lost = f"a {_seconds(facts.step_seconds)} step", _seconds(share * facts.step_seconds)
+    passes = fmean(rank.pass_seconds for rank in ranks)
+    losses = min(facts.evaluation_seconds, pauses.sampling_seconds)
 
-    def longest(part: str) -> tuple[int, str]:
+    def longest(part: str, times: int = 1) -> tuple[int, str]:
         """Return the rank that takes longest for a part of the step, and its seconds."""
         number = max(range(now.stages), key=lambda rank: getattr(ranks[rank], part))
-        return number, _seconds(getattr(ranks[number], part))
+        return number, _seconds(times * getattr(ranks[number], part))
 
-    match cost:
-        case "bubble":
-            return (
-                f"with {counted(now.micro_batches, 'micro-batch')} on {counted(now.stages, 'rank')} ({now.schedule}) "
-                f"each rank has nothing to do for {_seconds(share * facts.step_seconds)} of {step}, while the pipeline "
-                "fills and drains"
-            )
-        case "imbalance":
-            busy = [now.micro_batches * rank.pass_seconds for rank in ranks]
-            return (
-                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of all ranks "
-                f"{_seconds(fmean(busy))} on average, and the others wait for it"
-            )
-        case "communication":
-            clause = f"{_seconds(share * facts.step_seconds)} of {step} go to messages and gradients"
-            if now.stages > 1:
-                messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
-                slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {bandwidth / 1e6:,.3g} MB/s"
-                clause += f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
-            if now.replicas > 1:
-                reduce = fmean(rank.reduce_seconds for rank in ranks)
-                clause += f"; {_seconds(reduce)} to the gradients of {now.replicas} replicas"
-            return clause
-        case "data wait":
-            number, wait = longest("data_wait_seconds")
-            return f"rank {number} waits {wait} of {step} for the next images, {_slow_reading(facts)}"
-        case "transfers":
-            number, load = longest("load_seconds")
-            return f"rank {number} takes {load} of {step} to bring images to its device and add noise to them"
-        case "overflow steps":
-            found = facts.overflows
-            return (
-                f"fp16 overflowed in {found.skipped:,} of {counted(found.steps, 'step')}, which were thrown away; the "
-                f"loss scale began at {found.first_scale:,.0f} and is {found.last_scale:,.0f}"
-            )
-        case "optimizer":
-            optimizer, images = longest("optimizer_seconds")[1], counted(now.batch_images, "image")
-            return f"of {step} of {images} the optimizer and the averaged weights take {optimizer}, however few images"
-        case "checkpoint pauses":
-            return f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of {pauses.seconds:,.3g} s"
-        case "sampling pauses":
-            losses = min(facts.evaluation_seconds, pauses.sampling_seconds)
-            return (
-                f"of {pauses.seconds:,.3g} s training stood still for {pauses.sampling_seconds - losses:,.3g} s for "
-                f"samples and {losses:,.3g} s for validation"
-            )
-        case "recomputation":
-            memory, kept = facts.device.memory_bytes, replace(now, checkpoint_interval=0)
-            has = "" if memory is None else f" of the {gib(memory)} that its device has"
-            return (
-                f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second time, "
-                f"{_seconds(facts.recomputation_seconds)} of {step}; to keep them would take "
-                f"{gib(activation_bytes(facts.job, kept, facts.bounds))}{has}"
-            )
-        case "low utilisation":
-            passes = fmean(rank.pass_seconds for rank in ranks)
-            reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
-            return (
-                f"of the {_seconds(passes)} that a rank takes for a micro-batch of "
-                f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(facts.startup_seconds)} "
-                f"before they compute{reached}"
-            )
-    other = _seconds(fmean(rank.other_seconds for rank in ranks))
-    return f"{other} of {step} are Python between instructions; --profile-kernels FIRST-LAST shows more"
+    busiest, busy = longest("pass_seconds", now.micro_batches)
+    waiting, wait = longest("data_wait_seconds")
+    loading, load = longest("load_seconds")
+    wires = ""
+    if now.stages > 1:
+        messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
+        slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {bandwidth / 1e6:,.3g} MB/s"
+        wires = f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
+    if now.replicas > 1:
+        reduce = _seconds(fmean(rank.reduce_seconds for rank in ranks))
+        wires += f"; {reduce} to the gradients of {now.replicas} replicas"
+    kept = gib(activation_bytes(facts.job, replace(now, checkpoint_interval=0), facts.bounds))
+    has = f" of the {gib(facts.device.memory_bytes)} that its device has" if facts.device.memory_bytes else ""
+    reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
+    return {
+        "bubble": f"with {counted(now.micro_batches, 'micro-batch')} on {counted(now.stages, 'rank')} ({now.schedule}) "
+        f"each rank has nothing to do for {lost} of {step}, while the pipeline fills and drains",
+        "imbalance": f"the layers of rank {busiest} take {busy} of {step}, those of all ranks "
+        f"{_seconds(now.micro_batches * passes)} on average, and the others wait for it",
+        "communication": f"{lost} of {step} go to messages and gradients{wires}",
+        "data wait": f"rank {waiting} waits {wait} of {step} for the next images, {_slow_reading(facts)}",
+        "transfers": f"rank {loading} takes {load} of {step} to bring images to its device and add noise to them",
+        "overflow steps": f"fp16 overflowed in {overflows.skipped:,} of {counted(overflows.steps, 'step')}, which were "
+        f"thrown away; the loss scale began at {overflows.first_scale:,.0f} and is {overflows.last_scale:,.0f}",
+        "optimizer": f"of {step} of {counted(now.batch_images, 'image')} the optimizer and the averaged weights take "
+        f"{longest('optimizer_seconds')[1]}, however few images",
+        "checkpoint pauses": f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of "
+        f"{pauses.seconds:,.3g} s",
+        "sampling pauses": f"of {pauses.seconds:,.3g} s training stood still for "
+        f"{pauses.sampling_seconds - losses:,.3g} s for samples and {losses:,.3g} s for validation",
+        "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
+        f"time, {_seconds(facts.recomputation_seconds)} of {step}; to keep them would take {kept}{has}",
+        "low utilisation": f"of the {_seconds(passes)} that a rank takes for a micro-batch of "
+        f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(facts.startup_seconds)} before they "
+        f"compute{reached}",
+        "other": f"{_seconds(fmean(rank.other_seconds for rank in ranks))} of {step} are Python between instructions; "
+        "--profile-kernels FIRST-LAST shows more",
+    }[cost]
 
 
 def _slow_reading(facts: FinishedRun) -> str:

@@ -39,6 +39,7 @@ from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.planning import RunPlan
+from ddpm_ds.predict.layouts import encoding_ranks, layers_for
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.signals import STOP_SIGNALS, ignore
@@ -282,7 +283,7 @@ def run_training(
             seed=plan.spec.train.seed,
             programs=plan.programs,
             rate=rate_of(plan.spec),
-            others=[plan.layers_of(size) for size in other_sizes],
+            others=[layers_for(plan.spec, size, plan.ds.layout.tensor) for size in other_sizes],
             verbose=asked.verbose,
             doing=doing,
         )
@@ -307,7 +308,8 @@ def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
     """Return a line about the ranks of a pipeline that encode captions."""
     assert encoders.device is not None
     each = gib(encoders.parameters * (2 if encoders.device.type == "cuda" else 4))
-    where = ", ".join(map(str, plan.encoding_ranks))
+    ranks = encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)
+    where = ", ".join(map(str, ranks))
     return f"captions are encoded while training, by encoders of {each} on each of these stages: {where}"
 
 

@@ -13,14 +13,16 @@ import yaml
 from pydantic import ValidationError
 
 from ddpm_ds.config.ds_model import DS_CONFIG
-from ddpm_ds.config.section import Format
-from ddpm_ds.config.spec_file import SPEC
+from ddpm_ds.config.section import Format, Section, unused
+from ddpm_ds.config.spec import ConditionSpec
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPEC, load_spec
+from ddpm_ds.errors import SpecError
 from tests.launching import REPOSITORY
 
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 64, 0.5, 1.0, 1e-3, 5e8, 10**30, 2**53 + 1]
 VALUES += ["", "0", "1", "64", "1e-3", "true", "False", "off", "none", "auto", "x", "x" * 5000]
 VALUES += [[1, 1], [0.5, "0.9"], [0.9, 0.99], ["1"], [[]], {"enabled": 0}, {"enabled": "false"}, {"enabled": False}]
-FILES = [
+FILES: list[tuple[Format[Any], dict[str, Any]]] = [
     (SPEC, yaml.safe_load((REPOSITORY / "launch" / "specs" / "digits.yaml").read_text())),
     (DS_CONFIG, json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())),
 ]
@@ -89,3 +91,67 @@ def test_the_reader_takes_what_the_schema_allows_and_nothing_else(file: Format[A
             if "rule" not in kinds and allows(file.schema(location), value, of) is bool(kinds):
                 wrong.append(f"{key} = {json.dumps(value)[:40]}: the reader says {kinds or 'nothing'}")
     assert not wrong
+
+
+def changed(section: Section, key: str, value: Any) -> Any:
+    """The model with a value at a dotted key, which is not checked; a section that is null is made."""
+    name, _, inside = key.partition(".")
+    if inside:
+        within = getattr(section, name)
+        value = changed(within if isinstance(within, Section) else ConditionSpec(), inside, value)
+    return section.model_copy(update={name: value})
+
+
+RULES = [
+    (file, given, key, condition)
+    for file, given in FILES
+    for key in file.all_keys()
+    for condition in file.schema(key.split(".")).get("only_with", ())
+]
+
+
+@pytest.mark.parametrize(("file", "given", "key", "broken"), RULES, ids=[f"{key}-{rule}" for *_, key, rule in RULES])
+def test_a_value_that_the_schema_declares_for_others_is_refused_without_them_and_taken_with_them(
+    file: Format[Any], given: dict[str, Any], key: str, broken: str
+) -> None:
+    section = key.rpartition(".")[0]
+    model = changed(file.read(given), key, [1.5])
+    for condition in file.schema(key.split("."))["only_with"]:
+        for way in condition.split(" or "):
+            needed, _, choices = way.partition("=")
+            needed = needed if "." in needed or not section else f"{section}.{needed}"
+            model = changed(model, needed, yaml.safe_load(choices.partition("|")[0] or "true"))
+    assert key not in [found for found, *_ in unused(model)]
+    ways = [way.partition("=") for way in broken.split(" or ")]
+    keys = [needed if "." in needed or not section else f"{section}.{needed}" for needed, *_ in ways]
+    for needed, (_, _, choices) in zip(keys, ways, strict=True):
+        model = changed(model, needed, "another" if choices else None)
+    ((fault, needs),) = [(fault, needs) for found, fault, needs in unused(model) if found == key]
+    words = [
+        f"{needed}{': ' if choices else ''}{choices.replace('|', ' or ')}"
+        for needed, (_, _, choices) in zip(keys, ways, strict=True)
+    ]
+    assert needs == keys and fault.startswith(f"= [1.5] is used only with {' or '.join(words)}; remove it")
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "needs"),
+    [
+        ([], "data.split=test", "data.source: huggingface or torchvision"),
+        ([], "data.held_out_path=val", "data.source: folder or "),
+        (["data.condition.grid_channels=4"], "data.condition.cut=[0.1, 0.2]", "data.condition.kind: cut_out"),
+        ([], "unet.attention_levels=[1]", "unet.attention_resolutions: []"),
+        ([], "train.label_drop=0.1", "unet.classes"),
+        ([], "data.flips_negate=[0]", "data.horizontal_flips"),
+        (["diffusion.schedule=flow", "diffusion.objective=velocity"], "diffusion.weighting=p2", "diffusion.schedule: "),
+    ],
+)
+def test_the_fault_is_one_line_and_its_advice_is_typed(before: list[str], value: str, needs: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec(DEFAULT_SPEC, [*before, value])
+    key, _, given = value.partition("=")
+    found = re.fullmatch(
+        rf".*: {re.escape(f'{key} = {given} is used only with {needs}')}.*; remove it, or use (.*)", str(caught.value)
+    )
+    assert found is not None, caught.value
+    assert load_spec(DEFAULT_SPEC, [*before, f"{key}={found[1]}"]) == load_spec(DEFAULT_SPEC, before)

@@ -55,28 +55,10 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ({"unet__channels": 9, "unet__norm_groups": 9}, ["unet.channels = 9", "even"]),
         ({"unet__head_channels": 12}, ["unet.head_channels = 12", "32 channels"]),
         ({"data__source": "folder"}, ["data.path is missing", "--set data.path=FOLDER"]),
-        ({"data__path": "photos"}, ["data.path = photos", "digits"]),
-        (
-            {"data__held_out_path": "val"},
-            ["data.held_out_path = val is not read by source digits", "use source folder"],
-        ),
-        (
-            {"data__source": "huggingface", "data__name": "a/b", "data__held_out_path": "val"},
-            ["data.held_out_path = val is beside a data.path, and data.name = a/b", "remove one"],
-        ),
         ({"data__source": "torchvision"}, ["data.name is missing", "--set data.name=CIFAR100"]),
         (
             {"data__source": "huggingface"},
             ["data.path or data.name is missing", "--set data.path=PATH or --set data.name=OWNER/NAME"],
-        ),
-        (
-            {"data__source": "huggingface", "data__path": "photos", "data__name": "a/b"},
-            ["data.path = photos and data.name = a/b are two data sets", "remove one"],
-        ),
-        ({"data__split": "test"}, ["data.split = test is not read by source digits", "huggingface or torchvision"]),
-        (
-            {"data__source": "torchvision", "data__name": "MNIST", "data__image_column": "image"},
-            ["data.image_column = image is not read by source torchvision", "use source huggingface"],
         ),
         ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
         ({"data__crop_from": (8, 6)}, ["data.crop_from = [8,6]", "data.image_size = 8", "8 or more", "null"]),
@@ -85,12 +67,8 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             ["unet.attention_resolutions = [4] are sides of squares", "[8,16]", "attention_levels, 0 to 1"],
         ),
         (
-            {"unet__attention_levels": (1,)},
-            ["attention_resolutions = [4] and unet.attention_levels = [1]", "remove one"],
-        ),
-        (
             {"unet__attention_levels": (2,), "unet__attention_resolutions": []},
-            ["attention_levels has 2", "0 to 1"],
+            ["attention_levels has 2", "[0, 1]"],
         ),
         (
             {"unet__augmentation": 0.12, "data__horizontal_flips": True},
@@ -106,7 +84,6 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ({"diffusion__timesteps": 100_000}, ["diffusion.timesteps = 100000", "less than 1e-30 of the image"]),
         ({"diffusion__beta_start": 1e-17}, ["should be greater than or equal to 0.000000000000001"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),
-        ({"train__label_drop": 0.1}, ["train.label_drop = 0.1", "unet.classes"]),
         ({"logging__trackers": ["wandb", "wandb"]}, ["logging.trackers = [wandb, wandb]", "leave one out"]),
     ],
 )
@@ -122,12 +99,6 @@ def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data__crop_from": 56}, ["data.crop_from = 56", "several sizes", "leave it at null"]),
-        ({"unet__dropout": 0.1}, ["unet.dropout = 0.1", "leave it at 0"]),
-        ({"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "leave it at 0"]),
-        ({"unet__colour_augmentation": 0.1}, ["unet.colour_augmentation = 0.1", "leave it at 0"]),
-        ({"unet__attention_resolutions": [24]}, ["attention_resolutions = [24]", "[], or unet.attention_levels"]),
-        ({"data__condition": {"kind": "reduced", "factor": 2}}, ["data.condition does not go", "use null"]),
         ({"data__image_size": 52}, ["data.image_size = 52 is no multiple of data.buckets.step = 8"]),
         (
             {"unet__multipliers": [1] * 5, "data__image_size": 48},
@@ -175,30 +146,11 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
         ({"channels": 2}, {}, ["data.condition has neither"]),
         ({"drop": 0.1}, {}, ["data.condition has neither"]),
         ({"kind": "stored"}, {}, ["data.condition.channels = 0", "kind stored"]),
-        ({"kind": "cut_out", "channels": 2}, {}, ["data.condition.channels = 2 is of kind stored", "leave it at 0"]),
-        ({"kind": "cut_out", "variables": ["a"]}, {}, ["data.condition.variables = [a] is of kind stored", "[]"]),
-        ({"kind": "cut_out", "path": "a.h5"}, {}, ["data.condition.path = a.h5 is of a stored condition"]),
-        ({"kind": "cut_out", "resize": "nearest"}, {}, ["data.condition.resize = nearest", "stored or reduced"]),
-        ({"kind": "reduced", "normalise": "range"}, {}, ["data.condition.normalise = range", "stored or constants"]),
-        (
-            {"kind": "grey", "held_out_path": "b.h5"},
-            {},
-            ["data.condition.held_out_path = b.h5 is of a stored condition"],
-        ),
-        (
-            {**STORED, "held_out_path": "b.h5"},
-            {"data__held_out_path": "val.npz"},
-            ["data.condition.held_out_path = b.h5 goes with", "data.condition.path is null", "use null"],
-        ),
-        ({**STORED, "path": "a.h5", "held_out_path": "b.h5"}, {}, ["data.held_out_path is null; give it"]),
         (
             {**STORED, "path": "a.h5"},
             {"data__held_out_path": "val.npz"},
             ["data.condition.path = a.h5", "val.npz has none; name it by data.condition.held_out_path"],
         ),
-        ({**STORED, "factor": 2}, {}, ["data.condition.factor = 2 is of kind reduced", "leave it at 4"]),
-        ({**STORED, "noise": 0.5}, {}, ["data.condition.noise = 0.5 is of kind reduced"]),
-        ({**STORED, "cut": [0.1, 0.2]}, {}, ["data.condition.cut = [0.1, 0.2] is of kind cut_out"]),
         ({"kind": "cut_out", "cut": [0.5, 0.2]}, {}, ["data.condition.cut = [0.5, 0.2] should not fall"]),
         ({**STORED, "constants": ["a"]}, {}, ["data.condition.constants = [a] and constant_channels = 0"]),
         ({**STORED, "constant_channels": 1}, {}, ["data.condition.constants = [] and constant_channels = 1"]),
@@ -206,12 +158,7 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
         ({**STORED, "vector_size": 3}, {}, ["data.condition.vector = [] and vector_size = 3"]),
         ({"kind": "grey"}, {}, ["data.condition.kind = grey needs 3 channels"]),
         ({"kind": "reduced", "factor": 3}, {}, ["data.condition.factor = 3 does not divide data.image_size = 8"]),
-        (STORED, {"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "a stored data.condition would stay"]),
-        (
-            {"kind": "grey"},
-            {"data__autoencoder": "vae", "data__channels": 3, "sampler__clip": "none"},
-            ["data.condition is of pixels or fields"],
-        ),
+        (STORED, {"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "no stored data.condition"]),
         (STORED, {"sampler__guidance": 2.0}, ["sampler.guidance = 2", "data.condition.drop"]),
         (STORED, {**FIELDS, "sampler__clip": "static"}, ["sampler.clip = static", "use none"]),
         (STORED, {"diffusion__channel_weights": [1.0, 2.0]}, ["diffusion.channel_weights", "data.channels = 1"]),
@@ -228,11 +175,6 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
             ["data.flips_negate has u", "the channel's number"],
         ),
         (None, {"diffusion__objective": "regression"}, ["diffusion.objective = regression", "data.condition is null"]),
-        (
-            STORED,
-            {"diffusion__objective": "regression", "diffusion__weighting": "p2"},
-            ["diffusion.weighting = p2 is of noise", "leave it at uniform"],
-        ),
         (
             STORED,
             {"diffusion__objective": "regression", "sampler__steps": 20},

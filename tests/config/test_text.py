@@ -19,19 +19,6 @@ def captioned(data: dict[str, Any], **text: Any) -> RunSpec:
     return tiny_spec(data=files | data, unet={"attention_resolutions": [], "text": read})
 
 
-def test_sources_without_captions_are_refused() -> None:
-    assert captioned({}).data.text is not None
-    said = r"data\.source = digits has no captions for data\.text; use one of folder, webdataset, huggingface"
-    with pytest.raises(ValidationError, match=said):
-        captioned({"source": "digits", "path": None})
-
-
-def test_random_crops_are_refused_where_the_unet_is_told_of_the_crop() -> None:
-    assert captioned({"crop_from": 10}).data.crop_from == 10
-    with pytest.raises(ValidationError, match=r"data\.crop_from = 10 crops elsewhere each time"):
-        captioned({"crop_from": 10}, pooled_channels=4)
-
-
 @pytest.mark.parametrize("key", ["multipliers", "attention_levels", "attention_resolutions", "blocks", "heads"])
 def test_every_list_of_the_unet_is_answered_at_any_length(key: str) -> None:
     """In one line each, by the number of levels that it has to fit; depths of 64 make too many layers."""

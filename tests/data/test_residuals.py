@@ -15,8 +15,7 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.fields import fields_of
 from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.errors import DataError, SpecError
-from tests.launching import tiny_spec
+from ddpm_ds.errors import DataError
 
 COUNT = 11
 SpecOf = Callable[..., DataSpec]
@@ -159,22 +158,3 @@ def test_residuals_that_are_no_numbers_are_refused_and_leave_nothing(
     with pytest.raises(DataError, match=message):
         prepare(spec, regression=Halving(more=more))
     assert not cache_path(spec).exists() and not list(spec.store_root.glob(".*residual*.preparing"))
-
-
-@pytest.mark.parametrize(
-    "data, diffusion, message",
-    [
-        ({"values": "bytes", "normalise": None}, {}, "data.values = bytes has no negative numbers; use float32"),
-        ({"condition": None}, {}, "predicts from a condition, and data.condition is null; give one"),
-        ({"condition": {"kind": "reduced"}}, {}, "from which data.condition.kind = reduced can't be made"),
-        ({"crop_from": 16}, {}, "predicts whole fields, and data.crop_from = 16; use null"),
-        ({}, {"objective": "regression"}, "diffusion.objective = regression; use eps, x0 or v"),
-    ],
-)
-def test_specs_of_residuals_that_can_not_be_are_refused(
-    data: dict[str, Any], diffusion: dict[str, Any], message: str
-) -> None:
-    usual = {"source": "arrays", "path": "fields.npz", "image_size": 8, "channels": 1, "values": "float32"}
-    usual |= {"normalise": "statistics", "condition": {"kind": "stored", "channels": 1}, "residual_of": "runs/mean"}
-    with pytest.raises((SpecError, ValueError), match=message):
-        tiny_spec(data=usual | data, diffusion=diffusion, sampler={"clip": "none"})
