@@ -82,7 +82,7 @@ Start a training script on the processes of this machine, or on those of a hostf
 with them. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends
 them at once. If ranks are lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which
 must be given. Nothing is left running. For several hosts, start it on one host of the hostfile, preferably the first;
-each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun, srun or mpirun.
+each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun or srun.
 """
 
 RUN_EPILOG = """\

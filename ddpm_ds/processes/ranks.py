@@ -46,12 +46,6 @@ exit."""
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
 """First of Slurm's step numbers for other than srun's tasks: batch script, interactive shell, external processes."""
-OPENMPI = {
-    "RANK": "OMPI_COMM_WORLD_RANK",
-    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
 
 
 def set_environment() -> None:
@@ -59,8 +53,8 @@ def set_environment() -> None:
     ``.deepspeed_env``.
 
     Existing variables are kept. ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is taken
-    from OpenMPI's mpirun or Slurm's srun, and otherwise the process is a single rank. DeepSpeed sends
-    ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process also reads it.
+    from Slurm's srun, and otherwise the process is a single rank. DeepSpeed sends ``.deepspeed_env`` only by pdsh, so
+    each process also reads it.
 
     It also limits how long GNU OpenMP's threads, which read this when PyTorch is imported, spin before they sleep. On
     two cores shared with another process, long spinning made a step ten times slower; short spinning costs a tenth on
@@ -74,7 +68,7 @@ def set_environment() -> None:
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
+    started = {} if "RANK" in os.environ else _of_slurm()
     unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
     os.environ.update(unknown)
     for name, value in (find_environment() | _handed_on()).items():
@@ -85,7 +79,7 @@ def set_environment() -> None:
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         raise SpecError(
             f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
-            "not set; see launch/clusters/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
+            "not set; see launch/clusters/slurm.sh"
         )
     if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
@@ -132,12 +126,6 @@ def _handed_on() -> dict[str, str]:
             with path.open() as file:
                 return dict(json.loads(file.readline()))
     return {}
-
-
-def _of_openmpi() -> dict[str, str]:
-    """Return the rank variables of a task of mpirun, whose parent may itself be a task of srun."""
-    found = {ours: os.environ[theirs] for ours, theirs in OPENMPI.items() if theirs in os.environ}
-    return found if len(found) == len(OPENMPI) else {}
 
 
 def _of_slurm() -> dict[str, str]:

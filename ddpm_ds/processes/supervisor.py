@@ -40,11 +40,10 @@ from ddpm_ds.processes.hosts import (
     find_environment,
     read_hostfile,
     this_host,
-    write_environment,
 )
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
 from ddpm_ds.processes.signals import heard_signals
-from ddpm_ds.secret import is_secret
+from ddpm_ds.secret import is_secret, write_private
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -380,7 +379,8 @@ class _Start:
         cleanup.callback(os.close, file := os.memfd_create("environment"))
         travels = Path(f"/proc/{os.getpid()}/fd/{file}")
         open_to_all = {name: value for name, value in found.items() if name not in private}
-        write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})
+        sent = open_to_all | {EXIT_FILE_VARIABLE: self._exits.name}
+        write_private(travels, "".join(f"{name}={value}\n" for name, value in sent.items()).encode())
         left_out = {*private, "LOCAL_RANK"}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}

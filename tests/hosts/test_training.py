@@ -13,10 +13,9 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from ddpm_ds.checkpoint.reader import Reader
 from tests.hosts.hosts import UNMETERED, Host, Hosts
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_digits, wait_for, write_json
-from tests.train.ranks import Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
+from tests.train.ranks import Ranks, arguments, checkpoints, points
 
 pytestmark = pytest.mark.launch
 
@@ -91,45 +90,6 @@ def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(
     assert losses(run_dir) == pytest.approx(losses(one_host), rel=1e-6) and len(losses(run_dir)) == 10
     assert held_out_losses(run_dir) == pytest.approx(held_out_losses(one_host), rel=1e-5)
     assert checkpoints(run_dir) == ["images-000000160"]
-
-
-def test_without_a_shared_folder_a_run_over_ssh_resumes_from_each_hosts_part_and_ends_as_on_one_host(
-    hosts: Hosts, tmp_path: Path, empty_store: Path
-) -> None:
-    run_dir = run_dir_with_store(tmp_path, empty_store)
-    one, two = (host.private(run_dir) for host in hosts)
-
-    def pieces(folder: Path, images: int) -> list[str]:
-        return sorted(path.name for path in (folder / "checkpoints" / f"images-{images:09d}").iterdir())
-
-    before = hosts.bytes_sent()
-    hostfile = hosts.hostfile(tmp_path / "hostfile", slots=1)
-    over_ssh = [(hosts[0], ["deepspeed", "--hostfile", str(hostfile)])]
-    said = train(hosts, run_dir, over_ssh, f"train.images={HALF}")
-    assert "2 stages x 1 replica" in said
-    assert all(hosts.bytes_sent()[host.name] > before[host.name] for host in hosts)
-    small = ["manifest.json", "stage{}-replica0.safetensors", "state.json"]
-    assert pieces(one, HALF) == [name.format(0) for name in small]
-    assert pieces(two, HALF) == [name.format(1) for name in small]
-    assert not [path for path in run_dir.iterdir() if path.name != ".lock"], "nothing beside the hosts' own folders"
-
-    # without ssh; each rank goes on from its own host's part
-    own = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", hosts[0].address, "--node_rank"]
-    said = train(hosts, run_dir, [(hosts[0], [*own, "0"]), (hosts[1], [*own, "1"])])
-    assert "resuming from" in said
-    assert pieces(two, WHOLE) == [name.format(1) for name in small]
-    for folder in (one, two):  # as somebody would bring a checkpoint together
-        shutil.copytree(folder / "checkpoints" / "images-000000160", tmp_path / "merged", dirs_exist_ok=True)
-
-    one_host = on_one_host(tmp_path / "one_host", empty_store, count=2)
-    assert the_same(Reader(tmp_path / "merged"), end_of(one_host)), "bit for bit"
-    assert losses(one) == losses(one_host) and len(losses(one_host)) == 10
-    assert held_out_losses(one) == held_out_losses(one_host) and len(held_out_losses(one_host)) == 2
-    assert pictures(one) == pictures(one_host) and len(pictures(one_host)) == 3
-    client, run = mlflow_run(run_dir)
-    assert run.info.status == "FINISHED" and run.data.tags["host"] == "worker-1"
-    assert run.data.tags["resume_count"] == "1"
-    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 10
 
 
 GONE_SECONDS = 30.0

@@ -418,7 +418,7 @@ def test_exit_code(
 def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_port(
     run_dir: Path, stand_in: Place
 ) -> None:
-    Path(".deepspeed_env").write_text("# the network\n\nexport GLOO_SOCKET_IFNAME = eth0\n")
+    Path(".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth0\n")
     said: list[str] = []
 
     def then(line: str) -> None:
@@ -497,7 +497,7 @@ def test_when_a_rank_fails_only_those_that_do_not_train_are_asked_to_stop(
     [
         ("", "add --run-dir DIR"),
         ("launch/train.py --run-dir", "add --run-dir DIR"),
-        ("--hostfile hostfile launch/train.py --run-dir run", "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE"),
+        ("--hostfile hostfile launch/train.py --run-dir run", "line 1: 'GLOO_SOCKET_IFNAME' is not NAME=VALUE"),
     ],
 )
 def test_what_could_not_start_is_refused_in_one_line(
