@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -87,11 +85,6 @@ def test_a_strangers_words_are_nobodys(stores: tuple[SealedStore, SealedStore, d
     stranger.set("moved", stranger.get("verdict").decode())
     stranger.get("moved")
     assert rank_0.get("moved") == b"", "a seal is of one key"
-    stranger.queue_push("queue", words)
-    assert stranger.queue_len("queue") == 1
-    rank_1.queue_push("queue", "metrics")
-    assert rank_1.queue_len("queue") == 2
-    assert [rank_0.queue_pop("queue", block=False) for _ in range(rank_0.queue_len("queue"))] == [b"", b"metrics"]
 
 
 def test_another_runs_secret_opens_nothing(
@@ -194,32 +187,6 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     ended = meet(agree, agree, seconds=0.5)
     assert all(isinstance(error, PeerLostError) for error in ended)
     assert any("rank 2 did not come within 0.5 s" in str(error) for error in ended)
-
-
-def test_a_rank_that_was_started_twice_is_named_and_one_that_takes_the_place_of_another_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "TELL_SECONDS", 0.5)
-    with ThreadPoolExecutor(4) as pool:
-        ended = [rank.result() for rank in [pool.submit(take_part, rank, agree) for rank in (0, 1, 1)]]
-    twice = r"rank 1 \(host worker-1\): it was started twice, here and on host worker-1; give each host its own"
-    assert all(isinstance(error, HostError) and re.match(twice, str(error)) for error in ended)
-
-    def agrees(together: Rendezvous, beats: int = 0) -> object:
-        time.sleep(beats * rendezvous.BEAT_SECONDS)
-        said = agree(together)
-        all_heard.wait(30.0)  # the store goes with rank 0
-        together.close()
-        return said
-
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    all_heard = threading.Barrier(3)
-    with ThreadPoolExecutor(4) as pool:
-        ranks = [pool.submit(take_part, rank, agrees) for rank in (0, 1)]
-        assert pool.submit(take_part, 2, lambda together: together.close()).result() is None
-        ranks.append(pool.submit(take_part, 2, partial(agrees, beats=5)))
-        assert [rank.result() for rank in ranks] == [[{}, {}, {}]] * 3
 
 
 def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     recorded,
 )
-from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, received_signals
 from ddpm_ds.processes.supervisor import DEFAULT_PORT, Node, Outcome, Place, exit_code, supervise
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
@@ -154,7 +154,7 @@ def supervised(
         said.append(line)
         then(line)
 
-    with heard_signals():  # a supervisor is the last of a process and leaves signals ignored; this one goes on
+    with received_signals():  # a supervisor is the last of a process and leaves signals ignored; this one goes on
         ended = supervise(command, place, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=log)
         return ended.code, said
 
