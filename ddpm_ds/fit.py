@@ -25,7 +25,7 @@ from ddpm_ds.files import REHEARSAL, read_json
 from ddpm_ds.planning import RunPlan, plan_run, workload
 from ddpm_ds.predict.layouts import usable
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.signals import received_signals
+from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.processes.supervisor import Processes, rank_environments
 
 KNEE = 0.05
@@ -309,7 +309,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
     Raises:
         KeyboardInterrupt: a signal asked to end.
     """
-    with received_signals() as heard, log.open("wb") as output:
+    with heard_signals() as heard, log.open("wb") as output:
         environments = rank_environments(processes, free_port(), os.environ)
         ranks, until = Processes([*RANK, *arguments], environments, stdout=output, stderr=output), math.inf
         try:

@@ -53,7 +53,7 @@ from ddpm_ds.experiments.sweep import (
 )
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.planning import RunPlan
-from ddpm_ds.processes.signals import received_signals
+from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.processes.supervisor import Node, Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment, check_trackers
@@ -424,7 +424,7 @@ def _train_trials(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Name
         "full": options.full,
         "command": shlex.join(["ddpm-ds", *sys.argv[1:]]),
     }
-    with run_folder.disk_errors_said(sweep.folder), run_folder.claim_folder(sweep.folder), received_signals() as heard:
+    with run_folder.disk_errors_said(sweep.folder), run_folder.claim_folder(sweep.folder), heard_signals() as heard:
         tracker, identity = sweep.begin(plans[0].spec.logging.experiment, params, options.note, log)
         until = time.monotonic() + PARENT_SECONDS
         while tracker.run_id is None and not heard and time.monotonic() < until:

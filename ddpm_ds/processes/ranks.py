@@ -54,7 +54,7 @@ def set_environment() -> None:
     another process, long spinning made a step ten times slower; short spinning costs a tenth on two idle cores.
 
     Raises:
-        SpecError: ``.deepspeed_env`` or a launcher's variable can't be parsed, or the first of several hosts is unknown.
+        SpecError: ``.deepspeed_env`` or a launcher's variable can't be parsed, or the first host is unknown.
     """
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:

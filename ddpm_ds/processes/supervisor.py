@@ -38,7 +38,7 @@ from ddpm_ds.processes.hosts import (
     this_host,
 )
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
-from ddpm_ds.processes.signals import received_signals
+from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.secret import is_secret, write_private
 
 DEFAULT_PORT = 29500
@@ -236,7 +236,7 @@ def supervise(
     """
     latest = _run_dir(program) / "checkpoints" / "latest"
     restarts = starts = 0
-    with received_signals(leaving=True) as received:
+    with heard_signals(leaving=True) as received:
         while True:
             before = _written(latest)
             place.check()

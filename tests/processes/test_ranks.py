@@ -238,33 +238,30 @@ recorded(read_images)
     assert "Bus error" in done.stderr and "in read_images" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "1000000000", "9" * 5000])
-def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/nowhere", name: value})
-    with pytest.raises(SpecError, match=f"^{name} in the environment: .* is not a whole number from") as caught:
-        set_environment()
-    assert str(caught.value).isprintable()
-
-
-CONTRADICTIONS = {
-    "LOCAL_RANK=4": "LOCAL_RANK = 4 and LOCAL_WORLD_SIZE = 4 in the environment contradict each other; correct",
-    "LOCAL_RANK=3 RANK=2": "LOCAL_RANK = 3 and RANK = 2 in the environment contradict each other",
-    "LOCAL_WORLD_SIZE=9": "LOCAL_WORLD_SIZE = 9 and WORLD_SIZE = 8 in the environment contradict each other",
-    "RANK=8": "RANK = 8 in the environment is none of WORLD_SIZE = 8 ranks",
-}
-
-
-@pytest.mark.parametrize("wrong", CONTRADICTIONS)
-def test_numbers_of_a_launcher_that_contradict_each_other_are_refused(
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            f"{name}={value} is not a whole number from"
+            for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT")
+            for value in ("", "two", "-1", "1.5", "1000000000", "9" * 5000)
+        ),
+        "LOCAL_RANK=4 and LOCAL_WORLD_SIZE = 4 in the environment contradict each other; correct",
+        "LOCAL_RANK=3,RANK=2 LOCAL_RANK = 3 and RANK = 2 in the environment contradict each other",
+        "LOCAL_WORLD_SIZE=9 and WORLD_SIZE = 8 in the environment contradict each other",
+        "RANK=8 in the environment is none of WORLD_SIZE = 8 ranks",
+    ],
+)
+def test_numbers_of_a_launcher_that_are_none_out_of_range_or_contradict_each_other_are_refused(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = TORCHRUN | {"HOME": str(tmp_path)} | dict(word.split("=") for word in wrong.split())
-    monkeypatch.setattr(os, "environ", given)
-    with pytest.raises(SpecError, match=CONTRADICTIONS[wrong]):
+    words, _, message = wrong.partition(" ")
+    given = dict(word.split("=") for word in words.split(","))
+    monkeypatch.setattr(os, "environ", TORCHRUN | {"HOME": str(tmp_path)} | given)
+    with pytest.raises(SpecError) as refused:
         set_environment()
+    error = str(refused.value)
+    assert message in error and all(name in error for name in given) and error.isprintable()
 
 
 def test_a_launcher_that_does_not_count_the_ranks_of_a_host_is_believed(
