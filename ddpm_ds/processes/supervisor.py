@@ -136,22 +136,11 @@ class Place:
     processes: int = 1
     node: Node = Node()
     hostfile: Path | None = None
-    include: str = ""
-    exclude: str = ""
     port: int | None = None
 
     def hosts(self) -> dict[str, int]:
-        """Return the hosts of the hostfile that take part, with their numbers of ranks, in the order of the ranks.
-
-        Raises:
-            SpecError: the hostfile can't be read, or DeepSpeed would refuse what is included or excluded.
-        """
+        """Return the hosts with their numbers of ranks, in the order of the ranks; raises SpecError."""
         if self.hostfile is None:
-            if self.include or self.exclude:
-                raise SpecError(
-                    "--include and --exclude choose hosts of a --hostfile; GPUs of this host are chosen by "
-                    "CUDA_VISIBLE_DEVICES=0,1"
-                )
             if self.node.rank >= self.node.of:
                 raise SpecError(
                     f"--node-rank {self.node.rank} of --nodes {self.node.of}: hosts are numbered from 0 to "
@@ -160,26 +149,7 @@ class Place:
             if self.node.of == 1:
                 return {"localhost": self.processes}
             return {f"node-{rank}": self.processes for rank in range(self.node.of)}
-        pool = read_hostfile(self.hostfile)
-        option, text = ("--include", self.include) if self.include else ("--exclude", self.exclude)
-        named: dict[str, set[str]] = {}
-        for part in filter(None, text.split("@")):
-            host, colon, slots = part.partition(":")
-            if host not in pool:
-                raise SpecError(
-                    f"{option} names {host}, which hostfile {self.hostfile} does not; use {', '.join(pool)}"
-                )
-            known = [str(slot) for slot in range(pool[host])]
-            given = slots.split(",") if colon else known
-            if unknown := set(given) - set(known):
-                use = f"{host}:{','.join(known[:8])}"
-                raise SpecError(f"{option} {text}: {min(unknown)!r} is no slot of {host}; write {use} or fewer")
-            named.setdefault(host, set()).update(given)
-        chosen = {host: len(named.get(host, ())) for host in pool}
-        left = chosen if self.include else {host: slots - chosen[host] for host, slots in pool.items()}
-        if not any(left.values()):
-            raise SpecError(f"{option} {text} leaves no host; use fewer")
-        return {host: slots for host, slots in left.items() if slots}
+        return read_hostfile(self.hostfile)
 
     def check(self) -> None:
         """Raise SpecError if the ranks could not be started from this host, or it could not be seen how they end."""
@@ -194,8 +164,7 @@ class Place:
 
     def deepspeed(self, program: Sequence[str]) -> list[str]:
         """Return the words after ``deepspeed`` that start a program, ``-m MODULE`` or a script, on the hosts."""
-        filters = [f"--{name}={text}" for name in ("include", "exclude") if (text := getattr(self, name))]
-        own = ["--hostfile", str(self.hostfile), *filters, "--master_port", str(self.port or DEFAULT_PORT)]
+        own = ["--hostfile", str(self.hostfile), "--master_port", str(self.port or DEFAULT_PORT)]
         return [*own, *(["--module", *program[1:]] if program[0] == "-m" else program)]
 
 
