@@ -270,14 +270,10 @@ def _exit_file() -> Path | None:
 class ExitRecord(NamedTuple):
     """Records of all ranks of a start."""
 
-    failure: int | None = None
-    """First exit code other than 0."""
-    unfinished: tuple[str, ...] = ()
-    """Ranks that started but have not recorded their end."""
-    finished: bool = False
-    """Whether a rank has exited with 0, which it does only after the run's last barrier: the run is done."""
-    training: bool = False
-    """Whether a rank has begun to train."""
+    failure: int | None = None  # first exit code other than 0
+    unfinished: tuple[str, ...] = ()  # ranks that started but have not recorded their end
+    finished: bool = False  # a rank has exited with 0, as it does only after the run's last barrier
+    training: bool = False  # a rank has begun to train
 
     @property
     def started(self) -> bool:

@@ -180,9 +180,7 @@ class Outcome(NamedTuple):
     """How a start of the ranks ended."""
 
     code: int
-    """Exit code."""
-    killed: bool = False
-    """Whether the system or a person killed the rank that was the first to fail."""
+    killed: bool = False  # by the system or a person: the rank that was the first to fail
 
 
 def supervise(

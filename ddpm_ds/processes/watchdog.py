@@ -88,15 +88,15 @@ def make_store(rank: int, world_size: int) -> SealedStore:
 
 @dataclass
 class Peer:
-    """Newest message of a rank, and when it last changed, on the reader's clock."""
+    """Newest message of a rank, and when it last changed, on the reader's clock.
+
+    ``state`` is running, waiting, paused, asking (its collective has failed: which rank is lost?) or left.
+    """
 
     beats: int = 0
     steps: int = 0
-    """Number of steps; a pause counts as continuing steps."""
     state: str = "running"
-    """running, waiting, paused, asking (its collective has failed: which rank is lost?) or left."""
     place: str = "-"
-    """Position of its main thread in the code."""
     beat_at: float = 0.0
     step_at: float = 0.0
 
@@ -111,12 +111,11 @@ class Peer:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Reason why the run can't continue; the first one written to the store counts for all ranks."""
+    """Reason why the run can't continue, and the exit code; the first one in the store counts for all ranks."""
 
     ranks: list[int]
     reason: str
     code: int = EXIT_PEER_LOST
-    """Exit code of all ranks."""
 
 
 class DeviceWork:
@@ -160,21 +159,14 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self._rank, self._store, self._clock, self._work = rank, store, clock, work
         self._leaving = threading.Event()
-        self.steps = self.pauses = 0
-        """Counted by this rank's main thread."""
-        self.asks = False
-        """This rank's collective has failed, and rank 0 should look for a lost rank."""
-        self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
-        """Newest messages that this rank reads, by rank."""
         self._beats = 0
-        self.answer_at = 0.0
-        """Time at which the store last answered."""
-        self.closed = False
-        """The store has gone although rank 0 had not said that it leaves."""
-        self.proposal: Judgement | None = None
-        """This rank's own judgement."""
-        self.verdict: Judgement | None = None
-        """The one that counts for all ranks."""
+        self.steps = self.pauses = 0  # of this rank's main thread
+        self.asks = False  # this rank's collective has failed, and rank 0 should look for a lost rank
+        self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
+        self.answer_at = 0.0  # when the store last answered
+        self.closed = False  # the store has gone although rank 0 had not left
+        self.proposal: Judgement | None = None  # this rank's own
+        self.verdict: Judgement | None = None  # the one that counts for all ranks
 
     def leave(self) -> None:
         """Tell the others that this rank leaves, and end the thread."""
