@@ -49,9 +49,7 @@ def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(
     assert [host.processes(r"train\.py|torch\.distributed") for host in hosts] == [[], []]
     (tmp_path / "one").mkdir()
     one_host = run_dir_with_store(tmp_path / "one", empty_store)
-    with Ranks(
-        one_host, *CHANGES, options=["-p", "2"], count=4, MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING="false"
-    ) as ranks:
+    with Ranks(one_host, *CHANGES, options=["-p", "2"], count=4, MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING="false") as ranks:
         assert ranks.codes(TRAIN_SECONDS) == [0] * 4, ranks.said[-4000:]
     losses = [[point["train/loss"] for point in points(folder)] for folder in (run_dir, one_host)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 10
