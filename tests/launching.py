@@ -20,7 +20,7 @@ import pytest
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.supervisor import SAID_BY_RANK_0, rank_environments
+from ddpm_ds.processes.supervisor import PRINTED_BY_RANK_0, rank_environments
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0
@@ -128,7 +128,7 @@ def run_ranks(processes: int, script: Path, *arguments: str, **environment: str)
         deadline, code = time.monotonic() + PATIENCE_SECONDS, 0
         while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
             if code == 0 and (code := next(filter(None, codes), 0)):
-                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS * (codes[0] not in SAID_BY_RANK_0))
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS * (codes[0] not in PRINTED_BY_RANK_0))
             wait_for_end([rank.pid for rank, ended in zip(ranks, codes, strict=True) if ended is None], deadline)
         for process in ranks:
             process.kill()

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from ddpm_ds.processes.supervisor import DEFAULT_PORT, Outcome, Place, rank_envi
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.version import __version__
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
-from tests.launching import place_digits, place_empty_store, wait_for
+from tests.launching import place_digits, place_empty_store
 from tests.train.ranks import TINY
 
 CLUSTERS = REPOSITORY / "launch" / "clusters"
@@ -184,47 +183,6 @@ def test_ranks_with_exactly_these_variables_train_together(
             ranks.append(Forked.script(words, env=environment, stdout=output, stderr=output))
     assert [rank.wait() for rank in ranks] == [0, 0], output.read_text()[-4000:]
     assert (checkpoints_of(tmp_path / "run") / LATEST).is_file()
-
-
-@pytest.mark.launch
-@pytest.mark.long
-def test_a_pod_that_is_asked_to_leave_saves_the_run_which_goes_on_when_both_are_back(tmp_path: Path) -> None:
-    place_digits(tmp_path)
-    port, starts = free_port(), 0
-
-    def start(images: int) -> list[subprocess.Popen[bytes]]:
-        nonlocal starts
-        starts += 1
-        pods = []
-        for node, variables in enumerate(VARIABLES["jobset"]):
-            words = small(typed("jobset", variables, tmp_path), tmp_path, port, images)
-            command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
-            with (tmp_path / f"said-{starts}-{node}").open("wb") as said:
-                pods.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **ONE_THREAD, "HOME": str(tmp_path), **variables},
-                        stdout=said,
-                        stderr=said,
-                        cwd=tmp_path,
-                    )
-                )
-        return pods
-
-    def said() -> str:
-        return "".join(path.read_text() for path in sorted(tmp_path.glob("said-*")))
-
-    pods = start(80000)
-    try:
-        wait_for(lambda: re.search(r"\d/80,000 images", said()), said=said, pause=0.1)
-        pods[1].send_signal(signal.SIGTERM)
-        assert [pod.wait() for pod in pods] == [EXIT_PREEMPTED, EXIT_PREEMPTED], said()
-        saved = (checkpoints_of(tmp_path / "run") / LATEST).read_text().strip()
-        pods += start(int(saved.removeprefix("images-")) + 64)
-        assert [pod.wait() for pod in pods[2:]] == [0, 0] and f"resuming from {tmp_path / 'run'}" in said(), said()
-    finally:
-        for pod in pods:
-            pod.kill()
 
 
 def test_grace_periods_and_exit_codes_are_ours() -> None:

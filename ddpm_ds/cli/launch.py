@@ -52,7 +52,7 @@ Start a training script on the processes of this machine, or on those of a hostf
 with them. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends
 them at once. If ranks are lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which
 must be given. Nothing is left running. For several hosts, start it on one host of the hostfile, preferably the first;
-each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun, srun or mpirun.
+each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun or srun.
 """
 
 RUN_EPILOG = """\
@@ -80,7 +80,7 @@ def add_train(verbs: Verbs) -> None:
 
 
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:
-    where, filters = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--processes", type=processes, metavar="N", help="processes on this machine (default: one for each GPU, or one)"
     )
@@ -94,8 +94,6 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         "--node-rank", type=natural, default=0, metavar="K", help="this one's place among them, from 0 (default 0)"
     )
     parser.add_argument("--master-addr", metavar="HOST", help="name or address of the first of them")
-    filters.add_argument("--include", default="", metavar="HOST:0,1@HOST", help="only these hosts and slots of it")
-    filters.add_argument("--exclude", default="", metavar="HOST:0,1@HOST", help="all but these hosts and slots of it")
     parser.add_argument(
         "--port", type=port, metavar="PORT", help="where ranks meet (default: a free one; with a hostfile 29500)"
     )
@@ -115,7 +113,7 @@ def _place(options: argparse.Namespace, device: str) -> Place:
     if options.nodes > 1 and options.master_addr is None:
         raise SpecError(f"--nodes {options.nodes} needs --master-addr HOST, the address of the host with --node-rank 0")
     node = Node(options.node_rank, options.nodes, options.master_addr or Node.master)
-    return Place(count or 0, node, options.hostfile, options.include, options.exclude, options.port)
+    return Place(count or 0, node, options.hostfile, options.port)
 
 
 def _train(options: argparse.Namespace) -> int:

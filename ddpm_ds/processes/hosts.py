@@ -1,9 +1,7 @@
-r"""Hosts of a run: DeepSpeed's hostfile, ssh to the hosts, their software, and the environment that is sent to them.
+"""Hosts of a run: DeepSpeed's hostfile, ssh to the hosts, their software, and ``.deepspeed_env``.
 
-DeepSpeed's own reader of ``.deepspeed_env`` stops at a blank line or a comment, and pastes the value into a line of the
-remote shell, inside double quotes if it has more than letters. So a value is read here as between a shell's double
-quotes, with ``\``, ``"``, ``$`` and the backquote escaped by a backslash. Blank lines, comments, ``export`` and quotes
-are also understood.
+DeepSpeed pastes the values of ``.deepspeed_env`` between double quotes into a line of the remote shell, so a value with
+a character that a shell changes is refused.
 """
 
 import contextlib
@@ -25,7 +23,7 @@ import psutil
 from ddpm_ds.command_line import MOST_PROCESSES
 from ddpm_ds.errors import SpecError
 from ddpm_ds.files import MOST_CONFIG_BYTES, read_text
-from ddpm_ds.secret import shown, write_private
+from ddpm_ds.secret import shown
 from ddpm_ds.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
@@ -50,16 +48,7 @@ PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", 
 """Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
-_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
-_VALUE = re.compile(
-    r"""'(?P<literal>[^']*)'(?:\s*;)?(?:\s+\#.*)?
-    |"(?P<quoted>(?:[^"\\]|\\.)*)"(?:\s*;)?(?:\s+\#.*)?
-    |(?P<bare>(?!['"\#])(?:(?!\s+\#).)*?)(?:\s+\#.*)?
-    |(?:\#.*)?""",
-    re.VERBOSE,
-)
-_ESCAPED = re.compile(r'\\([\\"$`])')
-_NEEDS_ESCAPE = re.compile(r'[\\"$`]')
+_LINE = re.compile(r"([A-Za-z_]\w*)=((?:(?!\s\#)[^'\"\\$`])*)", re.ASCII)
 
 
 def user_name() -> str:
@@ -196,10 +185,10 @@ def _is_address_of_this_host(host: str) -> bool:
 
 
 def read_environment(path: Path) -> dict[str, str]:
-    """Return the variables in a file with blank lines, comments, ``export``, quotes and spaces around ``=``.
+    """Return the variables in a file of lines NAME=VALUE; empty lines are ignored.
 
     Raises:
-        SpecError: the file can't be read, a line is not KEY=VALUE, or a value depends on the shell that reads it.
+        SpecError: the file can't be read, or a line is not NAME=VALUE.
     """
     try:
         lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
@@ -207,9 +196,15 @@ def read_environment(path: Path) -> dict[str, str]:
         raise SpecError(f"{path} can't be read ({error.strerror}); fix or delete it") from None
     values = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
-        if line and not line.startswith("#"):
-            name, value = _assignment(line, f"{path}, line {number}")
-            values[name] = value
+        if found := _LINE.fullmatch(line):
+            values[found[1]] = found[2]
+        elif line:
+            name, equals, value = line.partition("=")
+            text = f"{name}={shown(name, value)}" if equals else shown(line, line)
+            raise SpecError(
+                f"{path}, line {number}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, without "
+                "export, quotes, $, backslash, backquote or comment"
+            )
     return values
 
 
@@ -224,43 +219,6 @@ def find_environment() -> dict[str, str]:
         if os.path.isfile(path):  # False if the home folder is somebody else's, as in containers
             values |= read_environment(path)
     return values
-
-
-def write_environment(path: Path, values: Mapping[str, str]) -> None:
-    """Write variables in the format of DeepSpeed's reader, a line for each, readable by this user alone.
-
-    Raises:
-        SpecError: a name is not valid in a shell, or a value can't be written so that both readers restore it.
-    """
-    lines = []
-    for name, value in values.items():
-        escaped = _NEEDS_ESCAPE.sub(r"\\\g<0>", value)
-        line = f"{name}={escaped}"
-        if line.splitlines() != [line] or _assignment(line.strip(), str(path)) != (name, value):
-            raise SpecError(
-                f"{name}={shown(name, value)!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces"
-            )
-        lines.append(f"{line}\n")
-    write_private(path, "".join(lines).encode())
-
-
-def _assignment(line: str, where: str) -> tuple[str, str]:
-    found = _LINE.fullmatch(line)
-    name, equals, text = line.partition("=")
-    line = f"{name}={shown(name, text)}" if equals else shown(line, line)
-    if found is None:
-        raise SpecError(f"{where}: {line!r} is not KEY=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0")
-    value = _VALUE.fullmatch(found["value"])
-    if value is None:
-        raise SpecError(f"{where}: the quotes of {line!r} don't close; close them, or put a backslash before each")
-    if value["literal"] is not None:
-        return found["name"], value["literal"]
-    text = value["quoted"] or value["bare"] or ""
-    if re.search(r"[$`]", _ESCAPED.sub("", text)):
-        raise SpecError(
-            f"{where}: {line!r} would be another value in each shell; write it out, or \\$ if the sign is meant"
-        )
-    return found["name"], _ESCAPED.sub(r"\1", text)
 
 
 def route_towards(address: str) -> tuple[str | None, str]:

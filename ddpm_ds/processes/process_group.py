@@ -23,17 +23,13 @@ PAUSE_SECONDS = 1800.0
 JOIN_TIMEOUT = timedelta(minutes=30)
 """Time limit for all ranks to join the group, which after a rendezvous they do at once."""
 LONGEST_TIMEOUT = timedelta(days=365)
-"""Time-out that is practically infinite; much longer ones overflow clocks that count nanoseconds."""
-
+"""Much longer ones overflow clocks that count nanoseconds."""
 
 Value = TypeVar("Value")
 
 
 def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
-    """Return the time-out of process groups, long enough for the watchdog to act first.
-
-    The longest-waiting collective began before the last step that counts as progress, and a pause may lie in between.
-    """
+    """Return the time-out of process groups: the watchdog acts first, even after a pause between two steps."""
     return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_TIMEOUT.total_seconds()))
 
 
@@ -41,8 +37,8 @@ def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD
 def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     """Make the process group for DeepSpeed, and destroy it at the end, since gloo aborts a process that exits with one.
 
-    ``timeout`` (default: :func:`group_timeout`) applies to it and to all groups created inside. A UserError that leaves
-    the block is assumed to be known to all ranks.
+    ``timeout`` (default: :func:`group_timeout`) is also that of groups made inside. All ranks know of a UserError that
+    leaves the block.
 
     Raises:
         LayoutError: another job on this host has the port.

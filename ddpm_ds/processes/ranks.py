@@ -1,8 +1,5 @@
-"""Start and end of a process as a rank. Does not import torch.
-
-At its start a process finds its rank, whichever launcher started it, and reads variables that were not sent to its
-host. At its end it records its exit code for ``ddpm-ds run``, since a process that has done its work may still fail as
-it exits, and DeepSpeed's launcher reports the code of any rank, or 0 if a part of it was killed.
+"""Start and end of a process as a rank: it finds its rank, whichever launcher started it, and records its exit code for
+``ddpm-ds run``, since it may still fail as it exits. Does not import torch.
 """
 
 import argparse
@@ -46,36 +43,25 @@ exit."""
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
 """First of Slurm's step numbers for other than srun's tasks: batch script, interactive shell, external processes."""
-OPENMPI = {
-    "RANK": "OMPI_COMM_WORLD_RANK",
-    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
 
 
 def set_environment() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
-    ``.deepspeed_env``.
+    ``.deepspeed_env``, where they are missing.
 
-    Existing variables are kept. ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is taken
-    from OpenMPI's mpirun or Slurm's srun, and otherwise the process is a single rank. DeepSpeed sends
-    ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process also reads it.
-
-    It also limits how long GNU OpenMP's threads, which read this when PyTorch is imported, spin before they sleep. On
-    two cores shared with another process, long spinning made a step ten times slower; short spinning costs a tenth on
-    two idle cores.
+    ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is Slurm's, or the process is a single
+    rank. GNU OpenMP's threads spin more briefly before they sleep: on two cores shared with
+    another process, long spinning made a step ten times slower; short spinning costs a tenth on two idle cores.
 
     Raises:
-        SpecError: a line of ``.deepspeed_env`` or a variable of Slurm can't be parsed, or the ranks are on several
-            hosts and the first is unknown.
+        SpecError: ``.deepspeed_env`` or a launcher's variable can't be parsed, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
+    started = {} if "RANK" in os.environ else _of_slurm()
     unknown = {name: value for name, value in (started or alone).items() if name not in os.environ}
     os.environ.update(unknown)
     for name, value in (find_environment() | _handed_on()).items():
@@ -86,7 +72,7 @@ def set_environment() -> None:
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         raise SpecError(
             f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
-            "not set; see launch/clusters/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
+            "not set; see launch/clusters/slurm.sh"
         )
     if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
@@ -95,14 +81,8 @@ def set_environment() -> None:
 
 
 def _check_environment(given: Collection[str]) -> None:
-    """Check the rank numbers in the environment; those ``given`` by a launcher also among each other.
-
-    Raises:
-        SpecError: one is not a number or out of its range, or two contradict each other.
-    """
-    ranges = {
-        name: (1, MOST_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE")
-    }
+    """Raise SpecError if a rank number in the environment is none, or if two ``given`` ones contradict each other."""
+    ranges = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"), (1, MOST_PROCESSES))
     ranges |= {"RANK": (0, MOST_PROCESSES), "LOCAL_RANK": (0, MOST_PROCESSES), "MASTER_PORT": (0, 2**16 - 1)}
     for name in os.environ.keys() & ranges.keys():
         lowest, highest = ranges[name]
@@ -133,12 +113,6 @@ def _handed_on() -> dict[str, str]:
             with path.open() as file:
                 return dict(json.loads(file.readline()))
     return {}
-
-
-def _of_openmpi() -> dict[str, str]:
-    """Return the rank variables of a task of mpirun, whose parent may itself be a task of srun."""
-    found = {ours: os.environ[theirs] for ours, theirs in OPENMPI.items() if theirs in os.environ}
-    return found if len(found) == len(OPENMPI) else {}
 
 
 def _of_slurm() -> dict[str, str]:
@@ -180,10 +154,7 @@ def host_name() -> str:
 
 
 def free_port() -> int:
-    """Return a port of this host on which nobody listens, below those that systems lend to connections.
-
-    A run that is restarted listens on its port again, and a lent one may be another program's connection by then.
-    """
+    """Return a port of this host on which nobody listens, and which Linux lends to no connection before a restart."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)  # 32,768: the first that Linux lends
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -192,10 +163,10 @@ def free_port() -> int:
 
 
 class Launcher:
-    """Launcher of this process: its parent, if that is a launcher, its supervisor, and the readers of its output pipes.
+    """Launcher of this process, which may be killed, or lost with an ssh connection, and leave its ranks running.
 
-    One that is killed, or a dropped ssh connection, leaves its ranks running. A rank notices when its parent changes,
-    when its supervisor's :class:`ExitFile` has gone, or when nobody reads its output any more.
+    A rank notices that its parent changes, that its supervisor's :class:`ExitFile` is gone, or that nobody reads its
+    output any more.
     """
 
     def __init__(self) -> None:
@@ -257,10 +228,8 @@ def record_training() -> None:
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
-    With ``stoppable`` a stop signal ends it at once with code 75, whatever it waits for, until ``main`` handles signals
-    itself, since there is nothing to save yet; after ``main`` signals are ignored. A crash outside of Python, such as
-    on an image file truncated while it is read, prints a stack trace; to the others the rank is lost, and the next
-    start names the file.
+    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself, since there is
+    nothing to save yet. A crash outside of Python, as on an image file truncated while it is read, prints a stack.
     """
     faulthandler.enable(2)
     if stoppable:
@@ -302,14 +271,10 @@ def _exit_file() -> Path | None:
 class ExitRecord(NamedTuple):
     """Records of all ranks of a start."""
 
-    failure: int | None = None
-    """First exit code other than 0."""
-    unfinished: tuple[str, ...] = ()
-    """Ranks that started but have not recorded their end."""
-    finished: bool = False
-    """Whether a rank has exited with 0, which it does only after the run's last barrier: the run is done."""
-    training: bool = False
-    """Whether a rank has begun to train."""
+    failure: int | None = None  # first exit code other than 0
+    unfinished: tuple[str, ...] = ()  # ranks that started but have not recorded their end
+    finished: bool = False  # a rank has exited with 0, as it does only after the run's last barrier
+    training: bool = False  # a rank has begun to train
 
     @property
     def started(self) -> bool:
@@ -318,10 +283,9 @@ class ExitRecord(NamedTuple):
 
 
 class ExitFile:
-    """File in memory in which the ranks of this host record their starts and exit codes, held by their supervisor.
+    """File in memory in which the ranks of this host record their starts and exit codes; it ends with their supervisor.
 
-    They reach it through the supervisor's process, so it goes with that, however it ends, and no cleaner of temporary
-    files can remove it. Its first line has the variables in ``private``, which no command line may show.
+    Its first line has the variables in ``private``, which no command line may show.
     """
 
     def __init__(self, private: Mapping[str, str] | None = None) -> None:

@@ -1,9 +1,8 @@
 """Rendezvous of all ranks before they have a process group, and the key-value store on rank 0 by which they meet.
 
-Building a process group needs every rank, and a rank that has exited, or that trains something else, would make the
-others wait for minutes or for ever. So each rank first writes its plans to a key-value store on rank 0. Rank 0 collects
-them and answers with all of them, or with the reason why the run can't start. Then all exit for the same reason, or all
-continue. Equal plans are answered once, so that what is read grows with the ranks, not with their square.
+Building a process group needs every rank, and one that has exited, or that trains something else, would make the others
+wait for ever. So each rank first writes its plans to a key-value store on rank 0, which answers with all of them, equal
+ones once, or with the reason why the run can't start. Then all exit for the same reason, or all continue.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
@@ -18,9 +17,9 @@ import errno
 import hashlib
 import hmac
 import ipaddress
+import itertools
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -73,9 +72,8 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 def _listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens at an address of ``host``.
 
-    None if no address is this machine's own, as for a service that forwards connections, or if the port is taken,
-    perhaps by this process, which PyTorch will find. A name that means loopback on its own host, as Debian sets it up,
-    means another address elsewhere.
+    None if no address is this machine's own, or if the port is taken, perhaps by this process, which PyTorch will find.
+    A name that means loopback on its own host, as Debian sets it up, means another address elsewhere.
     """
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         number = str(address[0]).partition("%")[0]
@@ -130,18 +128,8 @@ class SealedStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
 
-    def queue_push(self, key: str, value: bytes | str) -> None:
-        self._store.queue_push(key, self._sealed(key, value))
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._opened(key, self._store.queue_pop(key, block))
-
-    def queue_len(self, key: str) -> int:
-        return self._store.queue_len(key)
-
-    def _sealed(self, key: str, value: bytes | str) -> str:
-        text = value if isinstance(value, str) else value.decode()
-        return f"{self._seal(key, text.encode())}{text}"
+    def _sealed(self, key: str, value: str) -> str:
+        return f"{self._seal(key, value.encode())}{value}"
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
         seal, value = sealed[: 2 * hashlib.sha256().digest_size], sealed[2 * hashlib.sha256().digest_size :]
@@ -167,15 +155,12 @@ class Rendezvous:
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
-        self._host, self._process = host_name(), secrets.token_hex(4)
         self._beating = threading.Thread(target=self._beat, name="rendezvous", daemon=True)
         if self._store is not None:
             self._beating.start()
 
     def name(self, rank: int, stage: int | None = None, part: int | None = None) -> str:
-        """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, with its ``part`` if there are
-        tensor groups, and the host if there are several.
-        """
+        """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, the host if not alone."""
         facts = [f"stage {stage}"] if stage is not None else []
         facts += [f"tensor part {part}"] if part is not None else []
         facts += [f"host {self.hosts[rank]}"] if len(set(self.hosts)) > 1 else []
@@ -207,12 +192,12 @@ class Rendezvous:
         answer = json.loads(text)
         if "why" in answer:
             raise (PeerLostError if answer["lost"] else HostError)(*answer["why"].splitlines())
-        said = [answer["said"][place] for place in answer["of"]]
-        self.hosts = tuple(one["host"] for one in said)
-        return [one["facts"] for one in said]
+        written = [answer["written"][place] for place in answer["places"]]
+        self.hosts = tuple(one["host"] for one in written)
+        return [one["facts"] for one in written]
 
     def _collect(self, store: dist.Store, topic: str) -> None:
-        """Write the answer to what all ranks say about a topic: each different text once, and the text of each rank."""
+        """Write the answer: each different text about a topic once, and for each rank the place of its text."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         try:
             self._wait(store, keys, awaited=range(self.world_size))
@@ -224,7 +209,7 @@ class Rendezvous:
             time.sleep(4 * self._poll_seconds)  # the store ends with this rank; until then the others read why
             return
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        answer = {"said": list(map(json.loads, places)), "of": [places[text] for text in texts]}
+        answer = {"written": list(map(json.loads, places)), "places": [places[text] for text in texts]}
         store.set(topic, json.dumps(answer))
 
     def _different_secrets(self, ranks: list[int]) -> HostError:
@@ -238,9 +223,8 @@ class Rendezvous:
         if self._store is None:
             return
         with contextlib.suppress(dist.DistError):
-            self._store.compare_set(
-                REFUSAL, "", json.dumps({"rank": self.rank, "host": host_name(), "why": str(error)})
-            )
+            why = {"rank": self.rank, "host": host_name(), "why": str(error)}
+            self._store.compare_set(REFUSAL, "", json.dumps(why))
             self._store.set(f"left/{self.rank}", "")
             others = [f"left/{rank}" for rank in range(self.world_size)]
             until = time.monotonic() + TELL_SECONDS
@@ -273,7 +257,7 @@ class Rendezvous:
     def _wait(self, store: dist.Store, keys: list[str], awaited: Sequence[int]) -> None:
         """Wait for the keys that the ``awaited`` ranks write, looking up missing ones no more often than ranks beat."""
         started = looked_at = time.monotonic()
-        heard = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
+        received = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]) and (text := store.get(REFUSAL)):
                 refusal = json.loads(text)
@@ -286,30 +270,23 @@ class Rendezvous:
             missing = [rank for rank, key in zip(awaited, keys, strict=True) if not store.check([key])]
             for rank in missing:
                 beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-                if beat != heard[rank][0]:
-                    heard[rank] = beat, now
-            absent = [rank for rank in missing if not heard[rank][0]]
+                if beat != received[rank][0]:
+                    received[rank] = beat, now
+            absent = [rank for rank in missing if not received[rank][0]]
             if absent and now - started > self._start_seconds:
                 raise PeerLostError(
                     f"{_ranks(absent)} did not come within {self._start_seconds:g} s: not started, or unable to reach "
                     f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE checks it"
                 )
-            silent = [rank for rank in missing if heard[rank][0] and now - heard[rank][1] > SILENCE_SECONDS]
+            silent = [rank for rank in missing if received[rank][0] and now - received[rank][1] > SILENCE_SECONDS]
             if silent:
                 raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
 
     def _beat(self) -> None:
-        """Beat, and refuse the run if another process that lives beats for the same rank."""
         assert self._store is not None
-        key, count = f"beat/{self.rank}", 0
         with contextlib.suppress(dist.DistError):  # rank 0 has gone
-            while True:
-                found = self._store.get(key).decode().split() if count else []
-                if found and found[1] != self._process:
-                    why = f"it was started twice, here and on host {found[2]}; give each host its own --node-rank"
-                    refusal = json.dumps({"rank": self.rank, "host": self._host, "why": why})
-                    self._store.compare_set(REFUSAL, "", refusal)
-                self._store.set(key, f"{(count := count + 1)} {self._process} {self._host}")
+            for count in itertools.count():
+                self._store.set(f"beat/{self.rank}", str(count))
                 if self._closed.wait(BEAT_SECONDS):
                     return
 

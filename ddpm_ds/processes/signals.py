@@ -48,14 +48,14 @@ def ignore(numbers: Iterable[int]) -> None:
 
 
 class SignalThread:
-    """Thread that gives the number of each stop signal to ``hear``, from construction to :meth:`close`.
+    """Thread that gives the number of each stop signal to ``receive``, from construction to :meth:`close`.
 
     It is woken through a socket, since Python runs no handler while the main thread waits in a library.
     """
 
-    def __init__(self, hear: Callable[[int], None]) -> None:
-        self._hear = hear
-        self._heard, self.wakeup = socket.socketpair()
+    def __init__(self, receive: Callable[[int], None]) -> None:
+        self._receive = receive
+        self._received, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno())
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
@@ -63,10 +63,10 @@ class SignalThread:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._heard:
-            while numbers := self._heard.recv(1):
+        with self._received:
+            while numbers := self._received.recv(1):
                 if numbers[0] in STOP_SIGNALS:
-                    self._hear(numbers[0])
+                    self._receive(numbers[0])
 
     def close(self, *, leaving: bool = False) -> None:
         """Handle signals as before; with ``leaving`` ignore them, since the process is about to end."""
@@ -82,22 +82,19 @@ class SignalThread:
 
 @contextlib.contextmanager
 def heard_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
-    """Yield the list of received stop signals.
+    """Yield the list of received stop signals; afterwards they are handled as before, or with ``leaving`` ignored."""
+    received: list[signal.Signals] = []
+    received_at = -math.inf
 
-    Afterwards signals are handled as before, or with ``leaving`` ignored, since the process is about to end.
-    """
-    heard: list[signal.Signals] = []
-    heard_at = -math.inf
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal received_at
+        if time.monotonic() - received_at > SAME_SIGNAL_SECONDS:
+            received.append(signal.Signals(number))
+        received_at = time.monotonic()
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        nonlocal heard_at
-        if time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
-            heard.append(signal.Signals(number))
-        heard_at = time.monotonic()
-
-    before = {number: signal.signal(number, hear) for number in heeded(SUPERVISOR_SIGNALS)}
+    before = {number: signal.signal(number, receive) for number in heeded(SUPERVISOR_SIGNALS)}
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if leaving else handler)

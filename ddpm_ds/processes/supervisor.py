@@ -1,14 +1,10 @@
-"""Start of a run's ranks, those of this host as children of this process, those of several by DeepSpeed's launcher; and
-their supervisor, which adds orderly stops, exit codes, leftover processes and restarts. Does not import torch.
+"""Start of a run's ranks, as children of this process or by DeepSpeed's launcher on several hosts; orderly stops, exit
+codes, leftover processes and restarts. Does not import torch.
 
-The ranks themselves are signalled, so that they finish their step and save. When one has failed, others that train
-notice it and name it; a signal would ask them to save.
-
-On SIGTERM DeepSpeed's launcher alone would end the ranks, with SIGKILL after 30 s; if a part of it is killed, it exits
-with 0 and leaves ranks running; and it never restarts. The ranks of this host are signalled and watched: all ranks
-follow a request to one, and the end of one ends all. Ranks on other hosts exit by themselves when they have lost the
-others or their launcher. Tests hold what DeepSpeed 0.19.8 does (deepspeed/launcher): which variables tell a process its
-rank, and which hosts of a hostfile take part.
+The ranks of this host are signalled, so that they finish their step and save, and watched: all follow a request to one,
+and the end of one ends all. When one has failed, others that train notice it and name it; a signal would ask them
+to save. Ranks on other hosts exit by themselves when they have lost the others or their launcher. DeepSpeed's launcher
+alone would kill the ranks 30 s after SIGTERM, would exit with 0 if a part of it is killed, and never restarts.
 """
 
 import argparse
@@ -41,18 +37,17 @@ from ddpm_ds.processes.hosts import (
     find_environment,
     read_hostfile,
     this_host,
-    write_environment,
 )
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
 from ddpm_ds.processes.signals import heard_signals
-from ddpm_ds.secret import is_secret
+from ddpm_ds.secret import is_secret, write_private
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options with which ssh gives up a host after 15 to 20 s without an answer; by default it may wait for hours."""
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
 """Exit codes after which a restart would be wrong or is up to the scheduler."""
-SAID_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
+PRINTED_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
 """Exit codes of errors that all ranks find and rank 0 prints, while the others hold back."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
@@ -78,12 +73,10 @@ def gpus() -> int:
 
 @dataclass(frozen=True)
 class Node:
-    """One of the hosts of a run, on each of which the same command is typed."""
+    """One of ``of`` hosts of a run, on each of which the same command is typed; each has as many processes."""
 
     rank: int = 0
-    """Its place among the hosts."""
     of: int = 1
-    """Number of hosts; each has as many processes."""
     master: str = "127.0.0.1"
     """Address of the first host."""
 
@@ -91,18 +84,16 @@ class Node:
 def rank_environments(
     processes: int, port: int, environment: Mapping[str, str], node: Node = Node()
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank on this host: ``environment``, and what DeepSpeed's launcher sets.
+    """Return the environment of each rank on this host: ``environment``, and the variables of DeepSpeed's launcher.
 
-    If it is the only host, its ranks share a secret. Each rank sees all GPUs that ``environment`` shows, and takes the
-    one with its local rank's number.
+    Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
     """
-    size = str(processes)
+    size, first = str(processes), node.rank * processes
     world = {"WORLD_SIZE": str(node.of * processes), "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
     world |= {"CROSS_RANK": str(node.rank), "CROSS_SIZE": str(node.of)}
     world |= {"MASTER_ADDR": node.master, "MASTER_PORT": str(port)}
     if node.of == 1:
         world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
-    first = node.rank * processes
     return [{**environment, **world, "RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
@@ -141,31 +132,16 @@ class Processes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a run are: processes of this host, perhaps one of several hosts on each of which the same
-    command is typed; or those that a hostfile names.
-    """
+    """Where the ranks of a run are: ``processes`` of this host, perhaps a ``node`` of several, or a hostfile's."""
 
     processes: int = 1
-    """Processes of this host."""
     node: Node = Node()
-    """This host among others without a hostfile."""
     hostfile: Path | None = None
-    include: str = ""
-    exclude: str = ""
     port: int | None = None
 
     def hosts(self) -> dict[str, int]:
-        """Return the hosts of the hostfile that take part, with their numbers of ranks, in the order of the ranks.
-
-        Raises:
-            SpecError: the hostfile can't be read, or DeepSpeed would refuse what is included or excluded.
-        """
+        """Return the hosts with their numbers of ranks, in the order of the ranks; raises SpecError."""
         if self.hostfile is None:
-            if self.include or self.exclude:
-                raise SpecError(
-                    "--include and --exclude choose hosts of a --hostfile; GPUs of this host are chosen by "
-                    "CUDA_VISIBLE_DEVICES=0,1"
-                )
             if self.node.rank >= self.node.of:
                 raise SpecError(
                     f"--node-rank {self.node.rank} of --nodes {self.node.of}: hosts are numbered from 0 to "
@@ -174,26 +150,7 @@ class Place:
             if self.node.of == 1:
                 return {"localhost": self.processes}
             return {f"node-{rank}": self.processes for rank in range(self.node.of)}
-        pool = read_hostfile(self.hostfile)
-        option, text = ("--include", self.include) if self.include else ("--exclude", self.exclude)
-        named: dict[str, set[str]] = {}
-        for part in filter(None, text.split("@")):
-            host, colon, slots = part.partition(":")
-            if host not in pool:
-                raise SpecError(
-                    f"{option} names {host}, which hostfile {self.hostfile} does not; use {', '.join(pool)}"
-                )
-            known = [str(slot) for slot in range(pool[host])]
-            given = slots.split(",") if colon else known
-            if unknown := set(given) - set(known):
-                use = f"{host}:{','.join(known[:8])}"
-                raise SpecError(f"{option} {text}: {min(unknown)!r} is no slot of {host}; write {use} or fewer")
-            named.setdefault(host, set()).update(given)
-        chosen = {host: len(named.get(host, ())) for host in pool}
-        left = chosen if self.include else {host: slots - chosen[host] for host, slots in pool.items()}
-        if not any(left.values()):
-            raise SpecError(f"{option} {text} leaves no host; use fewer")
-        return {host: slots for host, slots in left.items() if slots}
+        return read_hostfile(self.hostfile)
 
     def check(self) -> None:
         """Raise SpecError if the ranks could not be started from this host, or it could not be seen how they end."""
@@ -208,8 +165,7 @@ class Place:
 
     def deepspeed(self, program: Sequence[str]) -> list[str]:
         """Return the words after ``deepspeed`` that start a program, ``-m MODULE`` or a script, on the hosts."""
-        filters = [f"--{name}={text}" for name in ("include", "exclude") if (text := getattr(self, name))]
-        own = ["--hostfile", str(self.hostfile), *filters, "--master_port", str(self.port or DEFAULT_PORT)]
+        own = ["--hostfile", str(self.hostfile), "--master_port", str(self.port or DEFAULT_PORT)]
         return [*own, *(["--module", *program[1:]] if program[0] == "-m" else program)]
 
 
@@ -225,9 +181,7 @@ class Outcome(NamedTuple):
     """How a start of the ranks ended."""
 
     code: int
-    """Exit code."""
-    killed: bool = False
-    """Whether the system or a person killed the rank that was the first to fail."""
+    killed: bool = False  # by the system or a person: the rank that was the first to fail
 
 
 def supervise(
@@ -241,32 +195,29 @@ def supervise(
 ) -> Outcome:
     """Start the ranks of a training program, again if that helps; return how the last start ended.
 
-    ``program`` is ``-m MODULE`` or a script, with its options. A start that wrote a checkpoint resets the count of
-    restarts; the next one resumes from the newest, whatever ``--resume`` says. Each start reads the hostfile again, and
-    each restart of its hosts uses another port, so that no straggler of the last start can join. Without a hostfile
-    several hosts start again on their own, at different times, and so at the same port. Must run in the main thread,
-    and as the last of a process: from its end on stop signals are ignored.
+    ``program`` is ``-m MODULE`` or a script, with its options. Each start reads the hostfile again, and each restart of
+    its hosts uses another port, so that no straggler can join. Without a hostfile several hosts start again on their
+    own, at the same port. Runs in the main thread, as the last of a process: afterwards stop signals are ignored.
 
     Raises:
         SpecError: ``program`` has no --run-dir; see also :meth:`Place.check` and :func:`find_environment`.
     """
     latest = _run_dir(program) / "checkpoints" / "latest"
     restarts = starts = 0
-    with heard_signals(leaving=True) as heard:
+    with heard_signals(leaving=True) as received:
         while True:
             before = _written(latest)
             place.check()
             port = place.port or (DEFAULT_PORT if place.hostfile or place.node.of > 1 else free_port())
             port += starts if place.hostfile else 0
-            ended = _Start(tuple(program), replace(place, port=port), heard, grace_seconds, log).run()
-            code = ended.code
-            if code in FINAL or heard:
+            ended = _Start(tuple(program), replace(place, port=port), received, grace_seconds, log).run()
+            if ended.code in FINAL or received:
                 return ended
             starts += 1
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
             program = _restarted(program, saved)
-            why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
+            why = f"exit code {ended.code} ({MEANINGS.get(ended.code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
                 return ended
@@ -274,7 +225,7 @@ def supervise(
             log(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
             until = time.monotonic() + pause
             while time.monotonic() < until:
-                if heard:
+                if received:
                     return Outcome(EXIT_PREEMPTED)
                 time.sleep(POLL_SECONDS)
 
@@ -319,11 +270,7 @@ def _written(path: Path) -> tuple[bytes, int]:
 
 
 def _restarted(command: Sequence[str], saved: bool) -> list[str]:
-    """Return the command of a restart.
-
-    ``--resume`` with a path would start again from before what has been ``saved`` since, and ``--resume never`` would
-    refuse the folder that the start before has made.
-    """
+    """Return the command of a restart: it resumes from what was ``saved``, and refuses no folder of its own."""
     kept: list[str] = []
     words = iter(command)
     for word in words:
@@ -340,7 +287,7 @@ class _Start:
 
     program: tuple[str, ...]
     place: Place
-    heard: Sequence[signal.Signals]
+    received: Sequence[signal.Signals]
     grace_seconds: float
     log: Callable[[str], None]
 
@@ -354,11 +301,11 @@ class _Start:
                 self._kill()
             if self._exits.read().finished:
                 return Outcome(0)
-        if len(self.heard) > 1:
-            self.log(f"{self.heard[-1].name}: ended everything at once")
-            return Outcome(128 + self.heard[-1])
+        if len(self.received) > 1:
+            self.log(f"{self.received[-1].name}: ended everything at once")
+            return Outcome(128 + self.received[-1])
         failed = self._processes.failed
-        return Outcome(code, killed=failed is not None and failed[1] == -signal.SIGKILL and not self.heard)
+        return Outcome(code, killed=failed is not None and failed[1] == -signal.SIGKILL and not self.received)
 
     def _ranks(self, cleanup: contextlib.ExitStack) -> Processes:
         self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
@@ -368,11 +315,9 @@ class _Start:
         return Processes([sys.executable, "-u", *self.program], environments)
 
     def _launcher(self, cleanup: contextlib.ExitStack) -> Processes:
-        """Start DeepSpeed's launcher, which sends variables to every host.
+        """Start DeepSpeed's launcher, which sends variables to every host on command lines, and prints some.
 
-        It sends them on command lines, which every user of a host can read, and prints those with NCCL in their name on
-        this one too, so secret ones are left out: this host's ranks read them from the exit file, which only exists on
-        this host.
+        So secrets are left out: this host's ranks read them from the exit file, which only exists on this host.
         """
         found = find_environment()
         taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
@@ -381,7 +326,8 @@ class _Start:
         cleanup.callback(os.close, file := os.memfd_create("environment"))
         travels = Path(f"/proc/{os.getpid()}/fd/{file}")
         open_to_all = {name: value for name, value in found.items() if name not in private}
-        write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: self._exits.name})
+        sent = open_to_all | {EXIT_FILE_VARIABLE: self._exits.name}
+        write_private(travels, "".join(f"{name}={value}\n" for name, value in sent.items()).encode())
         left_out = {*private, "LOCAL_RANK"}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}
@@ -393,25 +339,31 @@ class _Start:
 
     def _wait(self) -> int:
         """Wait until the ranks have ended or must be ended; return the exit code of this start."""
-        limits: dict[int, float] = {}  # times at which all processes are ended, by the exit code then
-        while (code := self._processes.poll()) is None and len(self.heard) < 2:
+        grace_end = losing_end = math.inf
+        while (code := self._processes.poll()) is None and len(self.received) < 2:
             now = time.monotonic()
-            if self.heard and EXIT_PREEMPTED not in limits:
-                limits[EXIT_PREEMPTED] = now + self.grace_seconds
+            if self.received and grace_end == math.inf:
+                grace_end = now + self.grace_seconds
                 # Ranks that have all ended have given their reason; the launcher notices within a second.
-                if not self._ask_to_stop(self.heard[-1].name) and not self._exits.read().started:
-                    self._stop_launcher()
+                if not self._ask_to_stop(self.received[-1].name) and not self._exits.read().started:
+                    self.log(f"{self.received[-1].name}: stopped before any rank had started")
                     return EXIT_PREEMPTED
-            if EXIT_PEER_LOST not in limits and (patience := self._patience()) is not None:
-                limits[EXIT_PEER_LOST] = now + patience
-            if now > limits.get(EXIT_PREEMPTED, math.inf):
+            if losing_end == math.inf:
+                losing_end = now + self._patience()
+            if now > grace_end:
                 self.log(f"not saved within {self.grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
-            if now > limits.get(EXIT_PEER_LOST, math.inf):
-                return self._end_the_others()
+            if now > losing_end and self.place.hostfile is not None:
+                self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
+                return EXIT_PEER_LOST
+            if now > losing_end:
+                rank, code = self._first_failure()
+                if rank != 0 or code not in PRINTED_BY_RANK_0:
+                    self.log(f"rank {rank} has ended {LOSING_SECONDS:g} s ago and others have not: ending them")
+                return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=False)
             time.sleep(POLL_SECONDS)
         if code is None:
-            return 128 + self.heard[-1]
+            return 128 + self.received[-1]
 
         self._wait_until_gone(SETTLE_SECONDS)
         orphaned = self.place.hostfile is not None and self._ask_to_stop(
@@ -419,45 +371,30 @@ class _Start:
         )
         if orphaned:
             self._wait_until_gone(self.grace_seconds)
-        return exit_code(code, self._exits.read(), stopping=bool(self.heard), orphaned=orphaned)
+        return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=orphaned)
 
-    def _patience(self) -> float | None:
-        """Return for how many seconds ranks may go on since one has failed; None if none has.
+    def _patience(self) -> float:
+        """Return for how many seconds ranks may go on since one has failed; infinity if none has.
 
         Those that do not train yet have nothing to save, would not notice for long, and are asked to stop.
         """
         record = self._exits.read()
         if self.place.hostfile is not None:
-            return LOSING_SECONDS if record.failure == EXIT_PEER_LOST else None
+            return LOSING_SECONDS if record.failure == EXIT_PEER_LOST else math.inf
         if self._processes.failed is None:
-            return None
-        rank, code = self._failed_rank(*self._processes.failed)
-        if code < 0:  # it can't have said so itself
+            return math.inf
+        rank, code = self._first_failure()
+        if code < 0:  # it can't have printed a line itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
         if not record.training:
             _send(signal.SIGTERM, self._alive_ranks())
-        return 0.0 if rank == 0 and code in SAID_BY_RANK_0 else LOSING_SECONDS
+        return 0.0 if rank == 0 and code in PRINTED_BY_RANK_0 else LOSING_SECONDS
 
-    def _failed_rank(self, local: int, code: int) -> tuple[int, int]:
+    def _first_failure(self) -> tuple[int, int]:
         """Return the rank and the exit code of this host's process that was the first to fail."""
+        assert self._processes.failed is not None
+        local, code = self._processes.failed
         return self.place.node.rank * self.place.processes + local, code
-
-    def _end_the_others(self) -> int:
-        """End the ranks that have not ended after another one; return the exit code of this start."""
-        if self._processes.failed is None:
-            self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
-            return EXIT_PEER_LOST
-        rank, code = self._failed_rank(*self._processes.failed)
-        if rank != 0 or code not in SAID_BY_RANK_0:
-            self.log(f"rank {rank} has ended {LOSING_SECONDS:g} s ago and others have not: ending them")
-        return exit_code(code, self._exits.read(), stopping=bool(self.heard), orphaned=False)
-
-    def _stop_launcher(self) -> None:
-        """End a launcher that has no ranks yet, and its children."""
-        self.log(f"{self.heard[-1].name}: stopped before any rank had started")
-        self._processes.kill()  # on a gentler signal it would end all launchers of this user on all hosts
-        _send(signal.SIGTERM, self._alive())
-        self._wait_until_gone(SETTLE_SECONDS)
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any; they end their own children."""
@@ -469,7 +406,7 @@ class _Start:
 
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while len(self.heard) < 2 and time.monotonic() < until and self._alive():
+        while len(self.received) < 2 and time.monotonic() < until and self._alive():
             time.sleep(POLL_SECONDS)
 
     def _alive(self) -> list[psutil.Process]:

@@ -1,11 +1,9 @@
 """Watchdog that notices a dead or hanging rank, names it, and ends this one, whose collective would wait for ever.
 
 Every rank has two threads besides its main one. The heartbeat talks to a key-value store on rank 0 twice a second and
-reports the rank's progress and position in the code, outside of the collectives. The judge uses its own clock and never
-the store, since a store on a lost host may not answer at all. Rank 0 reads what all ranks report, and judges them; the
-others read rank 0's report alone, and take its verdict on the rest. So a store is asked for a few values per rank, not
-for every rank's value by every rank, and a rank 0 that no longer collects is named by all others, since its own report
-grows old.
+reports the rank's progress and place in the code. The judge uses its own clock and never the store, which may not
+answer at all. Rank 0 reads all reports and judges the ranks; the others read rank 0's report alone, and its verdict. So
+a store is asked for a few values per rank, and all others name a rank 0 whose own report grows old.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
@@ -75,11 +73,7 @@ TOGETHER_BEATS = 3
 
 
 def make_store(rank: int, world_size: int) -> SealedStore:
-    """Return a key-value store besides the process group's, served by rank 0 on a free port; that of a single rank is
-    in its own memory.
-
-    Collective over all ranks, whose process group must exist.
-    """
+    """Return a key-value store that rank 0 serves on a free port, or a single rank's in its memory; collective."""
     if rank != 0:
         return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
     served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
@@ -94,17 +88,15 @@ def make_store(rank: int, world_size: int) -> SealedStore:
 
 @dataclass
 class Peer:
-    """Newest message of a rank, and when it last changed, on the reader's clock."""
+    """Newest message of a rank, and when it last changed, on the reader's clock.
+
+    ``state`` is running, waiting, paused, asking (its collective has failed: which rank is lost?) or left.
+    """
 
     beats: int = 0
     steps: int = 0
-    """Number of steps; a pause counts as continuing steps."""
     state: str = "running"
-    """State of the rank: running, waiting, paused, asking (its collective has failed, and rank 0 should say which rank
-    is lost) or left.
-    """
     place: str = "-"
-    """Position of its main thread in the code."""
     beat_at: float = 0.0
     step_at: float = 0.0
 
@@ -119,19 +111,15 @@ class Peer:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Reason why the run can't continue; the first one written to the store counts for all ranks."""
+    """Reason why the run can't continue, and the exit code; the first one in the store counts for all ranks."""
 
     ranks: list[int]
     reason: str
     code: int = EXIT_PEER_LOST
-    """Exit code of all ranks."""
 
 
 class DeviceWork:
-    """Query whether a device has unfinished work, by ``is_done`` in a separate thread.
-
-    A busy driver may block the query, but the heartbeat must not wait: no answer counts as unfinished work.
-    """
+    """Query whether a device has unfinished work, in a thread: a busy driver, which blocks it, counts as unfinished."""
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self._is_done = is_done
@@ -171,21 +159,14 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self._rank, self._store, self._clock, self._work = rank, store, clock, work
         self._leaving = threading.Event()
-        self.steps = self.pauses = 0
-        """Counted by this rank's main thread."""
-        self.asks = False
-        """This rank's collective has failed, and rank 0 should look for a lost rank."""
-        self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
-        """Newest messages that this rank reads, by rank."""
         self._beats = 0
-        self.answer_at = 0.0
-        """Time at which the store last answered."""
-        self.closed = False
-        """The store has gone although rank 0 had not said that it leaves."""
-        self.proposal: Judgement | None = None
-        """This rank's own judgement."""
-        self.verdict: Judgement | None = None
-        """The one that counts for all ranks."""
+        self.steps = self.pauses = 0  # of this rank's main thread
+        self.asks = False  # this rank's collective has failed, and rank 0 should look for a lost rank
+        self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
+        self.answer_at = 0.0  # when the store last answered
+        self.closed = False  # the store has gone although rank 0 had not left
+        self.proposal: Judgement | None = None  # this rank's own
+        self.verdict: Judgement | None = None  # the one that counts for all ranks
 
     def leave(self) -> None:
         """Tell the others that this rank leaves, and end the thread."""
@@ -252,8 +233,7 @@ def _place(frame: FrameType) -> str:
 def waits_for_a_rank(frame: FrameType) -> bool:
     """Return whether the thread with this innermost Python frame waits in a collective or for a message.
 
-    The ``wait`` of a message is not Python code, so its caller is the innermost frame; threads and processes are waited
-    for in Python functions.
+    The ``wait`` of a message is not Python code, so its caller is the innermost frame; a thread's is.
     """
     if "wait" in frame.f_code.co_names:
         return True
@@ -339,9 +319,7 @@ class Watchdog:
         self._end(heartbeat.verdict or found)
 
     def stop(self, failure: str | None = None) -> None:
-        """Stop watching and tell the others that this rank exits: as intended, so that they continue, or because of a
-        ``failure`` that they don't know of, so that they exit too.
-        """
+        """Stop watching and tell the others that this rank exits, with a ``failure`` that ends them too."""
         if failure:
             self._heartbeat.proposal = Judgement([self._rank], f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
@@ -417,11 +395,7 @@ class Watchdog:
         return self._silent(seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
-        """Judge silent ranks as of the store's last answer, without which no rank can be heard.
-
-        Ranks last heard within ``together_seconds`` of the first silent one are waited for, to be heard again or named
-        with it.
-        """
+        """Judge silent ranks at the store's last answer; wait for those that fell silent ``together_seconds`` later."""
         silences = {
             rank: self._heartbeat.answer_at - peer.beat_at
             for rank, peer in self._heartbeat.peers.items()
@@ -454,9 +428,9 @@ class Watchdog:
         if finding.code == EXIT_PEER_LOST:
             line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed"
         if finding.code == EXIT_PEER_LOST or finding.ranks == [self._rank]:
-            saying = threading.Thread(target=self._log, args=(line,), daemon=True)  # logging may block on a lost lock
-            saying.start()
-            saying.join(timeout=LAST_WORDS_SECONDS)
+            printing = threading.Thread(target=self._log, args=(line,), daemon=True)  # logging may block on a lost lock
+            printing.start()
+            printing.join(timeout=LAST_WORDS_SECONDS)
         record_exit(finding.code)
         self.stop()
         self._leave(finding.code)

@@ -13,7 +13,6 @@ outside, so nothing can be left over.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -149,14 +148,6 @@ class Host:
                     found.append(process)
         return found
 
-    def private(self, path: Path) -> Path:
-        """Give the host a folder of its own at ``path``, made if missing; returns where it is on the machine."""
-        own = self._new_file("private")
-        own.mkdir()
-        path.mkdir(parents=True, exist_ok=True)
-        self._inside.call("mount", "--bind", str(own), str(path))
-        return own
-
     def replace_file(self, path: Path, content: str) -> None:
         """Let the host, and only it, find ``content`` in an existing file."""
         own = self._new_file("replaced")
@@ -258,18 +249,8 @@ class Hosts:
 
     def stall(self) -> None:
         """Let the switch drop every frame from now on, without a word to either side."""
-        for port in self._links():
-            self.switch.call("bridge", "link", "set", "dev", port, "state", "disabled")
-
-    def bytes_sent(self) -> dict[str, int]:
-        """Bytes that each host that is on has sent to the others, frame headers included."""
-        links = self._links()  # the switch receives what the host sends
-        return {host.name: links[host.port]["rx"]["bytes"] for host in self._hosts if host.port in links}
-
-    def _links(self) -> dict[str, dict[str, dict[str, int]]]:
-        """The counters of the switch's ports by their name."""
-        links = json.loads(self.switch.call("ip", "-s", "-j", "link", "show", "master", "br0"))
-        return {link["ifname"]: link["stats64"] for link in links}
+        for host in self._hosts:
+            self.switch.call("bridge", "link", "set", "dev", host.port, "state", "disabled")
 
     def _end(self) -> None:
         for host in self._hosts:

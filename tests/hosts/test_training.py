@@ -6,29 +6,23 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from mlflow import MlflowClient
 
-from ddpm_ds.checkpoint.reader import Reader
 from tests.hosts.hosts import UNMETERED, Host, Hosts
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_digits, wait_for, write_json
-from tests.train.ranks import Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
+from tests.train.ranks import Ranks, arguments, checkpoints, points
 
 pytestmark = pytest.mark.launch
 
-HALF, WHOLE = 80, 160
-"""Images after which a run stops that is to be resumed, and in all."""
-CHANGES = (f"train.images={WHOLE}", "train.batch_images=16", "train.accumulation=4", "logging.log_every_images=16")
+CHANGES = ("train.images=160", "train.batch_images=16", "train.accumulation=4", "logging.log_every_images=16")
 PLAIN = ("samples.every_images=null", "evaluation.every_images=null")
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 TRAIN_SECONDS = 240.0
-
-Starter = tuple[Host, Sequence[str]]
-"""A host, and the launcher that is started there."""
 
 
 def run_dir_with_store(folder: Path, store: Path) -> Path:
@@ -38,98 +32,28 @@ def run_dir_with_store(folder: Path, store: Path) -> Path:
     return folder / "run"
 
 
-def train(hosts: Hosts, run_dir: Path, starters: Sequence[Starter], *changes: str, config: Path = CONFIG) -> str:
-    """Train two stages with launchers that leave nothing on any host; returns what all said."""
-    command = ["launch/train.py", *arguments(run_dir, [*CHANGES, *changes], str(config), ["-p", "2"])]
-    outputs = [run_dir.with_name(f"said-{index}") for index in range(len(starters))]
-    started = [
-        host.start([*launcher, *command], UNMETERED, output)
-        for (host, launcher), output in zip(starters, outputs, strict=True)
-    ]
-    codes = [program.wait(TRAIN_SECONDS) for program in started]
-    said = "".join(output.read_text() for output in outputs)
-    assert codes == [0] * len(starters), said[-6000:]
-    assert [host.processes(r"train\.py|launcher|torch\.distributed") for host in hosts] == [[]] * len(hosts)
-    return said
-
-
-def on_one_host(folder: Path, store: Path, count: int) -> Path:
-    """The same run on one host; returns its folder."""
-    folder.mkdir()
-    run_dir = run_dir_with_store(folder, store)
-    with Ranks(
-        run_dir, *CHANGES, options=["-p", "2"], count=count, MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING="false"
-    ) as ranks:
-        assert ranks.codes(TRAIN_SECONDS) == [0] * count, ranks.said[-4000:]
-    return run_dir
-
-
-def losses(*run_dirs: Path) -> list[float]:
-    return [point["train/loss"] for run_dir in run_dirs for point in points(run_dir)]
-
-
-def held_out_losses(*run_dirs: Path) -> list[float]:
-    lines = [line for run_dir in run_dirs for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-    return [json.loads(line)["eval/loss"] for line in lines]
-
-
-def pictures(*run_dirs: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for run_dir in run_dirs for path in (run_dir / "samples").iterdir()}
-
-
 def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(
     hosts: Hosts, tmp_path: Path, empty_store: Path
 ) -> None:
-    values = json.loads(CONFIG.read_text())
+    values = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
     values["pipeline"]["schedule"] = "folded"
     config, run_dir = write_json(tmp_path / "folded.json", values), run_dir_with_store(tmp_path, empty_store)
     torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", hosts[0].address, "--node_rank"]
-    starters = [(host, [*torchrun, str(node)]) for node, host in enumerate(hosts)]
-    said = train(hosts, run_dir, starters, config=config)
-    assert "2 stages x 2 replicas, schedule folded" in said
-    one_host = on_one_host(tmp_path / "one", empty_store, count=4)
-    assert losses(run_dir) == pytest.approx(losses(one_host), rel=1e-6) and len(losses(run_dir)) == 10
-    assert held_out_losses(run_dir) == pytest.approx(held_out_losses(one_host), rel=1e-5)
+    command = ["launch/train.py", *arguments(run_dir, CHANGES, str(config), ["-p", "2"])]
+    outputs = [tmp_path / f"output-{node}" for node in range(2)]
+    started = [
+        host.start([*torchrun, str(node), *command], UNMETERED, outputs[node]) for node, host in enumerate(hosts)
+    ]
+    codes, output = [program.wait(TRAIN_SECONDS) for program in started], "".join(map(Path.read_text, outputs))
+    assert codes == [0, 0] and "2 stages x 2 replicas, schedule folded" in output, output[-6000:]
+    assert [host.processes(r"train\.py|torch\.distributed") for host in hosts] == [[], []]
+    (tmp_path / "one").mkdir()
+    one_host = run_dir_with_store(tmp_path / "one", empty_store)
+    with Ranks(one_host, *CHANGES, options=["-p", "2"], count=4, MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING="false") as ranks:
+        assert ranks.codes(TRAIN_SECONDS) == [0] * 4, ranks.said[-4000:]
+    losses = [[point["train/loss"] for point in points(folder)] for folder in (run_dir, one_host)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 10
     assert checkpoints(run_dir) == ["images-000000160"]
-
-
-def test_without_a_shared_folder_a_run_over_ssh_resumes_from_each_hosts_part_and_ends_as_on_one_host(
-    hosts: Hosts, tmp_path: Path, empty_store: Path
-) -> None:
-    run_dir = run_dir_with_store(tmp_path, empty_store)
-    one, two = (host.private(run_dir) for host in hosts)
-
-    def pieces(folder: Path, images: int) -> list[str]:
-        return sorted(path.name for path in (folder / "checkpoints" / f"images-{images:09d}").iterdir())
-
-    before = hosts.bytes_sent()
-    hostfile = hosts.hostfile(tmp_path / "hostfile", slots=1)
-    over_ssh = [(hosts[0], ["deepspeed", "--hostfile", str(hostfile)])]
-    said = train(hosts, run_dir, over_ssh, f"train.images={HALF}")
-    assert "2 stages x 1 replica" in said
-    assert all(hosts.bytes_sent()[host.name] > before[host.name] for host in hosts)
-    small = ["manifest.json", "stage{}-replica0.safetensors", "state.json"]
-    assert pieces(one, HALF) == [name.format(0) for name in small]
-    assert pieces(two, HALF) == [name.format(1) for name in small]
-    assert not [path for path in run_dir.iterdir() if path.name != ".lock"], "nothing beside the hosts' own folders"
-
-    # without ssh; each rank goes on from its own host's part
-    own = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", hosts[0].address, "--node_rank"]
-    said = train(hosts, run_dir, [(hosts[0], [*own, "0"]), (hosts[1], [*own, "1"])])
-    assert "resuming from" in said
-    assert pieces(two, WHOLE) == [name.format(1) for name in small]
-    for folder in (one, two):  # as somebody would bring a checkpoint together
-        shutil.copytree(folder / "checkpoints" / "images-000000160", tmp_path / "merged", dirs_exist_ok=True)
-
-    one_host = on_one_host(tmp_path / "one_host", empty_store, count=2)
-    assert the_same(Reader(tmp_path / "merged"), end_of(one_host)), "bit for bit"
-    assert losses(one) == losses(one_host) and len(losses(one_host)) == 10
-    assert held_out_losses(one) == held_out_losses(one_host) and len(held_out_losses(one_host)) == 2
-    assert pictures(one) == pictures(one_host) and len(pictures(one_host)) == 3
-    client, run = mlflow_run(run_dir)
-    assert run.info.status == "FINISHED" and run.data.tags["host"] == "worker-1"
-    assert run.data.tags["resume_count"] == "1"
-    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 10
 
 
 GONE_SECONDS = 30.0

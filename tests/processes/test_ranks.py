@@ -35,19 +35,12 @@ SRUN = {
 }
 BATCH_SCRIPT = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
 SALLOC = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "MASTER_ADDR": "node-1",
-}
 
 
 @pytest.fixture(autouse=True)
 def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that no launcher has started, in a folder and a home without files; restored afterwards."""
-    for name in (*NAMES, *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "DS_ENV")))):
+    for name in (*NAMES, *(name for name in os.environ if name.startswith(("SLURM_", "DS_ENV")))):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -85,8 +78,6 @@ def test_odd_variables_of_slurm_are_refused_in_a_line(name: str, value: str, mon
         pytest.param({**SRUN, "SLURM_NODEID": "2"}, "5 7 1 3", id="srun on the last node"),
         pytest.param(BATCH_SCRIPT, "0 1 0 1", id="in a batch script"),
         pytest.param(SALLOC, "0 1 0 1", id="in the shell of salloc"),
-        pytest.param(MPIRUN, "3 4 1 2", id="mpirun"),
-        pytest.param({**SRUN, **MPIRUN}, "3 4 1 2", id="mpirun under Slurm"),
         pytest.param({**SRUN, **DEEPSPEED}, "5 8 1 4", id="deepspeed in a step of srun"),
     ],
 )
@@ -100,17 +91,17 @@ def test_every_launcher_makes_the_same_world(
 
 
 def test_only_ranks_on_several_hosts_have_to_know_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in MPIRUN.items():
+    for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(SpecError, match="4 ranks were started on several hosts, and MASTER_ADDR"):
+    with pytest.raises(SpecError, match="7 ranks were started on several hosts, and MASTER_ADDR"):
         set_environment()
     (tmp_path / ".deepspeed_env").write_text("MASTER_ADDR=node-1\n")
     set_environment()
     assert os.environ["MASTER_ADDR"] == "node-1"
     (tmp_path / ".deepspeed_env").unlink()
     monkeypatch.delenv("MASTER_ADDR")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     set_environment()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
@@ -119,14 +110,14 @@ def test_the_file_gives_what_the_environment_has_not(tmp_path: Path, monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("UCX_TLS", "")
     monkeypatch.delenv("UCX_TLS")
-    (tmp_path / ".deepspeed_env").write_text("\n# threads\nexport UCX_TLS=tcp\nGLOO_SOCKET_IFNAME=eth0\n")
+    (tmp_path / ".deepspeed_env").write_text("UCX_TLS=tcp\n\nGLOO_SOCKET_IFNAME=eth0\n")
     set_environment()
     assert (os.environ["UCX_TLS"], os.environ["GLOO_SOCKET_IFNAME"]) == ("tcp", "lo")
 
 
 def test_a_file_that_says_nothing_is_refused_by_its_line(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("UCX_TLS\n")
-    with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not KEY=VALUE"):
+    with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not NAME=VALUE"):
         set_environment()
     assert os.environ["RANK"] == "0"  # print_once asks for it
 
@@ -247,33 +238,30 @@ recorded(read_images)
     assert "Bus error" in done.stderr and "in read_images" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "1000000000", "9" * 5000])
-def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/nowhere", name: value})
-    with pytest.raises(SpecError, match=f"^{name} in the environment: .* is not a whole number from") as caught:
-        set_environment()
-    assert str(caught.value).isprintable()
-
-
-CONTRADICTIONS = {
-    "LOCAL_RANK=4": "LOCAL_RANK = 4 and LOCAL_WORLD_SIZE = 4 in the environment contradict each other; correct",
-    "LOCAL_RANK=3 RANK=2": "LOCAL_RANK = 3 and RANK = 2 in the environment contradict each other",
-    "LOCAL_WORLD_SIZE=9": "LOCAL_WORLD_SIZE = 9 and WORLD_SIZE = 8 in the environment contradict each other",
-    "RANK=8": "RANK = 8 in the environment is none of WORLD_SIZE = 8 ranks",
-}
-
-
-@pytest.mark.parametrize("wrong", CONTRADICTIONS)
-def test_numbers_of_a_launcher_that_contradict_each_other_are_refused(
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            f"{name}={value} is not a whole number from"
+            for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT")
+            for value in ("", "two", "-1", "1.5", "1000000000", "9" * 5000)
+        ),
+        "LOCAL_RANK=4 and LOCAL_WORLD_SIZE = 4 in the environment contradict each other; correct",
+        "LOCAL_RANK=3,RANK=2 LOCAL_RANK = 3 and RANK = 2 in the environment contradict each other",
+        "LOCAL_WORLD_SIZE=9 and WORLD_SIZE = 8 in the environment contradict each other",
+        "RANK=8 in the environment is none of WORLD_SIZE = 8 ranks",
+    ],
+)
+def test_numbers_of_a_launcher_that_are_none_out_of_range_or_contradict_each_other_are_refused(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = TORCHRUN | {"HOME": str(tmp_path)} | dict(word.split("=") for word in wrong.split())
-    monkeypatch.setattr(os, "environ", given)
-    with pytest.raises(SpecError, match=CONTRADICTIONS[wrong]):
+    words, _, message = wrong.partition(" ")
+    given = dict(word.split("=") for word in words.split(","))
+    monkeypatch.setattr(os, "environ", TORCHRUN | {"HOME": str(tmp_path)} | given)
+    with pytest.raises(SpecError) as refused:
         set_environment()
+    error = str(refused.value)
+    assert message in error and all(name in error for name in given) and error.isprintable()
 
 
 def test_a_launcher_that_does_not_count_the_ranks_of_a_host_is_believed(

@@ -41,9 +41,8 @@ def events() -> Events:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (watchdog, watchdog):
-        monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
-        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "LAST_WORDS_SECONDS", 1.0)
 
 
 @pytest.fixture
