@@ -1,11 +1,10 @@
-"""Verbs for trained weights besides ``sample``: ``evaluate`` (and ``launch/evaluate.py``) scores them against the real
+"""Verbs for trained weights besides ``sample``: ``evaluate`` scores them against the real
 images, ``export`` and ``import`` convert them to and from diffusers.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import shlex
 import shutil
@@ -16,19 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.cli.sample import (
-    LAUNCHER,
     add_drawing_options,
     add_text_options,
     add_weights_options,
-    called,
-    launched,
     load,
-    pipelines_of,
     texts_of,
 )
 from ddpm_ds.command_line import (
     MOST_COUNT,
-    OneLineParser,
     Verbs,
     add_overrides,
     file_path,
@@ -82,15 +76,12 @@ examples
       how well images fit the captions of the held-out images
   ddpm-ds evaluate runs/downscaling --members 16
       16 members for each held-out image
-  deepspeed --num_gpus 4 launch/evaluate.py runs/large --stages 2
-      two pipelines of two stages
 
 Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
 again.
 
 exit codes
-  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted
-  76 another process died: start it again   1 a bug
+  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug
 """
 EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
@@ -147,19 +138,6 @@ def add_evaluate(verbs: Verbs) -> None:
     """Add the verb ``evaluate``."""
     what = "score a checkpoint or an export against the real images"
     parser = verbs.add_parser("evaluate", help=what, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES)
-    _add_evaluate_options(parser)
-    parser.set_defaults(run=_evaluate)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``launch/evaluate.py`` in one of its processes and return the exit code."""
-    texts = {"description": EVALUATE_DESCRIPTION, "epilog": EVALUATE_EXAMPLES}
-    parser = OneLineParser(prog=f"{LAUNCHER} launch/evaluate.py", **texts)
-    _add_evaluate_options(parser)
-    return launched(parser, _evaluate, arguments)
-
-
-def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     count = f"images to draw (default {MANY}), or inputs to draw members for (default all)"
     parser.add_argument("--count", type=positive, metavar="N", help=count)
     parser.add_argument(
@@ -204,6 +182,7 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     )
     add_text_options(parser)
     add_drawing_options(parser, several=True)
+    parser.set_defaults(run=_evaluate)
 
 
 def _metrics(text: str) -> tuple[str, ...]:
@@ -220,7 +199,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
     from ddpm_ds.evaluate.outputs import check_recordable
-    from ddpm_ds.evaluate.sampling import together
     from ddpm_ds.evaluate.scores import evaluate_losses, loss_table, table
 
     measures = "loss" in (options.metrics or ())
@@ -229,29 +207,23 @@ def _evaluate(options: argparse.Namespace) -> None:
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
-    pipelines = pipelines_of(options)
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
     work: Callable[..., Any] | None = None
     found: list[Any] = []
     losses: list[Any] = []
-    with contextlib.ExitStack() as connected:
-        trained, samplers, guide = load(options, pipelines, changes)
-        unets = called(trained, guide) if draws else [trained.unet]
-        check_recordable(trained)
-        if measures:
-            held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
-        if draws:
-            work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
-        connected.enter_context(together(pipelines, next(trained.unet.parameters()).device))
-        with pipelines.at_work(unets) as leads:
-            if leads and measures:
-                losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images, pipelines))
-            if leads and work is not None:
-                found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers]
-    if pipelines.is_first:
-        tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
-        print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
+    trained, samplers, guide = load(options, changes)
+    check_recordable(trained)
+    if measures:
+        held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
+    if draws:
+        work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
+    if measures:
+        losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images))
+    if work is not None:
+        found += [work(trained, sampler, guide) for sampler in samplers]
+    tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
+    print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
@@ -262,7 +234,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise SpecError(f"--{name.replace('_', '-')} {said}{why}; leave it out")
 
 
-def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
+def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]]]:
     """Return what evaluates weights without conditions by a sampler and a guide."""
     from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
@@ -285,7 +257,7 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., t
     return partial(evaluate, scorer=scorer, out=options.out, **prompts, **numbers)
 
 
-def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated | None]:
+def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated]:
     """Return what evaluates weights with conditions by a sampler and a guide."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
