@@ -29,7 +29,7 @@ from ddpm_ds.command_line import (
     positive,
     whole,
 )
-from ddpm_ds.data.hub import Upload, is_hub_name
+from ddpm_ds.data.hub import check_upload, is_hub_name, upload
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
@@ -88,7 +88,7 @@ Write trained weights as a folder that diffusers' DDPMPipeline loads and samples
 samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
 folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
 
---push-to-hub uploads the folder, with the run's spec, to the Hugging Face hub in one commit, as a private repository.
+--push-to-hub uploads the folder to the Hugging Face hub, as a private repository.
 --register makes it a version of a model in MLflow that mlflow.pyfunc.load_model samples from.
 """
 
@@ -352,19 +352,12 @@ def _export(options: argparse.Namespace) -> None:
 
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
-    from ddpm_ds.evaluate.diffusers.export import (
-        SPEC_FILE,
-        check_in_diffusers,
-        last_picture,
-        model_card,
-        rounded,
-        shared_spec,
-        without_labels,
-        write_pipeline,
-    )
+    from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
+    from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
+    from ddpm_ds.evaluate.diffusers.read_back import check_in_diffusers
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
-    from ddpm_ds.evaluate.registry import Registry, note_links
+    from ddpm_ds.evaluate.registry import check_register, register
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
@@ -372,12 +365,14 @@ def _export(options: argparse.Namespace) -> None:
     if name is None and (options.public or options.overwrite):
         raise SpecError(f"--{'public' if options.public else 'overwrite'} is of --push-to-hub, which is missing")
     with new_folder(options.out) as folder:
-        upload = None if name is None else Upload(name, public=options.public, overwrite=options.overwrite)
+        if name is not None:
+            check_upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if options.register is not None and options.single_file:
             raise SpecError(f"--register {options.register} needs a pipeline's folder; leave out --single-file")
-        registry = None if options.register is None else Registry(options.register, trained)
+        if options.register is not None:
+            check_register(options.register, trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
@@ -398,31 +393,20 @@ def _export(options: argparse.Namespace) -> None:
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
-        shared = trained.spec if upload else None
-        if shared is not None:
-            (folder / SPEC_FILE).write_text(shared_spec(shared), encoding="utf-8")
         written = {"precision": options.dtype, "label": options.label, "picture": picture, "single_file": single}
-        card = model_card(trained, **written, hub_name=name, has_spec=shared is not None)
+        card = model_card(trained, **written, hub_name=name)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     weights, origin = f"{trained.weights} weights of", Path(trained.origin)
     print(f"{options.out}: {weights} {origin} in {options.dtype}, {size / 1e6:,.1f} MB\n{compared}")
-    links = {}
-    if upload is not None:
-        commit = upload.push(options.out, f"{weights} {origin.name} in {options.dtype}")
-        print(f"{upload.page}: {'public' if options.public else 'private'}, {commit}")
-        links[upload.name] = upload.page
+    if name is not None:
+        commit = upload(name, options.out, f"{weights} {origin.name} in {options.dtype}", public=options.public)
+        print(f"{name}: {'public' if options.public else 'private'}, {commit}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
-    parts = sorted(options.out.iterdir()) if registry is None else []  # whose model has them
+    parts = sorted(options.out.iterdir()) if options.register is None else []  # whose model has them
     run_id = record_child(trained, "export", params, artifacts=dict.fromkeys(parts, "export"))
-    try:
-        if registry is not None:
-            model, page = registry.add(trained, options.out, run_id)
-            print(f"MLflow has {model}, at {page}")
-            links[model] = page
-    finally:
-        if links and trained.run_dir is not None:
-            note_links(trained.run_dir, links)
+    if options.register is not None:
+        print(f"MLflow has {register(options.register, trained, options.out, run_id)}")
 
 
 def _row(label: str | None, classes: int | None) -> int | None:
@@ -438,7 +422,7 @@ def _row(label: str | None, classes: int | None) -> int | None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from ddpm_ds.evaluate.diffusers.export import SPEC_FILE, import_weights
+    from ddpm_ds.evaluate.diffusers.importing import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
     print("\n".join(import_weights(*given, last_label_is_class=is_class)))

@@ -49,7 +49,6 @@ from ddpm_ds.version import __version__
 GRID_IMAGES = 64
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
 TEXT_COLUMNS = {0, 5, 7, 9}
-CARD_HEADER = ("score", "value", "images", "sampler", "guidance", "precision")
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -348,23 +347,6 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     write_file(path, (json.dumps(content, indent=2) + "\n").encode())
     write_png(samples, picture)
     return [path, picture]
-
-
-def score_rows(trained: Trained) -> list[tuple[str, ...]]:
-    """Return a table of all scores of these weights in the folder of their run, and a header; [] if there are none."""
-    rows: list[tuple[str, ...]] = []
-    for path in sorted(trained.run_dir.glob("evaluations/*/scores.json")) if trained.run_dir else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or written by something else
-            content = read_json(path)
-            if content["digest"] != trained.digest:
-                continue
-            found, sampler = content["scores"], content["sampler"]
-            if isinstance(found, dict):  # of ensembles
-                named = {**found["total"], **{name: found[name] for name in ("psnr", "ssim") if name in found}}
-                found = [{"title": name, "value": value, "samples": content["count"]} for name, value in named.items()]
-            how = f"{sampler['kind']} in {sampler['steps']} steps", f"{sampler['guidance']:g}", content["precision"]
-            rows += [(each["title"], rounded(each["value"]), f"{each['samples']:,}", *how) for each in found]
-    return [CARD_HEADER, *rows] if rows else []
 
 
 @dataclass(frozen=True)
