@@ -65,9 +65,8 @@ exit codes
   0 done   2 bad input, nothing was done   130 interrupted   1 a bug
 """
 
-SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
-OTHER_SUFFIXES = {"npy": ".npy", "zarr": ".zarr"}
-"""Formats that --out alone asks for."""
+FORMATS = {".png": "grid", ".npz": "npz", "": "folder", ".npy": "npy", ".zarr": "zarr"}
+"""Formats by the suffix of --out."""
 MOST_AHEAD = 10_000
 MOST_PROMPTS_BYTES = 2**26
 FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
@@ -96,13 +95,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=file_path,
         metavar="PATH",
-        help="file or folder to write (default RUN_DIR/samples-IMAGES, where IMAGES is how many the checkpoint has "
-        "seen, or ./samples for weights outside a run; with the suffix of --format)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=SUFFIXES,
-        help="one PNG, a folder of PNGs or a numpy archive (default by --out: .png, no suffix, .npz; else grid)",
+        help="file or folder to write: .png, .npz, .npy, .zarr, or a folder of PNGs (default "
+        "RUN_DIR/samples-IMAGES.png, where IMAGES is how many the checkpoint has seen, or ./samples.png)",
     )
     parser.add_argument(
         "--labels",
@@ -392,21 +386,15 @@ def _channel(options: argparse.Namespace, trained: Trained) -> int:
 
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
     """Return the path of the output, and its format."""
-    out, wanted = options.out, options.format
+    out = options.out
     if out is None:
-        wanted = wanted or "grid"
         folder, images = (trained.run_dir, f"-{trained.images_seen:09}") if trained.run_dir else (Path(), "")
-        return folder / f"samples{images}{SUFFIXES[wanted]}", wanted
-    formats = SUFFIXES | OTHER_SUFFIXES
-    by_suffix = next((name for name, suffix in formats.items() if suffix == out.suffix.lower()), None)
-    if wanted is None and by_suffix is None:
+        return folder / f"samples{images}.png", "grid"
+    if out.suffix.lower() not in FORMATS:
         raise SpecError(
-            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none, or say --format; .npy and "
-            ".zarr hold fields"
+            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none; .npy and .zarr hold fields"
         )
-    if wanted is not None and by_suffix not in (None, "folder", wanted):
-        raise SpecError(f"--out {out} has the suffix of a {by_suffix}, not of --format {wanted}; leave one of them out")
-    return out, wanted or str(by_suffix)
+    return out, FORMATS[out.suffix.lower()]
 
 
 def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind: str) -> None:
@@ -429,8 +417,7 @@ def _sample(options: argparse.Namespace) -> int:
         check_recordable,
         record_child,
         titled_grid,
-        write_npy,
-        write_npz,
+        write_numpy,
         write_pngs,
         write_zarr,
     )
@@ -466,13 +453,13 @@ def _sample(options: argparse.Namespace) -> int:
         draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
         images, labels = drawn.images(), request.labels_of(request.index)
         if kind == "npy":
-            write_npy(out, images if inputs is None else request.by_input(images))
+            write_numpy(out, images if inputs is None else request.by_input(images))
         elif kind == "zarr":
             write_zarr(out, trained, request.by_input(images), options.first)
         elif kind == "folder":
             write_pngs(out, images, request.index)
         elif kind == "npz":
-            write_npz(out, images, labels)
+            write_numpy(out, images, labels)
         else:
             with writing(out, overwrite=options.overwrite) as file:
                 how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}

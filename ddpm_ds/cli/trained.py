@@ -189,8 +189,7 @@ def _metrics(text: str) -> tuple[str, ...]:
     names = text.split(",")
     for name in names:
         if name not in METRICS:
-            withdrawn = "; launch/quality.py has the classifier of digits" if name == "digits" else ""
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}{withdrawn}")
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}")
     return tuple(names)
 
 

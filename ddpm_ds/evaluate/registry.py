@@ -1,7 +1,7 @@
-"""Exports as models of MLflow's registry, from which ``mlflow.pyfunc.load_model`` samples.
+"""Exports as models of MLflow, from which ``mlflow.pyfunc.load_model`` samples.
 
 A model is the folder of an export, the run's sampler, and the name of this module, which MLflow imports to load it:
-nothing is pickled, and no code is read from the registry.
+nothing is pickled, and no code is read from MLflow.
 """
 
 from __future__ import annotations

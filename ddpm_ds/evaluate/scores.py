@@ -147,8 +147,7 @@ class Scorer:
             except Unavailable as reason:
                 if asked is not None:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
-                if os.environ.get("RANK", "0") == "0":
-                    print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
+                print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
     def scores(self, images: Pixels, device: torch.device, prompts: Sequence[str] = ()) -> list[Score]:
         """Return the scores of uint8 ``images`` (N, C, H, W), drawn for ``prompts`` in turn."""
@@ -225,8 +224,8 @@ def evaluate(
     """Draw, score and record images of the given weights and sampler, in a folder of their own.
 
     It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
-    A U-Net with text draws
-    for the prompts ``texts``, by default those of its run's pictures, and away from the ``negative`` one.
+    A U-Net with text draws for the prompts ``texts``, by default those of its run's pictures, and away from the
+    ``negative`` one.
     """
     reference, count = scorer.reference, numbers["count"]
     labels = None

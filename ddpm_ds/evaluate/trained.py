@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,13 +57,6 @@ EXPECTED = (
     f"name a checkpoint ({MANIFEST}), a run's folder (checkpoints/), an export (unet/config.json), or OWNER/NAME on "
     "the Hugging Face hub"
 )
-
-
-class _Place(NamedTuple):
-    """Where weights are loaded to."""
-
-    device: torch.device | str
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -284,7 +277,6 @@ def load_trained(
         DataError: the autoencoder can't be used, or the hub has no such export or can't be reached.
         SpecError: ``autoencoder`` is given for a run on pixels.
     """
-    place = _Place(device, dtype)
     path, autoencoder = expanded(path), None if autoencoder is None else expanded(autoencoder)
     on_hub = is_hub_name(str(path)) and not path.exists()
     found = path if on_hub else find_trained(path)
@@ -292,15 +284,15 @@ def load_trained(
         reader = Reader(found)
         kind = _kind(reader, weights)
         digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
-        return _load_checkpoint(reader, kind, digest, autoencoder, place)
+        return _load_checkpoint(reader, kind, digest, autoencoder, device, dtype)
     what = f"{found} is {'no folder here, and on the Hugging Face hub ' if on_hub else ''}an export"
     if weights != "ema":
         raise CheckpointError(f"{what}, which has weights of one kind; leave out --weights {weights}")
     if not on_hub:
-        return _load_export(found, place)
+        return _load_export(found, device, dtype)
 
     def opened(folder: Path) -> Trained:
-        trained = _load_export(folder, place)
+        trained = _load_export(folder, device, dtype)
         if trained.text is not None:  # whose weights are read later
             parts_of(trained.text)
         return replace(trained, origin=str(path))
@@ -308,7 +300,7 @@ def load_trained(
     return from_hub(str(path), DRAWN_FROM, opened, said=str(path), expected=EXPECTED, newest=True)
 
 
-def _load_export(found: Path, place: _Place) -> Trained:
+def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) -> Trained:
     folder = DiffusersFolder(found)
     for line in folder.notes:
         print_to_stderr(line)
@@ -319,7 +311,7 @@ def _load_export(found: Path, place: _Place) -> Trained:
     fields, encoding = folder.fields(), folder.encoding()
     unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
-        unet=_filled(UNet(folder.layers, 0), folder.tensors().__getitem__, found, place),
+        unet=_filled(UNet(folder.layers, 0), folder.tensors().__getitem__, found, device, dtype),
         unet_spec=folder.unet,
         diffusion=diffusion,
         sampler=SamplerSpec(clip="none" if unclipped else "static", **levels),
@@ -350,7 +342,8 @@ def _load_checkpoint(
     kind: str,
     digest: str,
     moved: Path | None,
-    place: _Place,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> Trained:
     path = reader.path
     read = functools.partial(reader.read, kind)
@@ -381,7 +374,7 @@ def _load_checkpoint(
     run_dir = folder.parent.parent
     in_run = folder.parent == checkpoints_of(run_dir)
     return Trained(
-        unet=_filled(UNet(layers, 0), read, path, place),
+        unet=_filled(UNet(layers, 0), read, path, device, dtype),
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
@@ -417,10 +410,11 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
     )
 
 
-def _filled(unet: UNet, read: Callable[[str], Tensor], path: Path, place: _Place) -> UNet:
+def _filled(
+    unet: UNet, read: Callable[[str], Tensor], path: Path, device: torch.device | str, dtype: torch.dtype
+) -> UNet:
     """Return a U-Net with the weights that ``read`` returns by global name."""
-    dtype = place.dtype
-    unet.eval().requires_grad_(False).to(place.device, dtype)
+    unet.eval().requires_grad_(False).to(device, dtype)
     for name, parameter in unet.layers.named_parameters():
         tensor = read(name)
         parameter.copy_(tensor.view(parameter.shape))

@@ -91,6 +91,7 @@ def test_a_registered_export_is_loaded_and_sampled_from(tmp_path: Path, store: s
     assert "MLflow has models:/digits/1" in run("--register", "digits")
     client = MlflowClient(store)
     version = client.get_model_version("digits", "1")
+    assert version.run_id is not None
     (child,) = client.search_runs([client.get_run(version.run_id).info.experiment_id], "tags.kind = 'export'")
     assert version.run_id == child.info.run_id and child.info.status == "FINISHED"
     assert client.list_artifacts(child.info.run_id) == [], "whose model holds the export"

@@ -222,10 +222,8 @@ def test_what_exists_is_not_overwritten_and_nothing_is_drawn(
         ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
-        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none, or say --format"),
-        ("--out OUT/x.zip", "the suffix .zip is of no format; use .png, .npz or none, or say --format"),
+        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none; .npy and .zarr hold fields"),
         ("--out OUT/nowhere/x.png", "can't be written; name a file in a folder that exists and is yours"),
-        ("--out OUT/x.png --format npz", "has the suffix of a grid, not of --format npz"),
         ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),
     ],
 )
