@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
                 if asked["organization"] != self._user[0]:
                     return self._refuse(403, f"You don't have the rights to create a model under {name}")
                 if name in self.server.repositories:
-                    return self._refuse(409, "You already created this model repo")
+                    return self._answer({"error": "exists", "url": f"{self.server.address}/{name}"}, 409)
                 self.server.repositories[name] = Repository(asked["visibility"] == "private", (self._user[0],))
                 self._answer({"url": f"{self.server.address}/{name}"})
             case ["api", "validate-yaml"]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluate.planted import FAST, plant
 from tests.forking import REPOSITORY
 from tests.launching import fork_ranks, place_digits, place_empty_store, write_json
 from tests.pipeline.ladder_worker import Case
@@ -131,14 +130,3 @@ def test_what_nccl_would_not_survive_locks_here(mutant: str, tmp_path: Path) -> 
     words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, ("-p", "4"))
     codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="3")
     assert LOCKED in codes, log.read_text()[-6000:]
-
-
-def test_sampling_through_stages_does_not_lock(tmp_path: Path) -> None:
-    """Guided images in batches of two sizes, each of which goes by the hosts at first."""
-    plant(tmp_path / "run")
-    log, out = tmp_path / "log", tmp_path / "drawn.npz"
-    words = (*FAST, "--guidance", "2", "--count", "60", "--batch-images", "16", "--stages", "3", "--out", str(out))
-    assert run(3, str(REPOSITORY / "launch" / "sample.py"), str(tmp_path / "run"), *words, log=log) == [0] * 3, (
-        log.read_text()[-6000:]
-    )
-    assert out.exists()

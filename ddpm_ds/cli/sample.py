@@ -1,4 +1,4 @@
-"""``ddpm-ds sample`` and ``launch/sample.py``: draw images from trained weights, in one process or several.
+"""``ddpm-ds sample``: draw images from trained weights.
 
 ``ddpm-ds evaluate`` shares the options for weights and sampler, ``ddpm-ds export`` those for weights.
 """
@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -20,8 +18,6 @@ from pydantic import ValidationError
 
 from ddpm_ds.command_line import (
     MOST_MEMBERS,
-    MOST_PROCESSES,
-    OneLineParser,
     Verbs,
     add_overwrite,
     batch,
@@ -36,21 +32,19 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
-from ddpm_ds.errors import PeerLostError, SpecError, UserError, print_to_stderr
+from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import USUAL_MEMBERS
 from ddpm_ds.files import MOST_DIGITS, read_bytes
-from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
+from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.inputs import Inputs
     from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.trained import Trained
-    from ddpm_ds.pipeline.staged import Pipelines
-    from ddpm_ds.unet.model import UNet
 
 DESCRIPTION = """\
 Draw images from a checkpoint of any layout, the newest checkpoint of a run, or an export. Image number I of a seed is
-the same picture whatever --count, --first, --batch-images and the number of processes are.
+the same picture whatever --count, --first, and --batch-images are.
 """
 
 EXAMPLES = """\
@@ -58,8 +52,6 @@ examples
   ddpm-ds sample runs/digits
   ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes.png
   ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
-  deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10.npz
-  deepspeed --num_gpus 4 launch/sample.py runs/large --stages 4 --out large.png
 
   ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes.png
 
@@ -70,13 +62,11 @@ examples
 Interrupted, it keeps the finished batches, and the same command continues from there (docs/sampling.md).
 
 exit codes
-  0 done   2 bad input, nothing was done   130 interrupted   76 another process died: start it again   1 a bug
+  0 done   2 bad input, nothing was done   130 interrupted   1 a bug
 """
 
-LAUNCHER = "deepspeed [launcher options]"
-SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
-OTHER_SUFFIXES = {"npy": ".npy", "zarr": ".zarr"}
-"""Formats that --out alone asks for."""
+FORMATS = {".png": "grid", ".npz": "npz", "": "folder", ".npy": "npy", ".zarr": "zarr"}
+"""Formats by the suffix of --out."""
 MOST_AHEAD = 10_000
 MOST_PROMPTS_BYTES = 2**26
 FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
@@ -89,31 +79,6 @@ def add_sample(verbs: Verbs) -> None:
     parser = verbs.add_parser("sample", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
     parser.set_defaults(run=_sample)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``launch/sample.py`` in one of its processes and return the exit code."""
-    parser = OneLineParser(prog=f"{LAUNCHER} launch/sample.py", description=DESCRIPTION, epilog=EXAMPLES)
-    _add_options(parser)
-    return launched(parser, _sample, arguments)
-
-
-def launched(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None
-) -> int:
-    """Run a verb in one of the processes that a launcher has started, and return the exit code."""
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
-    )  # launchers pass it
-    try:
-        set_environment()
-        return run(parser.parse_args(arguments)) or 0
-    except PeerLostError as error:  # nothing that waits for the others may follow
-        print_to_stderr(f"ddpm_ds: error: {error}")
-        os._exit(record_exit(error.exit_code))
-    except UserError as error:
-        print_once(textwrap.indent(str(error), "ddpm_ds: error: "))
-        return error.exit_code
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -130,13 +95,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=file_path,
         metavar="PATH",
-        help="file or folder to write (default RUN_DIR/samples-IMAGES, where IMAGES is how many the checkpoint has "
-        "seen, or ./samples for weights outside a run; with the suffix of --format)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=SUFFIXES,
-        help="one PNG, a folder of PNGs or a numpy archive (default by --out: .png, no suffix, .npz; else grid)",
+        help="file or folder to write: .png, .npz, .npy, .zarr, or a folder of PNGs (default "
+        "RUN_DIR/samples-IMAGES.png, where IMAGES is how many the checkpoint has seen, or ./samples.png)",
     )
     parser.add_argument(
         "--labels",
@@ -199,16 +159,7 @@ def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = Fals
     more, many = (",...", different) if several else ("", lambda kind: kind)
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
-    parser.add_argument(
-        "--batch-images", type=batch, default=64, metavar="N", help="images drawn at once by a process (default 64)"
-    )
-    parser.add_argument(
-        "--stages",
-        type=partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a number from 1 to {MOST_PROCESSES:,}"),
-        default=1,
-        metavar="S",
-        help="cut the U-Net into so many stages, each on a process of its own (default 1: each process has all of it)",
-    )
+    parser.add_argument("--batch-images", type=batch, default=64, metavar="N", help="images drawn at once (default 64)")
     group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
     group.add_argument(
         "--sampler",
@@ -288,21 +239,8 @@ def _choices(field: str) -> tuple[str, ...]:
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
-def pipelines_of(options: argparse.Namespace) -> Pipelines:
-    """Return the place of this process in the pipelines of --stages; raises LayoutError if there are none."""
-    from ddpm_ds.pipeline.staged import Pipelines
-
-    return Pipelines(options.stages, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-
-
-def called(trained: Trained, guide: Trained | None) -> list[UNet]:
-    """Return all U-Nets that drawing and scoring call."""
-    return [each.unet for each in (trained, trained.regression, guide) if each is not None]
-
-
 def load(
     options: argparse.Namespace,
-    pipelines: Pipelines,
     changes: Sequence[Mapping[str, Any]] = ({},),
 ) -> tuple[Trained, list[SamplerSpec], Trained | None]:
     """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
@@ -317,9 +255,8 @@ def load(
     from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
 
-    device, (_, dtype) = choose_device(options.device, options.stages), DTYPES[options.precision]
+    device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
     place: dict[str, Any] = {"autoencoder": options.autoencoder, "device": device, "dtype": dtype}
-    place["pipelines"] = pipelines
     trained = load_trained(options.path, weights=options.weights, **place)
     samplers = [
         sampler_from(
@@ -449,21 +386,15 @@ def _channel(options: argparse.Namespace, trained: Trained) -> int:
 
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
     """Return the path of the output, and its format."""
-    out, wanted = options.out, options.format
+    out = options.out
     if out is None:
-        wanted = wanted or "grid"
         folder, images = (trained.run_dir, f"-{trained.images_seen:09}") if trained.run_dir else (Path(), "")
-        return folder / f"samples{images}{SUFFIXES[wanted]}", wanted
-    formats = SUFFIXES | OTHER_SUFFIXES
-    by_suffix = next((name for name, suffix in formats.items() if suffix == out.suffix.lower()), None)
-    if wanted is None and by_suffix is None:
+        return folder / f"samples{images}.png", "grid"
+    if out.suffix.lower() not in FORMATS:
         raise SpecError(
-            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none, or say --format; .npy and "
-            ".zarr hold fields"
+            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none; .npy and .zarr hold fields"
         )
-    if wanted is not None and by_suffix not in (None, "folder", wanted):
-        raise SpecError(f"--out {out} has the suffix of a {by_suffix}, not of --format {wanted}; leave one of them out")
-    return out, wanted or str(by_suffix)
+    return out, FORMATS[out.suffix.lower()]
 
 
 def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind: str) -> None:
@@ -479,7 +410,6 @@ def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind
 
 
 def _sample(options: argparse.Namespace) -> int:
-    """Run the verb, or this process's share of it."""
     set_environment()
     from ddpm_ds.evaluate.outputs import (
         DrawnImages,
@@ -487,21 +417,17 @@ def _sample(options: argparse.Namespace) -> int:
         check_recordable,
         record_child,
         titled_grid,
-        write_npy,
-        write_npz,
+        write_numpy,
         write_pngs,
         write_zarr,
     )
-    from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of, together
+    from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of
     from ddpm_ds.unet.operations import widening
 
-    pipelines = pipelines_of(options)
-    trained, (sampler,), guide = load(options, pipelines)
-    unets = called(trained, guide)
+    trained, (sampler,), guide = load(options)
     inputs = _inputs(options, trained)
-    log: Callable[[str], None] = print if pipelines.is_first else lambda line: None
     texts, negative = texts_of(options, trained), options.negative
-    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=log)
+    prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print)
     given = ("seed", "first", "count", "batch_images", "members", "steps_ahead")
     numbers: dict[str, Any] = {name: value for name in given if (value := getattr(options, name)) is not None}
     numbers |= said_of(prompts, negative)
@@ -522,31 +448,30 @@ def _sample(options: argparse.Namespace) -> int:
     drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
     stored = next(trained.unet.parameters())
     if line := widening(stored.device.type, stored.dtype):
-        log(line)
+        print(line)
     try:
-        with together(pipelines, stored.device), pipelines.at_work(unets) as leads:
-            if leads:
-                draw_missing(trained, request, drawn, pipelines, guide=guide, inputs=inputs, prompts=prompts)
-            if pipelines.is_first:
-                images, labels = drawn.images(), request.labels_of(request.index)
-                if kind == "npy":
-                    write_npy(out, images if inputs is None else request.by_input(images))
-                elif kind == "zarr":
-                    write_zarr(out, trained, request.by_input(images), options.first)
-                elif kind == "folder":
-                    write_pngs(out, images, request.index)
-                elif kind == "npz":
-                    write_npz(out, images, labels)
-                else:
-                    with writing(out, overwrite=options.overwrite) as file:
-                        how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
-                        titled_grid(trained, sampler, images, labels, **how).save(file, "PNG")
-                drawn.remove()
+        draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
+        images, labels = drawn.images(), request.labels_of(request.index)
+        if kind == "npy":
+            write_numpy(out, images if inputs is None else request.by_input(images))
+        elif kind == "zarr":
+            write_zarr(out, trained, request.by_input(images), options.first)
+        elif kind == "folder":
+            write_pngs(out, images, request.index)
+        elif kind == "npz":
+            write_numpy(out, images, labels)
+        else:
+            with writing(out, overwrite=options.overwrite) as file:
+                how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
+                titled_grid(trained, sampler, images, labels, **how).save(file, "PNG")
+        drawn.remove()
     except KeyboardInterrupt:
-        log(f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there")
+        print(
+            f"interrupted: {drawn.count:,} of {request.count:,} images are kept; the same command continues from there"
+        )
         return 128 + signal.SIGINT
-    log(f"{out}: {_summary(request)}")
-    if options.mlflow and pipelines.is_first:
+    print(f"{out}: {_summary(request)}")
+    if options.mlflow:
         record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out: ""})
     return 0
 

@@ -1,11 +1,10 @@
-"""Verbs for trained weights besides ``sample``: ``evaluate`` (and ``launch/evaluate.py``) scores them against the real
+"""Verbs for trained weights besides ``sample``: ``evaluate`` scores them against the real
 images, ``export`` and ``import`` convert them to and from diffusers.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import shlex
 import shutil
@@ -16,26 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.cli.sample import (
-    LAUNCHER,
     add_drawing_options,
     add_text_options,
     add_weights_options,
-    called,
-    launched,
     load,
-    pipelines_of,
     texts_of,
 )
 from ddpm_ds.command_line import (
     MOST_COUNT,
-    OneLineParser,
     Verbs,
     add_overrides,
     file_path,
     positive,
     whole,
 )
-from ddpm_ds.data.hub import Upload, is_hub_name
+from ddpm_ds.data.hub import check_upload, is_hub_name, upload
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, USUAL_MEMBERS
 from ddpm_ds.processes.ranks import set_environment
@@ -82,22 +76,19 @@ examples
       how well images fit the captions of the held-out images
   ddpm-ds evaluate runs/downscaling --members 16
       16 members for each held-out image
-  deepspeed --num_gpus 4 launch/evaluate.py runs/large --stages 2
-      two pipelines of two stages
 
 Interrupted, it keeps what is drawn, and the same command continues from there. With other --metrics no image is drawn
 again.
 
 exit codes
-  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted
-  76 another process died: start it again   1 a bug
+  0 done   2 bad input, or a score of --metrics can't be computed: nothing was drawn   130 interrupted   1 a bug
 """
 EXPORT_DESCRIPTION = """\
 Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
 samples. diffusers is not needed; if it is installed, it reads the folder back and the two are compared before the
 folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
 
---push-to-hub uploads the folder, with the run's spec, to the Hugging Face hub in one commit, as a private repository.
+--push-to-hub uploads the folder to the Hugging Face hub, as a private repository.
 --register makes it a version of a model in MLflow that mlflow.pyfunc.load_model samples from.
 """
 
@@ -147,19 +138,6 @@ def add_evaluate(verbs: Verbs) -> None:
     """Add the verb ``evaluate``."""
     what = "score a checkpoint or an export against the real images"
     parser = verbs.add_parser("evaluate", help=what, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES)
-    _add_evaluate_options(parser)
-    parser.set_defaults(run=_evaluate)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``launch/evaluate.py`` in one of its processes and return the exit code."""
-    texts = {"description": EVALUATE_DESCRIPTION, "epilog": EVALUATE_EXAMPLES}
-    parser = OneLineParser(prog=f"{LAUNCHER} launch/evaluate.py", **texts)
-    _add_evaluate_options(parser)
-    return launched(parser, _evaluate, arguments)
-
-
-def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     count = f"images to draw (default {MANY}), or inputs to draw members for (default all)"
     parser.add_argument("--count", type=positive, metavar="N", help=count)
     parser.add_argument(
@@ -204,14 +182,14 @@ def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
     )
     add_text_options(parser)
     add_drawing_options(parser, several=True)
+    parser.set_defaults(run=_evaluate)
 
 
 def _metrics(text: str) -> tuple[str, ...]:
     names = text.split(",")
     for name in names:
         if name not in METRICS:
-            withdrawn = "; launch/quality.py has the classifier of digits" if name == "digits" else ""
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}{withdrawn}")
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}")
     return tuple(names)
 
 
@@ -220,7 +198,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.ensembles import ensemble_table
     from ddpm_ds.evaluate.inputs import held_out_images
     from ddpm_ds.evaluate.outputs import check_recordable
-    from ddpm_ds.evaluate.sampling import together
     from ddpm_ds.evaluate.scores import evaluate_losses, loss_table, table
 
     measures = "loss" in (options.metrics or ())
@@ -229,29 +206,23 @@ def _evaluate(options: argparse.Namespace) -> None:
     draws = options.metrics != ()
     if not draws:
         _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
-    pipelines = pipelines_of(options)
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
     work: Callable[..., Any] | None = None
     found: list[Any] = []
     losses: list[Any] = []
-    with contextlib.ExitStack() as connected:
-        trained, samplers, guide = load(options, pipelines, changes)
-        unets = called(trained, guide) if draws else [trained.unet]
-        check_recordable(trained)
-        if measures:
-            held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
-        if draws:
-            work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
-        connected.enter_context(together(pipelines, next(trained.unet.parameters()).device))
-        with pipelines.at_work(unets) as leads:
-            if leads and measures:
-                losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images, pipelines))
-            if leads and work is not None:
-                found += [work(trained, sampler, guide, pipelines=pipelines) for sampler in samplers]
-    if pipelines.is_first:
-        tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
-        print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
+    trained, samplers, guide = load(options, changes)
+    check_recordable(trained)
+    if measures:
+        held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
+    if draws:
+        work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
+    if measures:
+        losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images))
+    if work is not None:
+        found += [work(trained, sampler, guide) for sampler in samplers]
+    tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
+    print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
@@ -262,7 +233,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise SpecError(f"--{name.replace('_', '-')} {said}{why}; leave it out")
 
 
-def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]] | None]:
+def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., tuple[Request, list[Score]]]:
     """Return what evaluates weights without conditions by a sampler and a guide."""
     from ddpm_ds.evaluate.inception import Clip
     from ddpm_ds.evaluate.scores import Scorer, evaluate, open_reference
@@ -285,7 +256,7 @@ def _of_images(options: argparse.Namespace, trained: Trained) -> Callable[..., t
     return partial(evaluate, scorer=scorer, out=options.out, **prompts, **numbers)
 
 
-def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated | None]:
+def _of_ensembles(options: argparse.Namespace, trained: Trained) -> Callable[..., Evaluated]:
     """Return what evaluates weights with conditions by a sampler and a guide."""
     from ddpm_ds.evaluate.ensembles import evaluate_ensembles
     from ddpm_ds.evaluate.inputs import Inputs
@@ -380,19 +351,12 @@ def _export(options: argparse.Namespace) -> None:
 
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
-    from ddpm_ds.evaluate.diffusers.export import (
-        SPEC_FILE,
-        check_in_diffusers,
-        last_picture,
-        model_card,
-        rounded,
-        shared_spec,
-        without_labels,
-        write_pipeline,
-    )
+    from ddpm_ds.evaluate.diffusers.card import last_picture, model_card
+    from ddpm_ds.evaluate.diffusers.export import rounded, without_labels, write_pipeline
+    from ddpm_ds.evaluate.diffusers.read_back import check_in_diffusers
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
-    from ddpm_ds.evaluate.registry import Registry, note_links
+    from ddpm_ds.evaluate.registry import check_register, register
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
@@ -400,12 +364,14 @@ def _export(options: argparse.Namespace) -> None:
     if name is None and (options.public or options.overwrite):
         raise SpecError(f"--{'public' if options.public else 'overwrite'} is of --push-to-hub, which is missing")
     with new_folder(options.out) as folder:
-        upload = None if name is None else Upload(name, public=options.public, overwrite=options.overwrite)
+        if name is not None:
+            check_upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
         if options.register is not None and options.single_file:
             raise SpecError(f"--register {options.register} needs a pipeline's folder; leave out --single-file")
-        registry = None if options.register is None else Registry(options.register, trained)
+        if options.register is not None:
+            check_register(options.register, trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
@@ -426,31 +392,20 @@ def _export(options: argparse.Namespace) -> None:
             classes = trained.unet_spec.classes
             labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
-        shared = trained.spec if upload else None
-        if shared is not None:
-            (folder / SPEC_FILE).write_text(shared_spec(shared), encoding="utf-8")
         written = {"precision": options.dtype, "label": options.label, "picture": picture, "single_file": single}
-        card = model_card(trained, **written, hub_name=name, has_spec=shared is not None)
+        card = model_card(trained, **written, hub_name=name)
         (folder / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     weights, origin = f"{trained.weights} weights of", Path(trained.origin)
     print(f"{options.out}: {weights} {origin} in {options.dtype}, {size / 1e6:,.1f} MB\n{compared}")
-    links = {}
-    if upload is not None:
-        commit = upload.push(options.out, f"{weights} {origin.name} in {options.dtype}")
-        print(f"{upload.page}: {'public' if options.public else 'private'}, {commit}")
-        links[upload.name] = upload.page
+    if name is not None:
+        commit = upload(name, options.out, f"{weights} {origin.name} in {options.dtype}", public=options.public)
+        print(f"{name}: {'public' if options.public else 'private'}, {commit}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
-    parts = sorted(options.out.iterdir()) if registry is None else []  # whose model has them
+    parts = sorted(options.out.iterdir()) if options.register is None else []  # whose model has them
     run_id = record_child(trained, "export", params, artifacts=dict.fromkeys(parts, "export"))
-    try:
-        if registry is not None:
-            model, page = registry.add(trained, options.out, run_id)
-            print(f"MLflow has {model}, at {page}")
-            links[model] = page
-    finally:
-        if links and trained.run_dir is not None:
-            note_links(trained.run_dir, links)
+    if options.register is not None:
+        print(f"MLflow has {register(options.register, trained, options.out, run_id)}")
 
 
 def _row(label: str | None, classes: int | None) -> int | None:
@@ -466,7 +421,7 @@ def _row(label: str | None, classes: int | None) -> int | None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from ddpm_ds.evaluate.diffusers.export import SPEC_FILE, import_weights
+    from ddpm_ds.evaluate.diffusers.importing import SPEC_FILE, import_weights
 
     given, is_class = (options.path, options.spec, options.overrides, options.out), options.last_label == "class"
     print("\n".join(import_weights(*given, last_label_is_class=is_class)))

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from ddpm_ds.errors import DataError, OutputError, UserError
 from ddpm_ds.secret import public_address, without_secrets
@@ -73,92 +73,54 @@ def from_hub(
     raise fault
 
 
-class Upload:
-    """A repository on the Hugging Face hub that one commit makes or overwrites. Its token is neither shown nor kept.
+def check_upload(name: str, *, public: bool, overwrite: bool) -> None:
+    """Check that :func:`upload` can be asked for the repository ``name``; change nothing.
 
     Raises:
-        OutputError: by all: there is no network, the hub refuses the token, or the repository can't be made or written.
-            The message says what is left; nothing is changed before :meth:`push`.
+        OutputError: the hub refuses the token, or the repository exists and may not be overwritten as it is.
     """
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise OutputError(f"--push-to-hub {name} needs a package that is missing: pip install 'ddpm_ds[hub]'")
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    def __init__(self, name: str, *, public: bool, overwrite: bool) -> None:
-        """Look up the repository ``name``; one that exists must be ``public`` or private as is asked."""
-        self.name, self._public, self._token = name, public, ""
-        self._head: str | None = None
-        self._files: set[str] = set()
-        if importlib.util.find_spec("huggingface_hub") is None:
-            self._refuse("needs a package that is missing: pip install 'ddpm_ds[hub]'")
-        from huggingface_hub import HfApi, get_token
-        from huggingface_hub.errors import RepositoryNotFoundError
-        from huggingface_hub.utils import logging, validate_repo_id
-
-        logging.set_verbosity_error()
-        with self._faults("is a name that the hub does not take"):
-            validate_repo_id(name)
-        with self._faults("needs a token, and none can be had"):
-            self._token = get_token() or ""
-        if not self._token:
-            self._refuse(f"needs a token, and there is none; {LOG_IN}")
-        self._api = HfApi(token=self._token)
-        with self._faults("can't be looked up"):
-            if self._api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
-                self._refuse(f"is refused: the token may only read; {LOG_IN}")
-            try:
-                found = self._api.model_info(name)
-            except RepositoryNotFoundError:
-                return
-        if not overwrite:
-            self._refuse("exists; name another, or replace its files by a new commit with --overwrite")
-        if found.private is public:
-            there, fix = ("private", "leave out --public") if public else ("public", "say --public")
-            self._refuse(f"exists and is {there}; {fix}, or change that on its page")
-        with self._faults("exists, and is not yours to overwrite"):
-            self._api.auth_check(name, write=True)
-        self._head, self._files = found.sha, {file.rfilename for file in found.siblings or ()}
-
-    @property
-    def page(self) -> str:
-        """Address of the repository's page."""
-        return public_address(f"{self._api.endpoint}/{self.name}")
-
-    def push(self, folder: Path, message: str) -> str:
-        """Make the repository hold the files of ``folder`` alone, by one commit; return the commit's address."""
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-        files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-        gone = sorted(self._files - files.keys() - {".gitattributes"})  # which says how the hub stores the files
-        left = f"{self.page} is as it was"
-        if self._head is None:
-            with self._faults(f"can't be made, so nothing is uploaded; {folder} is whole"):
-                self._api.create_repo(self.name, private=not self._public)
-            left = f"{self.page} is made, and empty"
-        again = f"hf upload {self.name} {shlex.quote(str(folder))} ."
-        with self._faults(f"has not taken the files: {left}, and {folder} is whole; to upload it: {again}"):
-            # upload_folder makes several commits, between which a model is half there
-            done = self._api.create_commit(
-                self.name,
-                [
-                    *(CommitOperationAdd(place, file) for place, file in sorted(files.items())),
-                    *map(CommitOperationDelete, gone),
-                ],
-                commit_message=message,
-                parent_commit=self._head,
-            )
-        return public_address(done.commit_url)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise OutputError(f"--push-to-hub {self.name} {what}")
-
-    @contextlib.contextmanager
-    def _faults(self, what: str) -> Iterator[None]:
-        """Turn any other error of the body into one line."""
+    with _faults(name, "can't be looked up"):
+        HfApi().whoami()
         try:
-            yield
-        except OutputError:
-            raise
-        except Exception as error:  # huggingface_hub raises many types
-            fix = f"; {LOG_IN}" if _status(error) in MAY_NOT else ""
-            self._refuse(f"{what} ({_reason(error, self._token)}){fix}")
+            found = HfApi().model_info(name)
+        except RepositoryNotFoundError:
+            return
+    if not overwrite:
+        raise OutputError(f"--push-to-hub {name} exists; name another, or replace its files with --overwrite")
+    if found.private is public:
+        there, fix = ("private", "leave out --public") if public else ("public", "say --public")
+        raise OutputError(f"--push-to-hub {name} exists and is {there}; {fix}, or change that on its page")
+
+
+def upload(name: str, folder: Path, message: str, *, public: bool) -> str:
+    """Make the repository ``name`` hold the files of ``folder`` alone; return the commit's address.
+
+    Raises:
+        OutputError: the hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    with _faults(name, f"is not uploaded ({folder} is whole; hf upload {name} {shlex.quote(str(folder))} .)"):
+        HfApi().create_repo(name, private=not public, exist_ok=True)
+        done = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns="*")
+    return public_address(done.commit_url)
+
+
+@contextlib.contextmanager
+def _faults(name: str, what: str) -> Iterator[None]:
+    """Turn any error of the body into one line."""
+    from huggingface_hub import get_token
+
+    try:
+        yield
+    except Exception as error:  # huggingface_hub raises many types
+        fix = f"; {LOG_IN}" if _status(error) in MAY_NOT else ""
+        raise OutputError(f"--push-to-hub {name} {what}: {_reason(error, get_token() or '')}{fix}") from None
 
 
 def _status(error: Exception) -> int | None:

@@ -27,11 +27,10 @@ from ddpm_ds.data.pictures import write_png
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import ALONE, draw_missing, prompts_for, request_for, said_of
+from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of
 from ddpm_ds.evaluate.scores import guidance_said, rounded
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import write_file
-from ddpm_ds.pipeline.staged import Pipelines
 from ddpm_ds.version import __version__
 
 BYTES = 255.0
@@ -353,13 +352,11 @@ def evaluate_ensembles(
     members: int | None,
     seed: int,
     batch_images: int,
-    pipelines: Pipelines = ALONE,
-) -> Evaluated | None:
+) -> Evaluated:
     """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
     in a folder of their own.
 
-    It is in ``out``, by default among the run's evaluations. Of several ``pipelines`` all draw and only the first does
-    the rest; the others return None.
+    It is in ``out``, by default among the run's evaluations.
 
     Raises:
         EvaluationError: the true images of the inputs are not known.
@@ -376,8 +373,7 @@ def evaluate_ensembles(
     origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
     folder = out or (trained.run_dir or Path()) / "evaluations"
     folder /= f"{origin}-{request.weights}-{kind}-{steps}-{count}x{members}-{request.key}"
-    said = print if pipelines.is_first else lambda *_, **__: None
-    said(
+    print(
         f"weights    {request.weights} of {trained.origin}, {request.precision}\n"
         f"sampler    {kind} in {steps} steps, seed {seed}\n"
         f"inputs     {count:,}, with {members} member{'s' if members > 1 else ''} each\n"
@@ -386,13 +382,11 @@ def evaluate_ensembles(
     )
     drawn = DrawnImages(folder / "drawn", request)
     try:
-        draw_missing(trained, request, drawn, pipelines, guide=guide, inputs=inputs, prompts=prompts)
-        if not pipelines.is_first:
-            return None
+        draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
         images = drawn.images()
         found = scored(trained, inputs, request, images)
     except KeyboardInterrupt:
-        said("interrupted: what is drawn is kept, and the same command continues from there")
+        print("interrupted: what is drawn is kept, and the same command continues from there")
         raise
     facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
     facts["version"] = {"ddpm_ds": __version__, "torch": torch.__version__}

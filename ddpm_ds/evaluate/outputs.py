@@ -135,7 +135,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class DrawnImages:
-    """Folder in which the images of one request gather, whichever processes draw them and however often they stop.
+    """Folder in which the images of one request gather, however often their command stops.
 
     ::
 
@@ -239,21 +239,6 @@ def titled_grid(
     return drawn.picture(title, said, channel)
 
 
-def write_npy(path: Path, images: np.ndarray) -> None:
-    """Write an array as a ``.npy`` file; it may be mapped from another.
-
-    Raises:
-        OutputError: it can't be written.
-    """
-    temporary = temporary_beside(path)
-    with writing(path):
-        np.save(temporary.with_suffix(".npy"), images)
-        temporary.with_suffix(".npy").replace(temporary)
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-
-
 def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:
     """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder with a variable for each channel, and the
     coordinates of the run's data; the inputs are numbered from ``first`` on.
@@ -278,10 +263,11 @@ def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> 
         xarray.Dataset(channels, coordinates).to_zarr(folder, mode="w", consolidated=False)
 
 
-def write_npz(path: Path, images: np.ndarray, labels: Tensor | None) -> None:
-    """Write an npz archive: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64, if any.
+def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) -> None:
+    """Write a ``.npy`` of images, or an ``.npz``: ``arr_0`` are images (N, H, W, C), ``arr_1`` the labels (N,) int64,
+    if any.
 
-    Names and axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
+    Names and axes of the archive are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
     ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces.
 
     Raises:
@@ -290,7 +276,10 @@ def write_npz(path: Path, images: np.ndarray, labels: Tensor | None) -> None:
     temporary = temporary_beside(path)
     with writing(path):
         with temporary.open("wb") as file:
-            np.savez(file, images.transpose(0, 2, 3, 1), *([] if labels is None else [labels.numpy()]))
+            if path.suffix.lower() == ".npy":
+                np.save(file, images)
+            else:
+                np.savez(file, images.transpose(0, 2, 3, 1), *([] if labels is None else [labels.numpy()]))
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)

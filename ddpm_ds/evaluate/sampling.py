@@ -1,19 +1,15 @@
-"""Sampling from trained weights: one batch, some images from Python, and many batches by several processes.
+"""Sampling from trained weights: one batch, some images from Python, or many batches, kept if interrupted.
 
-An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding. So a
-finished batch counts whichever process drew it, and processes that share the work wait for each other only at the end.
+An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding.
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import Field, InstanceOf
 from torch import Tensor
 from tqdm import tqdm
@@ -32,16 +28,7 @@ from ddpm_ds.evaluate import USUAL_COUNT, USUAL_MEMBERS
 from ddpm_ds.evaluate.inputs import Inputs, check_unconditioned
 from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.pipeline.staged import Pipelines
-from ddpm_ds.processes.hosts import use_interface_towards
-from ddpm_ds.processes.rendezvous import connect
 
-JOIN_LIMIT = timedelta(minutes=10)
-"""Maximum time until all processes have loaded the weights."""
-WAIT_LIMIT = timedelta(days=1)
-"""Maximum time to wait for the slowest process; a process that dies is noticed at once, by its connection."""
-ALONE = Pipelines()
-"""Place of a single process."""
 AHEAD = 2**49
 """Difference of the image numbers of one state and the next, above all numbers of images."""
 LOG_SECONDS = 30.0
@@ -402,60 +389,20 @@ def draw_missing(
     trained: Trained,
     request: Request,
     drawn: DrawnImages,
-    pipelines: Pipelines = ALONE,
     *,
     guide: Trained | None = None,
     inputs: Inputs | None = None,
     prompts: Prompts | None = None,
 ) -> None:
-    """Draw the images of a request that are not there, and return when all pipelines have finished. Of n pipelines
-    number i draws every batch whose number is i modulo n. ``guide``, ``inputs`` and ``prompts`` must be those of the
+    """Draw the images of a request that are not there; ``guide``, ``inputs`` and ``prompts`` must be those of the
     request.
-
-    Several processes are :func:`together`, and the first of each pipeline calls this.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
         OutputError: the file system refuses.
-        PeerLostError: another process has died or does not answer. Nothing that waits for the others may follow.
     """
-    if pipelines.is_first and (done := drawn.count):
+    if done := drawn.count:
         print(f"{done:,} of {request.count:,} images are there from before", flush=True)
-    number, count = pipelines.number, pipelines.count
-    draw_share(trained, request, drawn, number, count, guide=guide, inputs=inputs, prompts=prompts)
-    pipelines.wait(WAIT_LIMIT)
-
-
-@contextlib.contextmanager
-def together(pipelines: Pipelines, device: torch.device) -> Iterator[None]:
-    """Connect this process to the others that share its images, for as long as the context."""
-    if (world_size := pipelines.count * pipelines.stages) == 1:
-        yield
-        return
-    rank = pipelines.number * pipelines.stages + pipelines.stage
-    use_interface_towards(os.environ["MASTER_ADDR"])
-    store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
-    try:
-        pipelines.connect(device, WAIT_LIMIT)
-        yield
-    finally:
-        dist.destroy_process_group()  # a process that leaves with a gloo group can abort after it has succeeded
-
-
-def draw_share(
-    trained: Trained,
-    request: Request,
-    drawn: DrawnImages,
-    number: int,
-    count: int,
-    *,
-    guide: Trained | None = None,
-    inputs: Inputs | None = None,
-    prompts: Prompts | None = None,
-) -> None:
-    """Draw what is missing of a pipeline's share, every ``count``-th batch; do not wait for other pipelines."""
-    missing = set(drawn.missing())
     with tqdm(
         total=request.count,
         initial=drawn.count,
@@ -464,14 +411,12 @@ def draw_share(
         mininterval=0.2 if sys.stderr.isatty() else LOG_SECONDS,
         miniters=0,
         smoothing=0,  # batches finish seldom, so the rate is the mean since the start
-        disable=number != 0,
     ) as bar:
 
         def show(done: int, evaluations: int) -> None:
             bar.set_postfix_str(f"evaluation {done}/{evaluations}", refresh=False)
             bar.update(0)
 
-        for batch in request.batches[number::count]:
-            if batch in missing:
-                drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, prompts, show))
-                bar.update(drawn.count - bar.n)  # includes the images of other processes
+        for batch in drawn.missing():
+            drawn.keep(batch, _draw_batch(trained, request, batch, guide, inputs, prompts, show))
+            bar.update(drawn.count - bar.n)

@@ -40,17 +40,15 @@ from ddpm_ds.evaluate.inception import (
     pixel_gaussian,
 )
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import ALONE, draw_missing, fitting, prompts_for, said_of
+from ddpm_ds.evaluate.sampling import draw_missing, fitting, prompts_for, said_of
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
-from ddpm_ds.pipeline.staged import Pipelines
 from ddpm_ds.train.objective import HeldOutLoss, encoders_of
 from ddpm_ds.version import __version__
 
 GRID_IMAGES = 64
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
 TEXT_COLUMNS = {0, 5, 7, 9}
-CARD_HEADER = ("score", "value", "images", "sampler", "guidance", "precision")
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -149,8 +147,7 @@ class Scorer:
             except Unavailable as reason:
                 if asked is not None:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be computed: {reason}") from None
-                if os.environ.get("RANK", "0") == "0":
-                    print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
+                print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
 
     def scores(self, images: Pixels, device: torch.device, prompts: Sequence[str] = ()) -> list[Score]:
         """Return the scores of uint8 ``images`` (N, C, H, W), drawn for ``prompts`` in turn."""
@@ -220,16 +217,15 @@ def evaluate(
     guide: Trained | None,
     scorer: Scorer,
     out: Path | None,
-    pipelines: Pipelines = ALONE,
     texts: Sequence[str] | None = None,
     negative: str | None = None,
     **numbers: int,
-) -> tuple[Request, list[Score]] | None:
+) -> tuple[Request, list[Score]]:
     """Draw, score and record images of the given weights and sampler, in a folder of their own.
 
     It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
-    Of several ``pipelines`` all draw and only the first does the rest; the others return None. A U-Net with text draws
-    for the prompts ``texts``, by default those of its run's pictures, and away from the ``negative`` one.
+    A U-Net with text draws for the prompts ``texts``, by default those of its run's pictures, and away from the
+    ``negative`` one.
     """
     reference, count = scorer.reference, numbers["count"]
     labels = None
@@ -243,8 +239,7 @@ def evaluate(
     device = next(trained.unet.parameters()).device
     guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
     against = "" if reference is None else f"reference  {reference.path}, {len(reference):,} images\n"
-    said = print if pipelines.is_first else lambda *_, **__: None
-    said(
+    print(
         f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
         f"{guided}"
         f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
@@ -254,13 +249,11 @@ def evaluate(
     )
     drawn = DrawnImages(folder / "drawn", request)
     try:
-        draw_missing(trained, request, drawn, pipelines, guide=guide, prompts=prompts)
-        if not pipelines.is_first:
-            return None
+        draw_missing(trained, request, drawn, guide=guide, prompts=prompts)
         images = drawn.images()
         scores = scorer.scores(images, device, request.prompts or ())
     except KeyboardInterrupt:
-        said("interrupted: what is drawn is kept, and the same command continues from there")
+        print("interrupted: what is drawn is kept, and the same command continues from there")
         raise
     facts = about(request, reference)
     with writing(folder):
@@ -355,23 +348,6 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     return [path, picture]
 
 
-def score_rows(trained: Trained) -> list[tuple[str, ...]]:
-    """Return a table of all scores of these weights in the folder of their run, and a header; [] if there are none."""
-    rows: list[tuple[str, ...]] = []
-    for path in sorted(trained.run_dir.glob("evaluations/*/scores.json")) if trained.run_dir else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or written by something else
-            content = read_json(path)
-            if content["digest"] != trained.digest:
-                continue
-            found, sampler = content["scores"], content["sampler"]
-            if isinstance(found, dict):  # of ensembles
-                named = {**found["total"], **{name: found[name] for name in ("psnr", "ssim") if name in found}}
-                found = [{"title": name, "value": value, "samples": content["count"]} for name, value in named.items()]
-            how = f"{sampler['kind']} in {sampler['steps']} steps", f"{sampler['guidance']:g}", content["precision"]
-            rows += [(each["title"], rounded(each["value"]), f"{each['samples']:,}", *how) for each in found]
-    return [CARD_HEADER, *rows] if rows else []
-
-
 @dataclass(frozen=True)
 class Losses:
     """Held-out loss of some weights."""
@@ -382,18 +358,14 @@ class Losses:
     """Values by their names in MLflow, those of training."""
 
 
-def evaluate_losses(
-    trained: Trained, held_out: Part, out: Path | None, batch_images: int, pipelines: Pipelines = ALONE
-) -> Losses | None:
+def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Losses:
     """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own.
 
-    It is in ``out``, by default among the run's evaluations. Of several ``pipelines`` all measure and only the first
-    does the rest; the others return None.
+    It is in ``out``, by default among the run's evaluations.
 
     Raises:
         LayoutError: the device has no memory for so many images.
         OutputError: the file system refuses.
-        PeerLostError: another process has died.
     """
     spec, (store, positions) = trained.spec, held_out
     assert spec is not None, "an export has held out nothing"
@@ -401,21 +373,18 @@ def evaluate_losses(
     decisive = f"{trained.digest} {trained.precision} {store.key} {positions.tolist()}"
     folder = out or (trained.run_dir or Path()) / "evaluations"
     folder /= f"{origin}-{trained.weights}-loss-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}"
-    if pipelines.is_first:
-        print(
-            f"weights    {trained.weights} of {trained.origin}, {trained.precision} on {device.type}\n"
-            f"held out   {len(positions):,} images of {store.path}\n"
-            f"outputs    {folder}",
-            flush=True,
-        )
+    print(
+        f"weights    {trained.weights} of {trained.origin}, {trained.precision} on {device.type}\n"
+        f"held out   {len(positions):,} images of {store.path}\n"
+        f"outputs    {folder}",
+        flush=True,
+    )
     loss = HeldOutLoss(spec, device, store, positions, encoders_of(spec, device), images=batch_images)
-    sums, mine = loss.zeros(), range(pipelines.number, loss.calls, pipelines.count)
+    sums = loss.zeros()
     with torch.inference_mode(), fitting(batch_images):
-        for call in tqdm(mine, "measuring", unit=" batches", disable=None if pipelines.is_first else True):
+        for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
-    found = Losses(trained.weights, loss.values(pipelines.total(sums)))
-    if not pipelines.is_first:
-        return None
+    found = Losses(trained.weights, loss.values(sums.cpu()))
     facts = {
         **{name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")},
         "reference": {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256},

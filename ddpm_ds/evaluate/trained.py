@@ -1,4 +1,4 @@
-"""Trained weights, loaded whole or as a stage from a checkpoint of any layout, or whole from a diffusers folder.
+"""Trained weights, loaded from a checkpoint of any layout or from a diffusers folder.
 
 The package diffusers is not needed to read such a folder.
 """
@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,6 @@ from ddpm_ds.diffusion.condition import Conditions, Prompts, Scale, no_text
 from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
-from ddpm_ds.pipeline.staged import Pipelines, StagedUnet
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
@@ -60,20 +59,12 @@ EXPECTED = (
 )
 
 
-class _Place(NamedTuple):
-    """Where weights are loaded to: with ``pipelines`` only this process's stage."""
-
-    device: torch.device | str
-    dtype: torch.dtype
-    pipelines: Pipelines | None
-
-
 @dataclass(frozen=True)
 class Trained:
     """Trained U-Net with its sampler, data type and origin."""
 
     unet: UNet
-    """U-Net in eval mode, without gradients; of a pipeline this rank's stage of it."""
+    """U-Net in eval mode, without gradients."""
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
@@ -206,8 +197,7 @@ class Trained:
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
         stored = next(self.unet.parameters())
-        pipelines = self.unet.pipelines if isinstance(self.unet, StagedUnet) else None
-        found = load_trained(path, device=stored.device, dtype=stored.dtype, pipelines=pipelines)
+        found = load_trained(path, device=stored.device, dtype=stored.dtype)
         if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
             raise CheckpointError(
                 f"data.residual_of = {path}: {found.origin} has other weights than the residuals that {self.origin} "
@@ -275,23 +265,18 @@ def load_trained(
     autoencoder: FilePath | None = None,
     device: Annotated[torch.device | str, AfterValidator(usable_device)] = "cpu",
     dtype: Annotated[torch.dtype, AfterValidator(_known)] = torch.float32,
-    pipelines: Pipelines | None = None,
 ) -> Trained:
     """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 
     What is no path is an export on the Hugging Face hub, ``OWNER/NAME``, of which what is read is downloaded.
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
-    ``autoencoder`` is the new path of a run's autoencoder, if it has moved; an export holds its own. In ``pipelines``
-    of several stages only this process's stage is built and read.
+    ``autoencoder`` is the new path of a run's autoencoder, if it has moved; an export holds its own.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
         DataError: the autoencoder can't be used, or the hub has no such export or can't be reached.
-        LayoutError: the U-Net can't be cut into so many stages.
-        SpecError: ``autoencoder`` is given for a run on pixels, or an export is to be
-            cut into stages.
+        SpecError: ``autoencoder`` is given for a run on pixels.
     """
-    place = _Place(device, dtype, pipelines if pipelines is not None and pipelines.stages > 1 else None)
     path, autoencoder = expanded(path), None if autoencoder is None else expanded(autoencoder)
     on_hub = is_hub_name(str(path)) and not path.exists()
     found = path if on_hub else find_trained(path)
@@ -299,18 +284,15 @@ def load_trained(
         reader = Reader(found)
         kind = _kind(reader, weights)
         digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
-        return _load_checkpoint(reader, kind, digest, autoencoder, place)
+        return _load_checkpoint(reader, kind, digest, autoencoder, device, dtype)
     what = f"{found} is {'no folder here, and on the Hugging Face hub ' if on_hub else ''}an export"
     if weights != "ema":
         raise CheckpointError(f"{what}, which has weights of one kind; leave out --weights {weights}")
-    if place.pipelines is not None:
-        stages = place.pipelines.stages
-        raise SpecError(f"--stages {stages}: {what}, which is read whole; name a run or a checkpoint")
     if not on_hub:
-        return _load_export(found, place)
+        return _load_export(found, device, dtype)
 
     def opened(folder: Path) -> Trained:
-        trained = _load_export(folder, place)
+        trained = _load_export(folder, device, dtype)
         if trained.text is not None:  # whose weights are read later
             parts_of(trained.text)
         return replace(trained, origin=str(path))
@@ -318,7 +300,7 @@ def load_trained(
     return from_hub(str(path), DRAWN_FROM, opened, said=str(path), expected=EXPECTED, newest=True)
 
 
-def _load_export(found: Path, place: _Place) -> Trained:
+def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) -> Trained:
     folder = DiffusersFolder(found)
     for line in folder.notes:
         print_to_stderr(line)
@@ -329,7 +311,7 @@ def _load_export(found: Path, place: _Place) -> Trained:
     fields, encoding = folder.fields(), folder.encoding()
     unclipped = decoder is not None or (fields is not None and fields.data.is_unbounded)
     return Trained(
-        unet=_filled(UNet(folder.layers, 0), folder.tensors().__getitem__, found, place),
+        unet=_filled(UNet(folder.layers, 0), folder.tensors().__getitem__, found, device, dtype),
         unet_spec=folder.unet,
         diffusion=diffusion,
         sampler=SamplerSpec(clip="none" if unclipped else "static", **levels),
@@ -360,7 +342,8 @@ def _load_checkpoint(
     kind: str,
     digest: str,
     moved: Path | None,
-    place: _Place,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> Trained:
     path = reader.path
     read = functools.partial(reader.read, kind)
@@ -389,10 +372,9 @@ def _load_checkpoint(
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
     folder = path.resolve()
     run_dir = folder.parent.parent
-    unet = UNet(layers, 0) if place.pipelines is None else StagedUnet(spec.unet, data.interface, place.pipelines)
     in_run = folder.parent == checkpoints_of(run_dir)
     return Trained(
-        unet=_filled(unet, read, path, place),
+        unet=_filled(UNet(layers, 0), read, path, device, dtype),
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
@@ -428,10 +410,11 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
     )
 
 
-def _filled(unet: UNet, read: Callable[[str], Tensor], path: Path, place: _Place) -> UNet:
-    """Return a U-Net, or this process's stage of it, with the weights that ``read`` returns by global name."""
-    dtype = place.dtype
-    unet.eval().requires_grad_(False).to(place.device, dtype)
+def _filled(
+    unet: UNet, read: Callable[[str], Tensor], path: Path, device: torch.device | str, dtype: torch.dtype
+) -> UNet:
+    """Return a U-Net with the weights that ``read`` returns by global name."""
+    unet.eval().requires_grad_(False).to(device, dtype)
     for name, parameter in unet.layers.named_parameters():
         tensor = read(name)
         parameter.copy_(tensor.view(parameter.shape))

@@ -161,16 +161,15 @@ class Edge(NamedTuple):
     target: int
 
 
-def pipeline_edges(ranks: int, phases: int, *, gradients: bool = True) -> list[Edge]:
-    """Return all edges of a pipeline, without ``gradients`` those of one that only predicts, in the order in which
-    their communicators are made.
+def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
+    """Return all edges of a pipeline, in the order in which their communicators are made.
 
     Edges that share no rank are neighbours in this order, so that they are made at the same time: a rank takes part in
     at most two of each kind and phase, however many ranks and replicas there are.
     """
     edges = []
     for phase in range(phases):
-        for kind, forward in (("activations", phase == 0), ("gradients", phase == 1))[: 1 + gradients]:
+        for kind, forward in (("activations", phase == 0), ("gradients", phase == 1)):
             for parity in (0, 1):
                 for rank in range(parity, ranks - 1, 2):
                     ends = (rank, rank + 1) if forward else (rank + 1, rank)
@@ -392,9 +391,7 @@ def runs_behind(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def open_p2p_groups(
-    pipelines: Sequence[Sequence[int]], phases: int, device: torch.device, *, gradients: bool = True
-) -> dict[Edge, P2PGroup]:
+def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, P2PGroup]:
     """Connect this rank's edges of its pipeline; all ranks call this, with the global ranks of all ``pipelines``.
 
     All ranks make the groups in one order, since PyTorch names a group by their count. Only the two ranks of a group
@@ -409,7 +406,7 @@ def open_p2p_groups(
     own = dist.get_rank()
     host_groups: dict[frozenset[int], Any] = {}
     connected = {}
-    for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases, gradients=gradients)):
+    for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
         for pipeline in pipelines:
             source, target = pair = pipeline[edge.source], pipeline[edge.target]
             if runs_behind(device) and frozenset(pair) not in host_groups:

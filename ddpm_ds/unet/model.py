@@ -64,12 +64,9 @@ class UNet(nn.Module):
     The names in ``self.layers``, such as ``4.conv1.weight``, are the parameters' names in every layout.
     """
 
-    def __init__(self, layers: Sequence[Layer], seed: int, part: range | None = None) -> None:
-        """Build the layers, or a ``part`` of the list alone, which then maps carry to carry."""
+    def __init__(self, layers: Sequence[Layer], seed: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList()
-        for index in range(len(layers)) if part is None else part:
-            self.layers.add_module(str(index), build_layer(layers[index], index, seed))
+        self.layers = nn.ModuleList(build_layer(layer, index, seed) for index, layer in enumerate(layers))
 
     def forward(
         self,

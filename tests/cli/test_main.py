@@ -92,7 +92,7 @@ time.sleep(600)
 """
 CONSOLE_SCRIPT = ["-c", "import sys; from ddpm_ds.cli.main import main; sys.exit(main())"]
 TRAINING = [[*CONSOLE_SCRIPT, "train"], [*CONSOLE_SCRIPT, "run"], ["-m", "ddpm_ds.cli.rank"], ["launch/train.py"]]
-OTHERS = [[*CONSOLE_SCRIPT, "plan"], CONSOLE_SCRIPT, ["launch/sample.py"], ["launch/bench.py"]]
+OTHERS = [[*CONSOLE_SCRIPT, "plan"], CONSOLE_SCRIPT, ["launch/bench.py"]]
 PREPARE = [*CONSOLE_SCRIPT, "prepare", "--spec", str(DIGITS)]
 TRAIN = [*CONSOLE_SCRIPT, "train", "--deepspeed_config", "ds_configs/zero1_fp32.json"]
 

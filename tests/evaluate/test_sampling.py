@@ -6,8 +6,6 @@ import argparse
 import copy
 import errno
 import os
-import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds.cli.sample import add_drawing_options, sampler_from
-from ddpm_ds.cli.sample import main as sample_launched
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.data.pictures import grid
 from ddpm_ds.errors import EvaluationError, SpecError
@@ -29,10 +26,9 @@ from ddpm_ds.evaluate.outputs import DrawnImages, Request
 from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
-from tests.launching import PATIENCE_SECONDS, REPOSITORY, fork_ranks, run_ranks, tiny_spec
+from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb, trained_of
+from tests.launching import tiny_spec
 
-SCRIPT = REPOSITORY / "launch" / "sample.py"
 INDEX = torch.arange(6)
 Watch = Callable[..., list[int]]
 
@@ -234,10 +230,8 @@ def test_what_exists_is_not_overwritten_and_nothing_is_drawn(
         ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
-        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none, or say --format"),
-        ("--out OUT/x.zip", "the suffix .zip is of no format; use .png, .npz or none, or say --format"),
+        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none; .npy and .zarr hold fields"),
         ("--out OUT/nowhere/x.png", "can't be written; name a file in a folder that exists and is yours"),
-        ("--out OUT/x.png --format npz", "has the suffix of a grid, not of --format npz"),
         ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),
     ],
 )
@@ -401,58 +395,13 @@ def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
     assert sample(*arguments).startswith("4 of 6 images are there from before")
 
 
-def test_processes_draw_every_other_batch_and_together_all(trained: Trained, tmp_path: Path) -> None:
+def test_batches_that_are_there_are_kept_and_joined_in_order(trained: Trained, tmp_path: Path) -> None:
     numbers = {"seed": 0, "first": 1, "count": 11, "batch_images": 3}
     request = Request.of(trained, FAST_SAMPLER, [0, 1], **numbers)
-    alone, shared = (DrawnImages(tmp_path / name, request) for name in ("one", "two"))
-    sampling.draw_share(trained, request, alone, 0, 1)
-    for rank, missing in ((1, [range(1, 4), range(7, 10)]), (0, [])):
-        sampling.draw_share(trained, request, shared, rank, 2)
-        assert shared.missing() == missing
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
     wanted = draw(trained, FAST_SAMPLER, torch.arange(1, 12), labels=torch.arange(1, 12) % 2, seed=0)
-    assert most_apart(torch.from_numpy(np.array(alone.images())), wanted) <= 1
-    assert alone.missing() == [] and [path.name for path in (tmp_path / "one").iterdir()] == ["images.npy"]
-
-
-def test_an_error_of_several_processes_is_one_line(
-    planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    assert sample_launched([str(planted), "--local_rank=0", *FAST, "--labels", "11"]) == 2
-    assert capsys.readouterr().err.startswith("ddpm_ds: error: --labels 11 is out of range")
-
-
-@pytest.mark.launch
-@pytest.mark.long
-def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_one(
-    planted: Path, tmp_path: Path, sample: Sample
-) -> None:
-    out, said = tmp_path / "x.npz", tmp_path / "said"
-    arguments = ["--steps", "12", "--count", "99", "--batch-images", "2", "--out"]
-    ranks = fork_ranks(2, SCRIPT, str(planted), *FAST, *arguments, str(out), stdout=said, stderr=said)
-
-    def kept(rank: int) -> set[str]:
-        return {path.name for path in tmp_path.glob(".x.npz.*/*.npy") if int(path.name[:9]) // 2 % 2 == rank}
-
-    try:
-        while not (kept(0) and kept(1)):
-            assert ranks[0].poll() is None and ranks[1].poll() is None, said.read_text()
-            time.sleep(0.01)
-        ranks[1].kill()
-        ranks[1].wait()
-        lost = kept(1)
-        assert ranks[0].wait(timeout=PATIENCE_SECONDS) == 76
-        assert "ddpm_ds: error: another process was lost" in said.read_text()
-    finally:
-        for process in ranks:
-            process.kill()
-    assert len(kept(0)) == 25 and kept(1) == lost and not out.exists()
-
-    done = run_ranks(2, SCRIPT, str(planted), *FAST, *arguments, str(out))
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"\d+ of 99 images are there from before", done.stdout)) == 1
-    assert done.stdout.count("99 images by ddim in 12 steps") == 1 and not list(tmp_path.glob(".x.npz.*"))
-    sample(*arguments, tmp_path / "one.npz")
-    assert out.read_bytes() == (tmp_path / "one.npz").read_bytes()
+    drawn = DrawnImages(tmp_path / "one", request)
+    drawn.keep(range(4, 7), wanted[3:6])
+    assert drawn.missing() == [range(1, 4), range(7, 10), range(10, 12)]
+    sampling.draw_missing(trained, request, drawn)
+    assert most_apart(torch.from_numpy(np.array(drawn.images())), wanted) <= 1
+    assert drawn.missing() == [] and [path.name for path in (tmp_path / "one").iterdir()] == ["images.npy"]

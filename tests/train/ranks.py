@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, run_ranks, wait_for
+from tests.launching import REPOSITORY, fork_ranks, place_digits, place_empty_store, wait_for
 
 if TYPE_CHECKING:  # it takes seconds, and ranks import this module
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-TRAIN, EVALUATE = (REPOSITORY / "launch" / f"{name}.py" for name in ("train", "evaluate"))
+TRAIN = REPOSITORY / "launch" / "train.py"
 BATCH = 8
 TINY = (
     "unet.channels=8",
@@ -135,12 +137,14 @@ def recorded_losses(run_dir: Path) -> dict[str, float]:
     return {name: value for name, value in last.items() if name == "eval/loss" or name.startswith("validation/")}
 
 
-def measured_losses(run_dir: Path, processes: int, *words: str) -> dict[str, float]:
-    """The held-out losses that the verb finds, on one process or more."""
+def measured_losses(run_dir: Path, *words: str) -> dict[str, float]:
+    """The held-out losses that the verb finds."""
     out = run_dir.with_name(f"measured-{time.monotonic_ns()}")
     words = ("--metrics", "loss", "--device", "cpu", "--out", str(out), *words)
-    done = run_ranks(processes, EVALUATE, str(run_dir), *words, **QUIET)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    from ddpm_ds.cli.main import main  # here, since ranks import this module
+
+    with mock.patch.dict(os.environ, QUIET):
+        assert main(["evaluate", str(run_dir), *words]) == 0
     (path,) = out.glob("*/scores.json")
     return dict(json.loads(path.read_text())["scores"])
 

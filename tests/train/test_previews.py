@@ -75,7 +75,7 @@ def test_a_picture_of_training_is_that_of_the_checkpoint_on_its_own(
     (tmp_path / "fields.npz").rename(tmp_path / "moved.npz")
     recorded = recorded_losses(run_dir)
     assert "validation/loss_channel_t2m" in recorded and len(recorded) == 12
-    assert measured_losses(run_dir, 2) == pytest.approx(recorded, rel=1e-5), "halves of the images, by two processes"
+    assert measured_losses(run_dir) == pytest.approx(recorded, rel=1e-5)
     out = tmp_path / "alone.png"
     words = ["--conditions", "held-out", "--members", str(MEMBERS), "--out", str(out), "--device", "cpu"]
     assert main(["sample", str(run_dir), *words]) == 0, capsys.readouterr().err
@@ -169,7 +169,7 @@ def test_a_picture_of_a_run_with_text_is_that_of_its_prompts_or_captions(
     known = EncodedPrompts.read(run_dir / PROMPTS)
     expected = tuple(prompts or (CAPTIONS[position % 3] for position in split(12, 4)[1]))
     assert known is not None and known.texts == expected
-    assert measured_losses(run_dir, 2, "--stages", "2") == pytest.approx(recorded_losses(run_dir), rel=1e-5)
+    assert measured_losses(run_dir) == pytest.approx(recorded_losses(run_dir), rel=1e-5)
     (tmp_path / "encoders").rename(tmp_path / "moved")
     out = tmp_path / "alone.png"
     assert main(["sample", str(run_dir), "--count", "6", "--out", str(out), "--device", "cpu"]) == 0
@@ -194,6 +194,6 @@ def test_a_run_that_encodes_its_captions_is_that_on_stored_ones(tmp_path: Path) 
         lines = [(run_dir / name).read_text() for name in ("metrics.jsonl", "evaluations.jsonl")]
         values = [json.loads(line) for text in lines for line in text.splitlines()]
         losses = [(key, point[key]) for point in values for key in ("train/loss", "eval/loss") if key in point]
-        assert measured_losses(run_dir, 1) == pytest.approx(recorded_losses(run_dir), rel=1e-5)
+        assert measured_losses(run_dir) == pytest.approx(recorded_losses(run_dir), rel=1e-5)
         found.append((losses, (run_dir / "samples" / "images-000000032.png").read_bytes()))
     assert found[0] == found[1] and len(found[0][0]) >= 2

@@ -189,8 +189,8 @@ def test_evaluate_measures_what_training_recorded_last(one_process: Path) -> Non
     """Class by class, in batches that training did not have; the weights as trained have others."""
     recorded = recorded_losses(one_process)
     assert list(recorded) == ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))]
-    assert measured_losses(one_process, 1, "--batch-images", "31") == pytest.approx(recorded, rel=1e-5)
-    raw = measured_losses(one_process, 1, "--weights", "raw")
+    assert measured_losses(one_process, "--batch-images", "31") == pytest.approx(recorded, rel=1e-5)
+    raw = measured_losses(one_process, "--weights", "raw")
     assert abs(raw["eval/loss"] / recorded["eval/loss"] - 1.0) > 1e-3
 
 
@@ -381,8 +381,8 @@ def test_buckets_of_aspect_are_trained_alike_in_every_layout_and_resumed_bit_for
     measured = [curve(run, "eval/loss") for run in (one, whole, resumed)]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5) and len(measured[0]) == 1
     assert measured[1] == measured[2][-1:]
-    for processes, words in ((1, ()), (2, ("--stages", "2", "--batch-images", "2"))):
-        assert measured_losses(one, processes, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
+    for words in ((), ("--batch-images", "2")):
+        assert measured_losses(one, *words) == pytest.approx(recorded_losses(one), rel=1e-5)
     wrong = train(1, tmp_path / "runs" / "wrong", overrides=[*TINY, *changes, "data.buckets.images=48"])
     assert wrong.returncode == 2
     assert "there are 41 images beside data.held_out_images = 7, fewer than the 48 that follow" in wrong.stderr

@@ -1,0 +1,159 @@
+"""Import: a model of diffusers as the start of a run.
+
+Its weights get our names, and a spec its U-Net and diffusion process.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from safetensors.torch import save
+
+from ddpm_ds.config.spec import RunSpec, written
+from ddpm_ds.config.spec_file import load_spec, parse_yaml
+from ddpm_ds.data.hub import from_hub
+from ddpm_ds.errors import CheckpointError, SpecError
+from ddpm_ds.evaluate.diffusers.folder import (
+    IMPORTED,
+    SCHEDULER_CONFIG,
+    DiffusersFolder,
+)
+from ddpm_ds.evaluate.outputs import new_folder
+
+WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
+ANY_UNET = (
+    *("channels=2", "multipliers=[1]", "attention_resolutions=[]", "attention_levels=[]"),
+    *("head_channels=null", "norm_groups=1"),
+)
+"""Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
+ANY_TEXT = ("context_channels=1", "blocks=[1]", "heads=[1]", "pooled_channels=null")
+"""The same for its text."""
+
+
+def import_weights(
+    path: Path, base: Path, overrides: Sequence[str], out: Path, *, last_label_is_class: bool = False
+) -> list[str]:
+    """Write to ``out`` the weights of the diffusers folder ``path``, or of a repository of this name on the Hugging
+    Face hub, and the spec ``base`` changed to start from them.
+
+    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting; its last label
+    means "no label" unless ``last_label_is_class``. Returns lines that say what was done.
+
+    Raises:
+        CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
+        DataError: there is no ``path``, and the hub has none or can't be reached.
+        SpecError: ``base`` is wrong, or describes images that the model does not fit.
+        OutputError: ``out`` exists already, or can't be written.
+    """
+    with new_folder(out) as temporary:
+        folder = _opened(path, last_label_is_class)
+        before = _base_spec(base, overrides, folder)
+        spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE, overrides)
+        tensors = folder.tensors()
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{folder.weights.path} has values in {name} that are not finite; get it again")
+        (temporary / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (temporary / SPEC_FILE).write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights.path}, in fp32", *folder.notes]
+    if folder.class_rows is not None:
+        last = "; no label, which it lacks, begins at zero" if last_label_is_class else " and, last, no label"
+        lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes{last}")
+    typed = [item.strip() for item in overrides if item.strip().startswith("diffusion.")]
+    says = folder.single is None or folder.single.scheduler(spec.diffusion.objective)[1]
+    if not says and not any(item.startswith("diffusion.objective") for item in typed):
+        lines.append(
+            f"{path} does not say what it predicts, and is read as eps; --set diffusion.objective=v if it is v"
+        )
+    kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
+    return [*lines, f"{out / SPEC_FILE}: {base} with {', '.join([kept, *typed])}"]
+
+
+def _base_spec(base: Path, overrides: Sequence[str], folder: DiffusersFolder) -> RunSpec:
+    """Return the spec ``base`` with a U-Net of the model's kind instead of its own, and the text that the model reads
+    unless another was typed.
+    """
+    typed = {item.partition("=")[0].strip() for item in overrides} & {f"data.text.{key}" for key in folder.encoding()}
+    unasked = [item for item in _until_replaced(folder) if item.partition("=")[0] not in typed]
+    return load_spec(base, overrides, unasked)
+
+
+def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
+    """Return the model at ``path``, or else on the Hugging Face hub, of which what an import reads is downloaded."""
+
+    def opened(found: Path, name: str | None = None) -> DiffusersFolder:
+        if not found.is_file() and not DiffusersFolder.at(found):
+            expected = "it should hold unet/config.json or config.json"
+            raise CheckpointError(f"{name or found} is no folder of diffusers: {expected}")
+        return DiffusersFolder(found, last_label_is_class=last_label_is_class, hub_name=name)
+
+    if path.exists():
+        return opened(path)
+    name, expected = str(path), "name a folder of diffusers, a .safetensors, or OWNER/NAME on the hub"
+    return from_hub(name, IMPORTED, functools.partial(opened, name=name), said=name, expected=expected, newest=True)
+
+
+def _until_replaced(folder: DiffusersFolder) -> list[str]:
+    """Return overrides that make a spec for the model's kind: with its text encoders, or without text."""
+    any_unet = [f"unet.{item}" for item in ANY_UNET]
+    if folder.unet.text is None:
+        return [*any_unet, "unet.text=null"]
+    encoding = {key: f"data.text.{key}={json.dumps(value)}" for key, value in folder.encoding().items()}
+    return [*any_unet, *(f"unet.text.{item}" for item in ANY_TEXT), *encoding.values()]
+
+
+def _spec_with_model(
+    before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path, overrides: Sequence[str]
+) -> RunSpec:
+    """Return the spec ``before``, read from ``base`` and ``overrides``, with the U-Net and the diffusion process of the
+    model, except what was typed of the latter.
+    """
+    pairs: dict[str, tuple[Any, Any]] = {"data.channels": (before.data.channels, folder.interface.channels)}
+    if folder.unet.text is None:  # whose images may be of any size
+        pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
+    asked, found = before.data.interface, folder.interface
+    if asked.numbers:
+        raise SpecError(
+            f"{base}: data.condition has a vector or drop, and the model of {folder.path} takes no vector; remove them"
+        )
+    if (asked.condition_channels, asked.told_level) != (found.condition_channels, found.told_level):
+        told = {True: ", whose noise it is told", False: ""}
+        raise SpecError(
+            f"{base}: data.condition has {asked.condition_channels} channels{told[asked.told_level]}, but the model of "
+            f"{folder.path} takes {found.condition_channels}{told[found.told_level]}; change data.condition"
+        )
+    if before.unet.classes is not None and folder.unet.classes is not None:
+        pairs["unet.classes"] = before.unet.classes, folder.unet.classes
+    for key, (value, wanted) in pairs.items():
+        if value != wanted:
+            labels = f" (of {folder.class_rows} labels, see --last-label)" if key == "unet.classes" else ""
+            what = f"the model of {folder.path} has {wanted}{labels}"
+            raise SpecError(f"{base}: {key} = {value}, but {what}; --set {key}={wanted}")
+    values = before.model_dump(mode="json")
+    values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
+    typed = {key.strip(): text for key, _, text in (item.partition("=") for item in overrides)}
+    if folder.has_schedule:
+        asked_process = {key: value for key, value in values["diffusion"].items() if f"diffusion.{key}" in typed}
+        if "schedule" in asked_process:  # whose usual betas are not the model's
+            asked_process |= {key: values["diffusion"][key] for key in ("beta_start", "beta_end")}
+        process = folder.process(before.diffusion, asked_process.get("objective"))[0]
+        values["diffusion"] = process.model_dump(mode="json") | asked_process
+    values["train"]["initial_weights"] = str(weights)
+    for key, text in typed.items():
+        value = parse_yaml(text, f"--set {key}={text}")
+        has: Any = values
+        for name in key.split("."):
+            has = None if has is None else has.get(name)
+        if key.startswith(("unet.", "train.initial_weights")) and value != has:
+            decided = f"the model of {folder.path} decides it, {json.dumps(has)}"
+            raise SpecError(f"--set {key}={text}: {decided}; leave it out")
+    try:
+        return RunSpec.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"{base} with the unet and diffusion of {folder.path}: {message}") from None

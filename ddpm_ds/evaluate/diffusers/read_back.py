@@ -1,0 +1,149 @@
+"""Comparison of a written pipeline with the U-Net it was made from, by diffusers, if it is installed."""
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.config.choices import SCHEDULES
+from ddpm_ds.data.latents import Coder
+from ddpm_ds.diffusion.choices import FLOW_TIMES, TARGETS
+from ddpm_ds.diffusion.condition import TOLD_LEVEL
+from ddpm_ds.diffusion.levels import alpha_bars, levels_of
+from ddpm_ds.errors import OutputError
+from ddpm_ds.evaluate.diffusers.folder import (
+    PIPELINE,
+)
+from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class
+from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.unet.layers import SIZES
+
+PREDICTION_TOLERANCE = 1e-5
+"""Maximum difference between our prediction and diffusers', relative to the largest value."""
+COMPARED_TIMESTEPS = 32
+"""Number of timesteps, from 0, whose predictions are compared. Both sides compute t x frequency in fp32, and at
+t = 1000 its rounding error is 1e-5.
+"""
+SCHEDULE_TOLERANCE = 1e-5
+"""Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
+MOST_LEVELS_APART = 1.0
+"""Maximum difference of pixels from 0 to 255: ours are rounded, which is half of it."""
+
+
+@torch.no_grad()
+def check_in_diffusers(trained: Trained, folder: Path) -> str:
+    """Read a written pipeline back with diffusers and compare it with the U-Net it was made from, in fp64 on the CPU.
+
+    Returns one line that says what was compared, or that diffusers is not installed.
+
+    Raises:
+        OutputError: they differ.
+    """
+    if importlib.util.find_spec("diffusers") is None:
+        return "not read back, because diffusers is not installed (pip install diffusers)"
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()  # LDMPipeline warns, since it expects another kind of autoencoder
+    diffusers.utils.logging.disable_progress_bar()
+    unet, scheduler = _read_back(trained, folder)
+    generator, text = torch.Generator().manual_seed(0), trained.unet_spec.text
+    channels = trained.interface.channels + trained.interface.condition_channels
+    # Of text the smallest images will do, since nothing depends on their size, and its U-Nets are large.
+    size = trained.interface.size if text is None else (2 ** len(trained.unet_spec.multipliers),) * 2
+    given = torch.randn(4, channels, *size, generator=generator, dtype=torch.float64)
+    x_t = given[:, : trained.interface.channels]
+    if SCHEDULES[trained.diffusion.schedule].continuous and trained.diffusion.schedule != "flow":
+        t = torch.randn(4, generator=generator)
+    else:
+        t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
+    inputs, context = [given, t], None
+    others: dict[str, Any] = {}
+    if (classes := trained.unet_spec.classes) is not None:
+        others["class_labels"] = torch.randint(0, classes + 1, (4,), generator=generator)
+    if trained.interface.told_level:
+        others["class_labels"] = TOLD_LEVEL * torch.rand(4, generator=generator)
+    inputs += others.values()
+    if text is not None:
+        context = torch.randn(4, text.tokens, text.context_channels, generator=generator, dtype=torch.float64)
+        others["encoder_hidden_states"] = context
+        if text.pooled_channels is not None:
+            pooled = torch.randn(4, text.pooled_channels, generator=generator, dtype=torch.float64)
+            sizes = torch.randint(0, COMPARED_TIMESTEPS, (4, SIZES), generator=generator).double()
+            inputs.append(torch.cat((pooled, sizes), dim=1))
+            others["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
+    unet.double().time_proj.register_forward_hook(lambda *of_call: of_call[-1].double())  # which it forgets for labels
+    theirs = unet(given, t, **others).sample
+    del unet  # before ours is widened as well
+    ours = copy.deepcopy(trained.unet).double()(*inputs, context=context)
+    prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
+    schedule, compared = _schedule_difference(trained, scheduler, x_t, t, ours)
+    # Not written with "greater than", which is false for NaN.
+    if not (prediction <= PREDICTION_TOLERANCE and schedule <= SCHEDULE_TOLERANCE):
+        raise OutputError(
+            f"diffusers {diffusers.__version__} reads something else than {trained.origin}: predictions differ by "
+            f"{prediction:.1e} of the largest, {compared} by {schedule:.1e}; nothing was written, please report it"
+        )
+    return (
+        f"read back by diffusers {diffusers.__version__}: its predictions for random images are ours within "
+        f"{prediction:.0e} of the largest, its {compared} within {schedule:.0e}"
+    )
+
+
+def _read_back(trained: Trained, folder: Path) -> tuple[Any, Any]:
+    """Return the U-Net and the scheduler that diffusers reads from a pipeline, or from its parts if it is none."""
+    import diffusers
+
+    here: dict[str, Any] = {"local_files_only": True}
+    if (folder / PIPELINE).is_file():
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, low_cpu_mem_usage=False, **here)
+        if trained.autoencoder is not None:
+            _check_picture(trained, pipeline)
+        return pipeline.unet, pipeline.scheduler
+    scheduler = getattr(diffusers, scheduler_class(trained.diffusion, text=True))
+    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", low_cpu_mem_usage=False, **here)
+    return unet, scheduler.from_pretrained(folder / "scheduler", **here)
+
+
+def _check_picture(trained: Trained, pipeline: Any) -> None:
+    """Raise OutputError unless the pixels of a picture that a pipeline draws are those of its latents to us."""
+    autoencoder = trained.autoencoder
+    assert autoencoder is not None
+    if trained.unet_spec.text is not None:
+        side = max(8, autoencoder.factor * 2 ** (len(trained.unet_spec.multipliers) - 1))  # of a multiple of 8
+        drawn = []
+        for kind in ("latent", "pt"):
+            options = {"height": side, "width": side, "num_inference_steps": 1, "output_type": kind}
+            drawn.append(pipeline("", generator=torch.Generator().manual_seed(0), **options).images)
+        latents, theirs = drawn
+    else:
+        latents = torch.randn(1, *trained.image_shape, generator=torch.Generator().manual_seed(0))
+        theirs = pipeline.vqvae.decode(latents / pipeline.vqvae.config.scaling_factor).sample.add(1).div(2).clamp(0, 1)
+    ours = Coder(autoencoder, torch.device("cpu")).decode(latents.float())
+    if not (difference := (theirs.float() * 255 - ours).abs().max().item()) <= MOST_LEVELS_APART:
+        raise OutputError(
+            f"diffusers draws another picture than {trained.origin} does of the same latents: {difference:.0f} of 255 "
+            "apart; nothing was written, please report it"
+        )
+
+
+def _schedule_difference(
+    trained: Trained, scheduler: Any, x_t: Tensor, t: Tensor, prediction: Tensor
+) -> tuple[float, str]:
+    """Return how much diffusers' noise levels differ from ours, and the name of the quantity that was compared."""
+    spec = trained.diffusion
+    if not SCHEDULES[spec.schedule].continuous:
+        return (scheduler.alphas_cumprod.double() - alpha_bars(spec)).abs().max().item(), "alphas_cumprod"
+    if spec.schedule == "flow":
+        scheduler.set_timesteps(4)
+        scheduler._init_step_index(scheduler.timesteps[1])
+        level = levels_of(spec).level(FLOW_TIMES * scheduler.sigmas[1:2].double()).each()
+        ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
+        theirs = scheduler.convert_model_output(prediction, sample=x_t)
+        return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
+    level = levels_of(spec).level(t.double()).each()
+    ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
+    theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
+    return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
