@@ -444,9 +444,7 @@ DRY = "train --dry-run --deepspeed_config zero0_fp32 --processes 2 "
 DRAW = "sample run --count 1 --steps 2 --device cpu --overwrite --out new.png "
 LEADS_ON = [
     (PICTURES, ""),
-    ("prepare --spec digits --set data.source=zip --set data.path=none", "data.path = pictures"),
     ("prepare --spec digits --set data.store_root=f.h5", ""),
-    ("prepare --spec digits --set data.store=encoded", ""),
     (NUMBERS, "--set data.values=float32"),
     (f"{NUMBERS} --set data.variables=[t]", "sampler.clip = static"),
     (f"{FIELDS} --set data.variables=[]", ""),
