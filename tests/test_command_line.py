@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,12 +16,14 @@ import pytest
 from ddpm_ds import load_spec, load_trained, open_run
 from ddpm_ds.cli.main import make_parser
 from ddpm_ds.command_line import bandwidth, cache_folder, counted, file_path, gib, memory_size, teraflops
-from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.config.ds_config import check_ds_config, read_ds_config, resolve, set_key
+from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
 from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import ConditionSpec, RunSpec
-from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SPEC, SPECS, SYNONYMS
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.errors import SpecError, UserError
+from tests.forking import REPOSITORY
 
 
 def test_what_is_understood() -> None:
@@ -135,3 +139,91 @@ def test_numbers_are_shown_with_a_unit_that_fits() -> None:
     assert gib(3 * 2**30) == "3.00 GiB" and gib(2**20) == "1.0 MiB"
     counts = [counted(1, "process"), counted(2, "micro-batch"), counted(3000, "stage")]
     assert counts == ["1 process", "2 micro-batches", "3,000 stages"]
+
+
+def strings_of(path: Path) -> Iterator[tuple[str, str]]:
+    """All strings of a module with where they stand; what a message fills in is …, and a line goes on after a \\."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)  # type: ignore[misc]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            text = node.value
+        else:
+            continue
+        yield f"{path.name}:{node.lineno}", text.replace("\\\n", " ")
+
+
+STRINGS = [item for path in sorted((REPOSITORY / "ddpm_ds").rglob("*.py")) for item in strings_of(path)]
+PAGES = [(path.name, path.read_text().replace("\\\n", " ")) for path in sorted((REPOSITORY / "docs").glob("*.md"))]
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OPTIONS: dict[str, set[str]] = {}
+for _parser, _action in ACTIONS:
+    OPTIONS.setdefault(" ".join(_parser.prog.split()[1:]), set()).update(_action.option_strings)
+for _verb in ("run", "sweep"):  # they pass them on
+    OPTIONS[_verb] |= OPTIONS["train"]
+OTHERS = {
+    "git": {"--porcelain", "--untracked-files"},
+    "docker": {"--shm-size"},
+    "mlflow": {"--backend-store-uri", "--experiment-id", "--artifacts-destination", "--default-artifact-root"},
+    "diffusers' examples": {"--noise_offset"},
+    "the sampler, before it is renamed": {"--kind"},
+}
+"""Options of other programs that our messages name, beside those of DeepSpeed's launcher."""
+
+
+def test_every_option_that_a_message_names_exists() -> None:
+    (deepspeed,) = importlib.util.find_spec("deepspeed").submodule_search_locations  # type: ignore[union-attr,misc]
+    launcher = re.findall(r'"(--\w+)"', Path(deepspeed, "launcher", "runner.py").read_text())
+    known = set().union(*OPTIONS.values(), *OTHERS.values(), launcher)
+    named = [(where, option) for where, text in STRINGS for option in OPTION.findall(text)]
+    assert len(named) > 100 and [each for each in named if each[1] not in known] == []
+
+
+def test_every_command_in_a_message_or_a_page_has_a_verb_and_options_that_it_takes() -> None:
+    wrong, count = [], 0
+    for where, text in (*STRINGS, *PAGES):
+        for verb, rest in re.findall(r"\bddpm-ds (checkpoint [a-z]+|[a-z]+)((?:(?!, )[^\n`;])*)", text):
+            known = OPTIONS.get(verb, set())
+            count += 1
+            wrong += [
+                (where, verb, option) for option in (OPTION.findall(rest) if known else [""]) if option not in known
+            ]
+    assert count > 50 and wrong == []
+
+
+def test_every_key_that_a_message_names_exists() -> None:
+    known = {*SPEC.all_keys(), *DS_CONFIG.all_keys(), *SYNONYMS, *REFUSED}
+    dotted = re.compile(rf"(?<![\w./…-])(?:{'|'.join(RunSpec.model_fields)})(?:\.[a-z_]+)+(?![\w/(-])")
+    files = (".png", ".dtype")  # of samples, and of a U-Net in Python
+    named = [(where, key) for where, text in STRINGS for key in dotted.findall(text) if not key.endswith(files)]
+    assert len(named) > 100 and [each for each in named if each[1] not in known] == []
+
+
+def test_every_value_that_a_message_says_to_set_is_one_of_its_key() -> None:
+    wrong, count = [], 0
+    for where, text in STRINGS:
+        for item in re.findall(r"--set ((?:ds\.)?[a-z_]+(?:\.[a-z_]+)+=(?:\[[^]]*\]|[^\s;,)`'…]+))(?!…)", text):
+            count += 1
+            key, _, value = item.removeprefix(JSON_PREFIX).partition("=")
+            try:
+                if item.startswith(JSON_PREFIX):
+                    config: dict[str, Any] = {}
+                    set_key(config, key, value, item)
+                    check_ds_config(config, Path("x.json"))
+                else:
+                    load_spec(DEFAULT_SPEC, [item])
+            except UserError as error:  # other keys may be missing
+                if re.search(rf"{re.escape(key)} (?:= \S+ should|is unknown|is a )", str(error)):
+                    wrong.append((where, str(error)))
+    assert count > 10 and wrong == []
+
+
+def test_every_package_and_file_that_a_message_names_exists() -> None:
+    extras = (REPOSITORY / "setup.cfg").read_text().partition("[options.extras_require]")[2]
+    for where, text in (*STRINGS, *PAGES):
+        for names in re.findall(r"ddpm_ds\[([\w,]+)\]", text):
+            assert all(re.search(rf"^{name} =$", extras, re.MULTILINE) for name in names.split(",")), where
+        for path in re.findall(r"(?<![\w./])(?:launch|docs|ds_configs)/[\w/]+\.(?:py|yaml|json|md)\b", text):
+            assert (REPOSITORY / path).is_file(), (where, path)

@@ -212,7 +212,9 @@ def _run(options: argparse.Namespace) -> int:
     if unknown := [*options.unknown, *unknown]:
         words = [word for word in without(options.arguments, _add_restart_options) if word != "--"]
         instead = shlex.join(["deepspeed", *words])
-        raise SpecError(f"run has no option {unknown[0]}; see ddpm-ds run --help, or type: {instead}")
+        raise SpecError(
+            f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
+        )
     return supervise(
         options.program,
         _place(options, "auto"),

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("LOGNAME", user_name())  # libraries ask, and a container's user may have no name
         options, unknown = parser.parse_known_args(given)
         if unknown and not hasattr(options, "unknown"):
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            raise SpecError(f"unrecognized arguments: {' '.join(unknown)}; ddpm-ds {given[0]} --help explains")
         options.arguments, options.unknown = given[1:], unknown
         if arguments is None and not training:  # a verb keeps what it has done
             raise_on_interrupt()

@@ -1163,17 +1163,17 @@ def check_sampler(
             f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "
             "0.002 and 80 do"
         )
+    if sampler.churn and not schedule.continuous:
+        raise ValueError(
+            f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
+            "timesteps; use churn 0"
+        )
     for option, value in (("churn", sampler.churn), ("eta", sampler.eta)):
         if value and option not in kind.options:
             readers = samplers_with(option)
             raise ValueError(
                 f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
             )
-    if sampler.churn and not schedule.continuous:
-        raise ValueError(
-            f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
-            "timesteps; use churn 0"
-        )
     if sampler.guidance != 1.0 and classes is None and not guide and not drops:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "

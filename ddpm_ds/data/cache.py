@@ -433,6 +433,10 @@ class DatasetCache:
         """
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
+        if not (path / META).exists():
+            raise DataError(
+                f"{path} holds no {META}, so it is no data-set cache; name another, or move this folder away"
+            )
         try:
             meta = CacheMeta.read(path)
             names = (*meta.files, LABELS)

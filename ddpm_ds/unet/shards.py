@@ -76,7 +76,8 @@ def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> No
     names = [layer.name for layer in layers]
     for pattern in tensor.layers:
         if not fnmatch.filter(names, pattern):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            able = [layer.name for layer in layers if can_split(layer, tensor.size)]
+            near = difflib.get_close_matches(pattern, able or names, n=1, cutoff=0.0)[0]
             right = [near if one == pattern else one for one in tensor.layers]
             raise DsConfigError(
                 f"{path}: pipeline.tensor.layers = {shown(tensor.layers)}: no layer of the U-Net is named {pattern}; "

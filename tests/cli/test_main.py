@@ -61,7 +61,7 @@ def test_prepare_writes_two_stores_if_held_out_images_have_a_source_of_their_own
         (["prepare"], ["--spec is missing", "type --spec digits"]),
         (["prepare", "--spec", "missing.yaml"], ["missing.yaml: no such run spec"]),
         (["prepare", "--spec", str(DIGITS), "--set", "data.sorce=x"], ["did you mean data.source?"]),
-        (["prepare", "--spec", str(DIGITS), "--unknown"], ["--unknown"]),
+        (["prepare", "--spec", str(DIGITS), "--unknown"], ["--unknown; ddpm-ds prepare --help explains"]),
         (["schema", "--markdown", "mlflow"], ["mlflow", "ds_config"]),
     ],
 )

@@ -10,7 +10,10 @@ import shlex
 from pathlib import Path
 from typing import Any, get_args
 
+import h5py
+import numpy as np
 import pytest
+from PIL import Image
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import check_ds_config, resolve, set_key
@@ -19,6 +22,7 @@ from ddpm_ds.config.ds_model import SYNONYMS as JSON_SYNONYMS
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SYNONYMS, load_spec
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError, SpecError
+from tests.evaluate.planted import UNLABELLED, plant
 
 PATH = Path("x.json")
 KEYS = [*DS_CONFIG.all_keys()]
@@ -155,6 +159,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "train_batch_size": "auto",
     },
     "nothing but precision": {"fp16": {"enabled": True}, "zero_optimisation": {"stage": 2}},
+    "no types": {"optimizer": {"params": {}}, "scheduler": {"params": {}}},
     "both precisions": {**OPTIMIZER, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
 }
 
@@ -430,3 +435,75 @@ def test_options_in_a_refusal_are_typed_and_the_command_ends_well(
     assert ways[0][0].startswith(advice), said
     for way in ways:
         assert main([*shlex.split(command), *(word for one in way for word in one.split(" "))]) == 0, way
+
+
+PICTURES = "prepare --spec digits --set data.source=folder --set data.channels=3 "
+NUMBERS = "prepare --spec digits --set data.source=hdf5 --set data.path=f.h5 "
+FIELDS = f"{NUMBERS} --set data.values=float32 --set sampler.clip=none --set data.variables=[t] "
+DRY = "train --dry-run --deepspeed_config zero0_fp32 --processes 2 "
+DRAW = "sample run --count 1 --steps 2 --device cpu --overwrite --out new.png "
+LEADS_ON = [
+    (PICTURES, ""),
+    ("prepare --spec digits --set data.store_root=f.h5", ""),
+    (NUMBERS, "--set data.values=float32"),
+    (f"{NUMBERS} --set data.variables=[t]", "sampler.clip = static"),
+    (f"{FIELDS} --set data.variables=[]", ""),
+    (f"{FIELDS} --set data.variables=[t,t2]", ""),
+    (f"{FIELDS} --set data.image_size=16 --set unet.attention_resolutions=[]", ""),
+    (f"{FIELDS} --set data.path=none.h5", "pictures"),
+    (f"{DRY} --set ds.zero_optimization.stage=1 --set ds.zero_optimization.offload_optimizer.pin_memory=true", ""),
+    (f"""{DRY} --set 'ds.pipeline.tensor={{"size": 2, "layers": ["nothing"]}}'""", ""),
+    (f"""{DRY} --set 'ds.pipeline.tensor={{"size": 2, "layers": ["embed"]}}'""", ""),
+    ("train --dry-run --deepspeed_config zero0_fp32 --nodes 2 --processes 1", "--run-dir DIR"),
+    (f"{DRAW} --prompt x", ""),
+    (f"{DRAW} --labels 1", ""),
+    (f"{DRAW} --sampler heun --eta 1", ""),
+    (f"{DRAW} --churn 0.5", ""),
+    (f"{DRAW} --variance small", ""),
+    ("sample run --count 1 --steps 2 --out old.png", ""),
+    ("sample damaged", ""),
+    ("evaluate run --members 4", "--dataset DIR"),
+    ("evaluate run --metrics loss --count 30", "held out no image"),
+]
+"""Commands that are refused, and how one that obeys is refused for another reason; "" if it ends well."""
+FILLED = {"FOLDER": "pictures", "FILE": "pictures", "[NAME,...]": "[t]", "HOST": "localhost", "RUN_DIR": "run"}
+WAY = re.compile(r"--[\w-]+(?: (?!to |or |of |and )(?:'[^']*'|\S*\[[^]]*\]|[^\s,;'-][^\s,;]*))?")
+
+
+def ways_out(command: str, said: str) -> list[str]:
+    """Commands that do what a refusal says, each in one of its ways."""
+    found = []
+    for way in re.split(r",? or ", said.rpartition("; ")[2]):
+        if own := re.search(r"ddpm-ds (\w+ [^`;)]+)", way.removeprefix("ddpm-ds: error: ")):
+            found.append(own[1])
+        elif "leave it out" in way:
+            found.append(re.sub(re.escape(said.split()[2].rstrip(":")) + r" \S+", "", command))
+        elif options := WAY.findall(way):
+            found.append(f"{command} {' '.join(options)}")
+    for placeholder, value in FILLED.items():
+        found = [way.replace(placeholder, value) for way in found]
+    return found
+
+
+@pytest.mark.parametrize(("command", "then"), LEADS_ON, ids=[command for command, _ in LEADS_ON])
+def test_each_way_out_of_a_refusal_leads_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, then: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save("pictures/1.png")
+    with h5py.File("f.h5", "w") as file:
+        file["t"], file["t2"] = np.random.default_rng(0).normal(size=(2, 20, 8, 8))
+    plant(tmp_path / "run", **UNLABELLED)
+    plant(tmp_path / "damaged")
+    for manifest in (tmp_path / "damaged").rglob("manifest.json"):
+        manifest.write_text("{")
+    (tmp_path / "old.png").touch()
+    assert main(shlex.split(command)) == 2
+    said = capsys.readouterr().err.strip()
+    ways = ways_out(command, said)
+    assert ways, said
+    for way in ways:
+        ended = main(shlex.split(way))
+        assert (ended, then in capsys.readouterr().err) == (2 if then else 0, True), (said, way)

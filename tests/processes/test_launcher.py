@@ -85,8 +85,8 @@ def test_the_gpus_of_this_host_are_those_that_cuda_shows(monkeypatch: pytest.Mon
         ("--hostfile nowhere", "hostfile nowhere can't be read"),
         ("--hostfile {others}", "none of worker-2, worker-3 of hostfile {others} is this host; start it on"),
         ("--hostfile {file} --processes 2", "not allowed with argument"),
-        ("--no_ssh --node_rank 1 --hostfile {file}", "run has no option --no_ssh; see ddpm-ds run --help, or type: "),
-        ("-- --num_gpus 2", "or type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of-the-"),
+        ("--no_ssh --node_rank 1 --hostfile {file}", "run has no option --no_ssh; write the script's after it, and "),
+        ("-- --num_gpus 2", "type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of-the-"),
         ("--max-restarts 1 -- --hostfile nowhere", "hostfile nowhere can't be read"),
     ],
 )
