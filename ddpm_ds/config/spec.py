@@ -67,8 +67,6 @@ Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
 LEAST_SIGNAL = 1e-30
 """Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
-LEAST_AUGMENTED = 8
-"""Smallest image in pixels that augmentation can pad by reflection."""
 MOST_LAYERS = 256
 """Maximum layers of a U-Net, since tables of cuts have layers^2 entries; published U-Nets have about 100 layers."""
 MOST_PICTURE_PIXELS = 2**26
@@ -344,7 +342,7 @@ class Interface:
     condition_channels: int = 0
     """Channels that are concatenated to x_t, after it, and never noised."""
     numbers: int = 0
-    """Size of the vector that is added to the time embedding, without the numbers of augmentation, which precede it."""
+    """Size of the vector that is added to the time embedding."""
     told_level: bool = False
     """Whether the U-Net is told a second noise level, that of its condition."""
 
@@ -393,12 +391,6 @@ class UnetSpec(Section):
     """Cross-attention to a caption; null has none."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
-    augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Probability of each of EDM's augmentations of training images, of which the U-Net is told: flipping upside down,
-    scaling, rotation, stretching and translation; half of the images are also mirrored. 0 is off; EDM uses 0.12."""
-    colour_augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Probability of each of the colour augmentations of EDM's code, of which the U-Net is told: brightness, contrast,
-    luma flip, hue and saturation; grey images have the first three. 0 is off, as in EDM's runs."""
 
     def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the levels with attention, for images of ``size`` (height, width)."""
@@ -747,7 +739,7 @@ def _check_source(spec: RunSpec) -> None:
 
 def _check_arrays(spec: RunSpec) -> None:
     """Refuse what is of named arrays for other sources, and what is of pictures for fields."""
-    data, unet = spec.data, spec.unet
+    data = spec.data
     for key, value in data.named_arrays.items():
         if not SOURCES[data.source].arrays:
             readers = " or ".join(name for name, other in SOURCES.items() if other.arrays)
@@ -768,9 +760,6 @@ def _check_arrays(spec: RunSpec) -> None:
             f"data.normalise = {data.normalise} is for fields, and pictures (data.values = bytes) are always mapped to "
             "[-1, 1]; use null"
         )
-    for key in ("augmentation", "colour_augmentation"):
-        if data.are_fields and (value := getattr(unet, key)):
-            raise ValueError(f"unet.{key} = {value:g} is for pictures, and data.values = {data.values}; use 0")
 
 
 def _check_images(spec: RunSpec) -> None:
@@ -788,44 +777,21 @@ def _check_images(spec: RunSpec) -> None:
 
 
 def _check_changes_of_images(spec: RunSpec) -> None:
-    data, unet = spec.data, spec.unet
-    if unet.augmentation and data.horizontal_flips:
-        raise ValueError(
-            f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
-            "already, and tells the U-Net; use false"
-        )
-    if unet.augmentation and min(data.size) < LEAST_AUGMENTED:
-        raise ValueError(
-            f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
-            f"data.image_size is {written(data.size)}; use 0"
-        )
+    data = spec.data
     if data.autoencoder is not None:
-        pixels_alone = {
-            "data.crop_from": data.crop_from,
-            "data.horizontal_flips": data.horizontal_flips,
-            "unet.augmentation": spec.unet.augmentation,
-            "unet.colour_augmentation": spec.unet.colour_augmentation,
-        }
-        for key, value in pixels_alone.items():
-            if value:
-                said, off = ("true", "false") if value is True else (f"{value:g}", "null" if "crop" in key else "0")
-                raise ValueError(
-                    f"{key} = {said} changes pixels, and a latent of data.autoencoder can't be changed alike; use {off}"
-                )
+        fixed = "changes pixels, and a latent of data.autoencoder can't be changed alike"
+        if data.crop_from is not None:
+            raise ValueError(f"data.crop_from = {_said(data.crop_from)} {fixed}; use null")
+        if data.horizontal_flips:
+            raise ValueError(f"data.horizontal_flips = true {fixed}; use false")
 
 
 def _check_condition(spec: RunSpec) -> None:
-    data, unet = spec.data, spec.unet
+    data = spec.data
     if data.mask is not None or data.condition is not None:
         asked = "data.mask" if data.condition is None else "data.condition"
         if data.autoencoder is not None:
             raise ValueError(f"{asked} is of pixels or fields, and data.autoencoder makes latents of them; remove one")
-        made = data.condition is not None and data.condition.kind != "stored" and not data.condition.constants
-        if unet.augmentation and not (made and data.mask is None):
-            raise ValueError(
-                f"unet.augmentation = {unet.augmentation:g} turns and moves images, and a stored {asked} would stay; "
-                "use 0"
-            )
     if data.condition is None:
         return
     condition, usual = data.condition, ConditionSpec()
@@ -1040,10 +1006,10 @@ def _check_text(spec: RunSpec) -> None:
     if not any(depths):
         raise ValueError(f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks")
     told = data.condition is not None and data.condition.numbers
-    if text.pooled_channels and (told or unet.augmentation or unet.colour_augmentation):
+    if text.pooled_channels and told:
         raise ValueError(
-            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition or augmentation are two "
-            "vectors beside the time embedding; use one"
+            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside "
+            "the time embedding; use one"
         )
     if data.reads_arrays:
         raise ValueError(f"data.text is of pictures, and data.source = {data.source} has named arrays here; use null")
@@ -1070,8 +1036,6 @@ def _check_buckets(spec: RunSpec) -> None:
         "data.crop_from": (data.crop_from, None),
         "data.shuffle_images": (data.shuffle_images, None),
         "unet.dropout": (unet.dropout, 0.0),
-        "unet.augmentation": (unet.augmentation, 0.0),
-        "unet.colour_augmentation": (unet.colour_augmentation, 0.0),
         "unet.attention_resolutions": (unet.attention_resolutions, ()),
     }
     for key, (value, off) in usual.items():

@@ -49,7 +49,7 @@ from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
 from ddpm_ds.pipeline.staged import Pipelines, StagedUnet
 from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
+from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 Weights = Literal["ema", "raw"]
@@ -180,7 +180,6 @@ class Trained:
         """What makes the conditions of images."""
         return Conditions(
             self.data,
-            augmentation_numbers(self.unet_spec, self.interface.channels),
             next(self.unet.parameters()).device,
             statistics=self._statistics("condition"),
             constants=self.constants,

@@ -187,7 +187,7 @@ def warm_up(
     for index, module in modules.items():
         parameters = list(module.parameters())
         set_image_index([module], torch.arange(images, device=parameters[0].device))
-        inputs = _zeros(layers, index, images, parameters[0], gradients=gradients)
+        inputs = _zeros(layers, index, images, parameters[0])
         if isinstance(layer := layers[index], TransformerBlockLayer):
             shape = (images, layer.tokens, layer.context_channels)
             set_context(transformer_blocks([module]), torch.zeros(shape, device=parameters[0].device))
@@ -216,17 +216,15 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gradients: bool) -> tuple[Tensor, ...]:
-    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps, labels, levels, and in training
-    (``gradients``) the vector.
-    """
+def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Return inputs of zeros for layer ``index``: a carry, or the image and what the U-Net is told."""
     layer = layers[index]
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
         told = [] if layer.classes is None else [numbers.clone()]
         told += [numbers.float()] if layer.told_level else []
-        told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers and gradients else []
+        told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers else []
         told += [torch.zeros((images, layer.text_numbers), device=like.device)] if layer.text_numbers else []
         return (image, numbers, *told)
 

@@ -138,8 +138,7 @@ class EmbedLayer(Layer):
     told_level: bool = False
     """Whether a second noise level, that of the condition, is embedded as the timestep is."""
     numbers: int = 0
-    """Size of the vector that is added to the embedding: a training image's augmentation, then the numbers of the data;
-    0 means none."""
+    """Size of the vector that is added to the embedding; 0 means none."""
     pooled_channels: int = 0
     """Width of the pooled text that is embedded with the image's sizes; 0 embeds neither."""
     size_channels: int = 0
@@ -429,14 +428,6 @@ class TransformerOutputLayer(Layer):
         return self.in_channels * self.pixels
 
 
-def augmentation_numbers(unet: UnetSpec, image_channels: int) -> int:
-    """Return how many numbers describe a training image's augmentation: those of
-    :func:`ddpm_ds.diffusion.augmentation.augmented`, then of ``coloured``.
-    """
-    colours = 3 if image_channels == 1 else 6
-    return (9 if unet.augmentation else 0) + (colours if unet.colour_augmentation else 0)
-
-
 def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
     """Return the U-Net of a spec as its ordered list of layers.
 
@@ -495,7 +486,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
         told_level=interface.told_level,
-        numbers=augmentation_numbers(unet, interface.channels) + interface.numbers,
+        numbers=interface.numbers,
         pooled_channels=(text and text.pooled_channels) or 0,
         size_channels=text.size_channels if text else 0,
     )

@@ -92,14 +92,6 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
             {"unet__attention_levels": (2,), "unet__attention_resolutions": []},
             ["attention_levels has 2", "0 to 1"],
         ),
-        (
-            {"unet__augmentation": 0.12, "data__horizontal_flips": True},
-            ["data.horizontal_flips = true", "unet.augmentation = 0.12", "use false"],
-        ),
-        (
-            {"unet__augmentation": 0.12, "data__image_size": 4, "unet__attention_resolutions": []},
-            ["unet.augmentation = 0.12", "data.image_size is 4", "use 0"],
-        ),
         ({"diffusion__beta_end": 1e-5}, ["diffusion.beta_start = 0.0001", "beta_end = 1e-05"]),
         ({"diffusion__beta_end": 1.5}, ["beta_end = 1.5", "below 1"]),
         ({"diffusion__beta_end": 0.95}, ["diffusion.timesteps = 1000", "beta_end = 0.95", "fewer timesteps"]),
@@ -125,8 +117,6 @@ def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any
         ({"data__crop_from": 56}, ["data.crop_from = 56", "several sizes", "leave it at null"]),
         ({"data__shuffle_images": 100}, ["data.shuffle_images = 100", "leave it at null"]),
         ({"unet__dropout": 0.1}, ["unet.dropout = 0.1", "leave it at 0"]),
-        ({"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "leave it at 0"]),
-        ({"unet__colour_augmentation": 0.1}, ["unet.colour_augmentation = 0.1", "leave it at 0"]),
         ({"unet__attention_resolutions": [24]}, ["attention_resolutions = [24]", "[], or unet.attention_levels"]),
         ({"data__condition": {"kind": "reduced", "factor": 2}}, ["data.condition does not go", "use null"]),
         ({"data__image_size": 52}, ["data.image_size = 52 is no multiple of data.buckets.step = 8"]),
@@ -207,7 +197,6 @@ STORED: dict[str, Any] = {"kind": "stored", "channels": 2}
         ({**STORED, "vector_size": 3}, {}, ["data.condition.vector = [] and vector_size = 3"]),
         ({"kind": "grey"}, {}, ["data.condition.kind = grey needs 3 channels"]),
         ({"kind": "reduced", "factor": 3}, {}, ["data.condition.factor = 3 does not divide data.image_size = 8"]),
-        (STORED, {"unet__augmentation": 0.1}, ["unet.augmentation = 0.1", "a stored data.condition would stay"]),
         (
             {"kind": "grey"},
             {"data__autoencoder": "vae", "data__channels": 3, "sampler__clip": "none"},

@@ -479,7 +479,6 @@ def specified(*changes: str) -> RunSpec:
         (["data.autoencoder=a"], r"data\.autoencoder = a encodes pictures.*use null"),
         (["data.store=encoded"], r"data\.store = encoded keeps image files.*use auto"),
         (["data.values=bytes", "data.channels=3", "data.normalise=range"], r"data\.normalise = range is for fields"),
-        (["unet.augmentation=0.1"], r"unet\.augmentation = 0\.1 is for pictures, and data\.values = float32; use 0"),
         (["data.values=bytes"], r"data\.channels = 5 should be 1 \(grey\) or 3"),
     ],
 )

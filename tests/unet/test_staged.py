@@ -12,7 +12,7 @@ from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import boundary_shapes
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet, rounding
 
-INSIDE = ("ddpm", "symmetric", "cos_sin", "scale_shift", "augmentation", "level", "vector")
+INSIDE = ("ddpm", "symmetric", "cos_sin", "scale_shift", "level", "vector")
 """Variants whose carry is that of another, or has less in it."""
 FORMATS = {2: torch.contiguous_format, 4: torch.channels_last}
 
