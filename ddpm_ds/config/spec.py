@@ -548,7 +548,7 @@ class BadNumbersSpec(Section):
     """Maximum number of rollbacks before the run ends."""
 
 
-_STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but in the last; null means {}.".format(
+_STEPS = "Steps to an image, an evaluation of the U-Net each; null means {}.".format(
     ", ".join(f"{kind.steps or 'all timesteps'} for {name}" for name, kind in SAMPLERS.items())
 )
 
@@ -574,12 +574,6 @@ class SamplerSpec(Section):
     """Noise level at which the last step begins under edm."""
     rho: Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
-    churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Noise that heun adds before its steps (S_churn of Karras et al.); 0 adds none."""
-    churn_between: Sigmas = ALL_SIGMAS
-    """Lowest and highest noise level at which churn is added (S_tmin and S_tmax)."""
-    churn_noise: Factor = 1.0
-    """Factor of the noise that churn adds (S_noise)."""
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Noise that ddim adds: 0 means none, 1 as much as ddpm."""
     variance: Literal["small", "large"] = "large"
@@ -621,8 +615,7 @@ class SamplerSpec(Section):
         which may leave out some.
         """
         steps = self.steps_of(diffusion)
-        visits = 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
-        return 2 * visits if self.guides else visits
+        return 2 * steps if self.guides else steps
 
 
 Prompt = Annotated[str, Field(max_length=10_000)]
@@ -1256,31 +1249,15 @@ def check_sampler(
             "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
             "trailing"
         )
-    if (
-        kind.corrects
-        and OBJECTIVES[diffusion.objective].diffuses
-        and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr)
-    ):
-        beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
-        raise ValueError(
-            f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
-            "ddim or dpm_solver"
-        )
     if sampler.sigma_min >= sampler.sigma_max:
         raise ValueError(
             f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "
             "0.002 and 80 do"
         )
-    for option, value in (("churn", sampler.churn), ("eta", sampler.eta)):
-        if value and option not in kind.options:
-            readers = samplers_with(option)
-            raise ValueError(
-                f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
-            )
-    if sampler.churn and not schedule.continuous:
+    if sampler.eta and "eta" not in kind.options:
+        readers = samplers_with("eta")
         raise ValueError(
-            f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
-            "timesteps; use churn 0"
+            f"sampler.eta = {sampler.eta:g} is of {readers}, not of {sampler.kind}; use kind {readers} or eta 0"
         )
     if sampler.guidance != 1.0 and classes is None and not guide and not drops:
         raise ValueError(

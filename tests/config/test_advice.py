@@ -360,7 +360,6 @@ def test_all_faults_of_a_spec_are_named_at_once(tmp_path: Path) -> None:
         (["data.autoencoder=x", "sampler.clip=none", "data.horizontal_flips=true"], ["data.horizontal_flips=false"]),
         (["diffusion.schedule=edm"], ["diffusion.objective=v"]),
         (["diffusion.zero_terminal_snr=true"], ["diffusion.objective=v"]),
-        (["sampler.kind=heun", "sampler.churn=3"], ["sampler.churn=0"]),
         (["sampler.eta=1"], ["sampler.eta=0"]),
         (["optimizer.decay=inverse_sqrt"], ["optimizer.reference_images=12800"]),
         (["train.accumulation=3"], ["train.accumulation=auto"]),

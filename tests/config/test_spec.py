@@ -249,12 +249,7 @@ def test_conditions_that_fit() -> None:
             found is not None
             and found.input_channels(1) == spec(**SOURCE, data__condition=condition).data.interface.condition_channels
         )
-    assert (
-        spec(
-            **SOURCE, data__condition=STORED, diffusion__objective="regression", sampler__kind="heun"
-        ).data.interface.channels
-        == 1
-    )
+    assert spec(**SOURCE, data__condition=STORED, diffusion__objective="regression").data.interface.channels == 1
 
 
 def test_heads_only_have_to_divide_the_widths_that_are_attended() -> None:
