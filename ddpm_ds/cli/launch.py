@@ -56,7 +56,7 @@ from ddpm_ds.planning import RunPlan
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.processes.supervisor import Node, Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
-from ddpm_ds.tracking.address import check_experiment, check_trackers
+from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 from ddpm_ds.tracking.tracker import Status
 
@@ -190,7 +190,6 @@ def _train(options: argparse.Namespace) -> int:
     place, given = _place(options, options.device), vars(options).copy()
     hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
     plan, run_dir = checked(options, len(hosts), hosts)
-    check_trackers(plan.spec.logging.trackers)
     check_experiment(plan.spec.logging.experiment, run_dir.parent)
     if not options.dry_run:
         place.check()

@@ -651,8 +651,6 @@ class LoggingSpec(Section):
     """Images between two points of the loss curve; a point is the mean over these images."""
     experiment: Title = "ddpm_ds"
     """Name of the MLflow experiment."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers besides MLflow that get the same metrics and pictures; each needs the pip extra of its name."""
 
 
 class RunSpec(Section):
@@ -1053,12 +1051,6 @@ def _check_buckets(spec: RunSpec) -> None:
         )
 
 
-def _check_trackers(spec: RunSpec) -> None:
-    trackers = spec.logging.trackers
-    if len(set(trackers)) < len(trackers):
-        raise ValueError(f"logging.trackers = [{', '.join(trackers)}] has one tracker twice; leave one out")
-
-
 @functools.lru_cache(maxsize=64)
 def _log_signal(start: float, end: float, steps: int, root: float) -> float:
     """Return the logarithm of the last alpha_bar of a schedule of betas."""
@@ -1285,6 +1277,5 @@ _CHECKS = (
     _check_batch,
     _check_decay,
     _check_labels,
-    _check_trackers,
     _check_picture,
 )

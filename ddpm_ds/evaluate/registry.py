@@ -28,7 +28,7 @@ from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, page_of, reason, resolve_uri
 from ddpm_ds.tracking.runs import ExperimentError, find_run
-from ddpm_ds.tracking.trackers import opened_store
+from ddpm_ds.tracking.sender import opened_store
 from ddpm_ds.version import __version__
 
 if TYPE_CHECKING:

@@ -99,7 +99,6 @@ def test_every_section_is_frozen_and_every_field_documented(section: type[Sectio
         ({"diffusion__beta_start": 1e-17}, ["should be greater than or equal to 0.000000000000001"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),
         ({"train__label_drop": 0.1}, ["train.label_drop = 0.1", "unet.classes"]),
-        ({"logging__trackers": ["wandb", "wandb"]}, ["logging.trackers = [wandb, wandb]", "leave one out"]),
     ],
 )
 def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any], words: list[str]) -> None:

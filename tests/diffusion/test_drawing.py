@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ddpm": {"kind": "ddpm", "steps": 6},
     "ddim": {"kind": "ddim", "steps": 6, "eta": 0.7},
     "dpm_solver": {"kind": "dpm_solver", "steps": 6, "clip": "dynamic"},
-    "edm": {"kind": "ddim", "steps": 6, "eta": 0.7},
+    "edm": {"kind": "ddpm", "steps": 6},
     "flow": {"kind": "ddpm", "steps": 6},
 }
 EDM = DiffusionSpec(schedule="edm", objective="v")
@@ -209,7 +209,7 @@ def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor 
     x = guided(x, sigmas[-1])  # the step to 0
     wanted = ((x + 1) * 127.5).round().clamp(0, 255)
     # predictions are rounded to steps of 2^-8 after float32's rounding of x, so that a few differ by a step
-    assert ((found - wanted).abs() > 1).double().mean() < 0.02 and len(found.unique()) > 50
+    assert ((found - wanted).abs() > 1).double().mean() < 0.02 and len(found.unique()) > 20
 
 
 # Pixels

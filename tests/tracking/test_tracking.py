@@ -270,7 +270,7 @@ def test_a_full_disk_is_said_once_and_events_go_on_when_it_takes_them_again(root
     tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(0, 0.0), (3, 3.0)] and read_run(root).info.status == "FINISHED"
     assert said == [
-        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and trackers miss what happens "
+        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and MLflow misses what happens "
         "until it can"
     ]
 
