@@ -365,8 +365,8 @@ def score_rows(trained: Trained) -> list[tuple[str, ...]]:
                 continue
             found, sampler = content["scores"], content["sampler"]
             if isinstance(found, dict):  # of ensembles
-                named = {**found["total"], **{name: found[name] for name in ("psnr", "ssim") if name in found}}
-                found = [{"title": name, "value": value, "samples": content["count"]} for name, value in named.items()]
+                total, samples = found["total"].items(), content["count"]
+                found = [{"title": name, "value": value, "samples": samples} for name, value in total]
             how = f"{sampler['kind']} in {sampler['steps']} steps", f"{sampler['guidance']:g}", content["precision"]
             rows += [(each["title"], rounded(each["value"]), f"{each['samples']:,}", *how) for each in found]
     return [CARD_HEADER, *rows] if rows else []

@@ -221,7 +221,7 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel"),
         (
             ("--metrics", "digits"),
-            "is none of fid, kid, pr, pixel, clip, loss; launch/quality.py has the classifier of digits",
+            "is none of fid, kid, pr, pixel, clip, loss",
         ),
         (("--count", "9"), "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
