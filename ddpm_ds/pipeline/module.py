@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
-from ddpm_ds.unet.blocks import Carry, keep_part, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
+from ddpm_ds.unet.blocks import Carry, keep_part, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -88,11 +88,11 @@ class UnetPipelineModule(PipelineModule):
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
         """Return the carry at a stage's beginning, from tensors received and tensors kept on this rank."""
-        return unpack(received, newest_skip_is_h(self.unet_layers, self.first))
+        return unpack(received, self.unet_layers[self.first - 1])
 
     def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
         """Split the carry at a stage's end into the tensors to send and those kept on this rank for its next phase."""
-        return pack(carry, newest_skip_is_h(self.unet_layers, self.stop)), ()
+        return pack(carry, self.unet_layers[self.stop - 1]), ()
 
     def forward(self, inputs: Carry) -> Carry | Tensor:
         """Walk this stage's layers, recomputing groups of ``activation_checkpoint_interval`` of them in backward."""
@@ -124,17 +124,17 @@ class UnetPipelineModule(PipelineModule):
             lowest = min(lowest, depth)
             depth += layer.pushes or layer.opens
         passing, used = carry[2 : len(carry) + lowest], carry[len(carry) + lowest :]
-        pushed = newest_skip_is_h(self.unet_layers, stop)
+        last = self.unet_layers[stop - 1]
         run_layers = self._walk(start, stop)
 
         def run(*inner: Tensor) -> Carry | Tensor:
             outputs = run_layers(*inner)
-            return pack(outputs, pushed) if isinstance(outputs, tuple) else outputs
+            return pack(outputs, last) if isinstance(outputs, tuple) else outputs
 
         outputs = self.activation_checkpoint_func(run, *carry[:2], *used)
         if isinstance(outputs, Tensor):
             return outputs
-        h, emb, *skips = unpack(outputs, pushed)
+        h, emb, *skips = unpack(outputs, last)
         return (h, emb, *passing, *skips)
 
 
@@ -233,4 +233,4 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tu
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format).zero_()
 
     tensors = tuple(zeros((images, *shape)) for shape in boundary_shapes(layers, index))
-    return unpack(tensors, newest_skip_is_h(layers, index))
+    return unpack(tensors, layers[index - 1])

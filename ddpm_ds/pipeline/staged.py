@@ -40,7 +40,6 @@ from ddpm_ds.pipeline.messages import Channel, Edge, P2PGroup, StageChannels, op
 from ddpm_ds.unet.blocks import (
     Carry,
     TransformerBlock,
-    newest_skip_is_h,
     pack,
     set_context,
     transformer_blocks,
@@ -450,11 +449,11 @@ class StagedUnet(UNet):
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
         """Return the carry at the stage's beginning."""
-        return unpack(received, newest_skip_is_h(self.unet_layers, self._first))
+        return unpack(received, self.unet_layers[self._first - 1])
 
     def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
         """Return the tensors to send of the carry at the stage's end, and none that stay."""
-        return pack(carry, newest_skip_is_h(self.unet_layers, self._stop)), ()
+        return pack(carry, self.unet_layers[self._stop - 1]), ()
 
 
 @contextlib.contextmanager

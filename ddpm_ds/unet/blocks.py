@@ -49,23 +49,19 @@ Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
 
-def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
-    """Return whether, before layer `cut`, the newest skip and h are one tensor."""
-    return layers[cut - 1].pushes
-
-
-def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
-    """Return the tensors of a carry to send, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
+def pack(carry: Carry, last: Layer) -> Carry:
+    """Return the tensors of the carry after layer ``last`` to send, in the order of
+    :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
     The output of an encoder layer that pushes is both h and the newest skip. To send it and its gradient only once, the
     skip is left out and restored from h.
     """
-    return carry[:-1] if newest_skip_is_h else carry
+    return carry[:-1] if last.pushes else carry
 
 
-def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
+def unpack(tensors: Carry, last: Layer) -> Carry:
     """Restore the carry from received tensors; the inverse of :func:`pack`."""
-    return (*tensors, tensors[0]) if newest_skip_is_h else tensors
+    return (*tensors, tensors[0]) if last.pushes else tensors
 
 
 class CarryLayer(nn.Module):
@@ -220,7 +216,7 @@ class Embed(nn.Module):
 class Input(CarryLayer):
     """First convolution."""
 
-    def __init__(self, layer: InputLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
         self.conv = Convolution(layer.in_channels, layer.out_channels)
 
@@ -464,12 +460,8 @@ class Downsample(CarryLayer):
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
-class Upsample(CarryLayer):
+class Upsample(Input):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
-
-    def __init__(self, layer: UpsampleLayer) -> None:
-        super().__init__(layer)
-        self.conv = Convolution(layer.in_channels, layer.out_channels)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)

@@ -20,10 +20,7 @@ from ddpm_ds.config.spec import Interface, UnetSpec
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
-not counted as work.
-"""
-
-
+not counted as work."""
 SIZES = 6
 """Count of the numbers that go with pooled text: height and width of the original image, top and left of the crop,
 height and width of the crop, in pixels."""
@@ -58,15 +55,12 @@ class Layer:
     @property
     def units(self) -> int:
         """Number of equal parts, groups of channels or heads, of which each rank may have some; 1 if none may."""
-        return 1
+        return int(getattr(self, f"{self.unit}s")) if self.unit else 1
 
     @property
-    def summed_elements(self) -> tuple[int, int]:
-        """Elements that a tensor group sums for a split layer: of its output in the forward and in each recomputation
-        of it, and of its input's gradient in the backward. The embedding's gradient is not counted: it is summed once
-        in the backward of each walk with a split residual block (:func:`ddpm_ds.unet.blocks.walk`).
-        """
-        return (0, 0)
+    def width(self) -> int:
+        """Number of channels that the layer works on: h and the popped skip."""
+        return self.in_channels + self.skip_channels
 
     @property
     def sums(self) -> int:
@@ -74,11 +68,17 @@ class Layer:
         return int(self.shards > 1)
 
     @property
-    def partial_vectors(self) -> int:
-        """Number of a split layer's parameters that all ranks have and of whose gradients each computes a part: those
-        of the normalisations of its input.
+    def summed_elements(self) -> tuple[int, int]:
+        """Elements that a tensor group sums for a split layer: of its output in the forward and in each recomputation
+        of it, and of its input's gradient in the backward. The embedding's gradient is not counted: it is summed once
+        in the backward of each walk with a split residual block (:func:`ddpm_ds.unet.blocks.walk`).
         """
-        return 2 * (self.in_channels + self.skip_channels) * self.sums
+        return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
+
+    @property
+    def partial_vectors(self) -> int:
+        """Parameters of a split layer that every rank holds whole, but computes only part of the gradient of."""
+        return 2 * self.width * self.sums
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -248,19 +248,6 @@ class BlockLayer(Layer):
     scale_shift: bool
 
     @property
-    def units(self) -> int:
-        return self.groups
-
-    @property
-    def summed_elements(self) -> tuple[int, int]:
-        return (self.out_channels * self.pixels, self.width * self.pixels) if self.shards > 1 else (0, 0)
-
-    @property
-    def width(self) -> int:
-        """Number of channels that the block works on: h and the popped skip."""
-        return self.in_channels + self.skip_channels
-
-    @property
     def has_shortcut(self) -> bool:
         """Whether a 1x1 convolution replaces the identity around the block."""
         return self.width != self.out_channels
@@ -313,15 +300,6 @@ class AttentionLayer(Layer):
     heads: int
 
     @property
-    def units(self) -> int:
-        return self.heads
-
-    @property
-    def summed_elements(self) -> tuple[int, int]:
-        summed = self.in_channels * self.pixels if self.shards > 1 else 0
-        return (summed, summed)
-
-    @property
     def weights(self) -> int:
         return 4 * self.in_channels**2 // self.shards
 
@@ -370,17 +348,8 @@ class TransformerBlockLayer(Layer):
     context_channels: int
 
     @property
-    def units(self) -> int:
-        return self.heads
-
-    @property
     def sums(self) -> int:
         return 3 * super().sums
-
-    @property
-    def summed_elements(self) -> tuple[int, int]:
-        summed = self.sums * self.in_channels * self.pixels
-        return (summed, summed)
 
     @property
     def _own_channels(self) -> int:

@@ -44,9 +44,8 @@ def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[st
     """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory; in
     layers that are ``split`` those of a rank's parts.
     """
-    return {
-        f"{index}.{name}": shape for index, layer in enumerate(layers) for name, shape in _shapes(layer, split).items()
-    }
+    shapes = ((index, _shapes(layer, split)) for index, layer in enumerate(layers))
+    return {f"{index}.{name}": shape for index, of_layer in shapes for name, shape in of_layer.items()}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,12 +71,7 @@ class UNet(nn.Module):
             self.layers.add_module(str(index), build_layer(layers[index], index, seed))
 
     def forward(
-        self,
-        x_t: Tensor,
-        t: Tensor,
-        *told: Tensor,
-        images: Tensor | None = None,
-        context: Tensor | None = None,
+        self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
@@ -109,8 +103,7 @@ def _compiler(variable: str, *programs: str) -> bool:
 
 CODES_PER_LAYER = 5
 """Maximum compiled versions of a layer: with and without gradients, each for micro-batches of training and of sampling,
-and with deferred weight gradients, for training alone.
-"""
+and with deferred weight gradients, for training alone."""
 
 
 def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
@@ -159,10 +152,8 @@ def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool)
     """Return the kernels of layers whose steps are ``captured`` as CUDA graphs or launched one by one.
 
     ``auto`` takes the fused normalisations in graphs alone, since they take the host longer to launch than PyTorch's.
-    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs.
-
-    Raises:
-        DsConfigError: fused kernels were requested, and something that they need is missing.
+    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs. Raises
+    DsConfigError as :func:`check_kernels` does.
     """
     check_kernels(asked, device)
     if asked != "auto":

@@ -6,7 +6,7 @@ initialise them: :func:`draw_weights` does, from its own generator.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ gradient and the shifted input. On processors with AVX2 but not AVX-512, oneDNN 
 FEWEST_CHANNELS = 16
 """Minimum number of channels at which a matrix product is faster."""
 
-Kind = TypeVar("Kind", bound=nn.Module)
 Kernels = Literal["fused", "masks", "reference"]
 """Implementation of the normalisations, with SiLU and embedding, and of dropout masks: our kernels, our kernels for the
 masks alone, or PyTorch's operations."""
@@ -343,9 +342,9 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     if drawing[0].kernels == "reference":
         masks = [_keep_mask(one, images) for one in drawing]
     else:
-        from ddpm_ds.unet.keyed_mask import fused_keep_masks  # needs Triton, which not every machine has
+        from ddpm_ds.unet.keyed_mask import Mask, fused_keep_masks  # needs Triton, which not every machine has
 
-        masks = fused_keep_masks(images, [(one.seed, one.stream, one.shape, one.rate) for one in drawing])
+        masks = fused_keep_masks(images, [Mask(one.seed, one.stream, one.shape, one.rate) for one in drawing])
     drawn = map(_own_channels, masks, drawing)
     return [next(drawn) if one.rate and one.training else None for one in dropouts]
 
@@ -365,19 +364,20 @@ def _keep_mask(dropout: KeyedDropout, images: Tensor) -> Tensor:
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
     """Set the image indices of the next forward, `images` (N,) int64, in every dropout of `modules`."""
-    for module in _all_of(modules, KeyedDropout):
-        module.images = images
+    for part in _parts_of(modules):
+        if isinstance(part, KeyedDropout):
+            part.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
     """Choose the kernels of every module in `modules` that has fused ones."""
-    for module in _all_of(modules, nn.Module):
-        if isinstance(module, GroupNorm | KeyedDropout):
-            module.kernels = kernels
+    for part in _parts_of(modules):
+        if isinstance(part, GroupNorm | KeyedDropout):
+            part.kernels = kernels
 
 
-def _all_of(roots: Iterable[nn.Module], kind: type[Kind]) -> Iterator[Kind]:
-    return (module for root in roots for module in root.modules() if isinstance(module, kind))
+def _parts_of(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (part for root in roots for part in root.modules())
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:

@@ -149,12 +149,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: TensorGroup,
-        queue: WaitingGradients | None,
-        parts: Sequence[Weighted],
-        *weights: Tensor,
+        ctx: Any, x: Tensor, group: TensorGroup, queue: WaitingGradients | None, parts: Sequence[Weighted], *_: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.group, ctx.queue, ctx.parts = group, queue, parts
         ctx.set_materialize_grads(False)

@@ -150,7 +150,6 @@ class Weighted(nn.Module):
     """Queue for all others, in a layer whose backward computes them while it sums; without one they are computed where
     autograd comes to them."""
     taps: Taps | None = None
-    """Inputs of compiled code in place of the weight while its gradient is deferred."""
 
     @property
     def queue(self) -> WaitingGradients | None:
@@ -201,7 +200,7 @@ class _Wait(torch.autograd.Function):
         bias: Tensor | None,
         layer: Weighted | None,
         queue: WaitingGradients | None,
-        *taps: Tensor,
+        *_: Any,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.queue = layer, queue
@@ -237,10 +236,7 @@ class Tapped:
     """
 
     def __init__(
-        self,
-        compute: Callable[..., Tensor],
-        compiled: Callable[..., Tensor],
-        parts: Sequence[Weighted],
+        self, compute: Callable[..., Tensor], compiled: Callable[..., Tensor], parts: Sequence[Weighted]
     ) -> None:
         self._compute, self._compiled, self._parts = compute, compiled, parts
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
