@@ -50,11 +50,9 @@ Carry = tuple[Tensor, ...]
 
 
 def pack(carry: Carry, last: Layer) -> Carry:
-    """Return the tensors of the carry after layer ``last`` to send, in the order of
-    :func:`ddpm_ds.unet.layers.boundary_shapes`.
+    """Return the tensors to send after layer ``last``, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
-    The output of an encoder layer that pushes is both h and the newest skip. To send it and its gradient only once, the
-    skip is left out and restored from h.
+    The output of a layer that pushes is h and the newest skip, which is left out: it and its gradient are sent once.
     """
     return carry[:-1] if last.pushes else carry
 
@@ -279,9 +277,7 @@ class ResidualBlock(CarryLayer):
 
 
 def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """Return what each block computes with beside h: its projection of the embedding, (N, C or 2C) in the dtype of the
-    arithmetic, and the mask of its dropout.
-    """
+    """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
     emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
         together = [block for block in blocks if block.tensor is tensor]
@@ -435,9 +431,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, heads: int) -> Tensor:
 
 
 def set_context(blocks: Iterable[TransformerBlock], context: Tensor | None) -> None:
-    """Set the encoded text of the next forward, (N, tokens, channels), in ``blocks``; also before a backward, whose
-    checkpoints compute again.
-    """
+    """Set the encoded text, (N, tokens, channels), before each forward, and each backward, which may recompute."""
     for block in blocks:
         block.context = context
 
@@ -453,8 +447,7 @@ class Downsample(CarryLayer):
     def __init__(self, layer: DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
-        padding = 0 if layer.asymmetric else 1
-        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=padding)
+        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=int(not layer.asymmetric))
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)

@@ -57,8 +57,7 @@ def activation_slope(u, SILU: tl.constexpr):
 
 @triton.jit
 def place(program, pixels, tiles, tile_pixels, channel_blocks, COLUMNS: tl.constexpr):
-    """Return image, tile, its first pixel, that after its last, and channels of a program; neighbours read neighbouring
-    memory."""
+    """Return image, tile, its first pixel and that after its last, and channels; neighbours read nearby memory."""
     channel = (program % channel_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     tile = (program // channel_blocks) % tiles
     first = tile * tile_pixels
@@ -80,8 +79,7 @@ def store_gradients(
     sum_du, sum_du_h, weight, bias, scale, scale_stride, per_image, kind, dscale, dshift, image, channel, mask,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Store an image's dscale and dshift, and its parts of dweight and dbias in `per_image`, (2, N, C) with the first
-    stride `kind`."""
+    """Store an image's dscale and dshift, and its dweight and dbias in `per_image`, (2, N, C), first stride `kind`."""
     modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
     at = image * C + channel
     tl.store(per_image + at, sum_du_h * modulation, mask=mask)
@@ -202,9 +200,7 @@ def tile_gradient_sums(
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Write sums over a tile of du, du h and, for dadd, h of each channel: (2 or 3, N, tiles, C), first
-    stride `kind`.
-    """
+    """Write a tile's sums of du, du h and, for dadd, h by channel: (2 or 3, N, tiles, C), first stride `kind`."""
     image, tile, first, stop, channel = place(tl.program_id(0), pixels, tiles, tile_pixels, channel_blocks, COLUMNS)
     inside = channel < C
     row = tl.arange(0, ROWS)
@@ -243,9 +239,7 @@ def combine_gradient_sums(
     pixels, tiles,
     C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the means of dh and dh h over a group, (N, G) each, and all gradients except dx, from the sums of
-    :func:`tile_gradient_sums`.
-    """
+    """Write the means of dh and dh h over a group, (N, G) each, and all gradients but dx, from the sums of tiles."""
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)

@@ -7,8 +7,6 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
                        down.1 ────────── skips ──────────▶ up.1               level 1, half
                           down.2 ─────── skips ───────▶ up.2                  level 2, quarter
                                 middle.block.0 ... middle.block.1
-
-The list runs down the left side and up the right one: ``down.0`` is near its start and ``up.0`` near its end.
 """
 
 import math
@@ -22,8 +20,7 @@ PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
 not counted as work."""
 SIZES = 6
-"""Count of the numbers that go with pooled text: height and width of the original image, top and left of the crop,
-height and width of the crop, in pixels."""
+"""Numbers that go with pooled text, in pixels: the original's height and width; the crop's top, left, height, width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +66,8 @@ class Layer:
 
     @property
     def summed_elements(self) -> tuple[int, int]:
-        """Elements that a tensor group sums for a split layer: of its output in the forward and in each recomputation
-        of it, and of its input's gradient in the backward. The embedding's gradient is not counted: it is summed once
-        in the backward of each walk with a split residual block (:func:`ddpm_ds.unet.blocks.walk`).
-        """
+        """Elements that a tensor group sums for a split layer: of its output in each forward, and of its input's
+        gradient. The embedding's gradient is summed once a walk (:func:`ddpm_ds.unet.blocks.walk`)."""
         return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
 
     @property
@@ -116,11 +111,8 @@ class Layer:
 
     @property
     def activation_elements(self) -> int:
-        """Elements that autograd keeps for the backward, without checkpointing.
-
-        An input counts in the layer that reads it, so the sum over layers counts each tensor once. An element
-        has the size of the arithmetic's dtype: 4 bytes for fp16 on CPU, which computes in fp32.
-        """
+        """Elements, of the arithmetic's dtype, that autograd keeps for the backward, without checkpointing. An input
+        counts in the layer that reads it, so the sum over layers counts each tensor once."""
         raise NotImplementedError
 
 
@@ -483,9 +475,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
 
 
 def first_cut(layers: Sequence[Layer]) -> int:
-    """Return the first layer before which the list may be cut: 1, or 2 if h has a condition up to the first
-    convolution, since a condition is never sent.
-    """
+    """Return the first layer before which the list may be cut: 1, or 2 with a condition, which is never sent."""
     return 2 if layers[0].out_channels > layers[-1].out_channels else 1
 
 
@@ -495,9 +485,7 @@ def has_residual(layers: Sequence[Layer], cut: int) -> bool:
 
 
 def context_elements(layers: Sequence[Layer], *segments: tuple[int, int]) -> int:
-    """Return the elements per image of the encoded text that layers [start, stop) of some ``segments`` read; 0 if they
-    read none.
-    """
+    """Return the elements per image of the encoded text that layers [start, stop) of ``segments`` read, or 0."""
     own = (layer for start, stop in segments for layer in layers[start:stop])
     return next((one.tokens * one.context_channels for one in own if isinstance(one, TransformerBlockLayer)), 0)
 
@@ -505,8 +493,7 @@ def context_elements(layers: Sequence[Layer], *segments: tuple[int, int]) -> int
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
     """Return the per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
 
-    Order: h, emb, skips oldest first, a residual last. If the layer before the cut pushed, the newest skip is h and not
-    listed again.
+    Order: h, emb, skips oldest first, a residual last. A newest skip that is h is not listed again.
     """
     last = layers[cut - 1]
     skips: list[tuple[int, ...]] = []

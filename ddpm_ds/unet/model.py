@@ -22,8 +22,7 @@ from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 AskedKernels = Literal["auto", "fused", "reference"]
-C_COMPILERS = ("CC", "gcc", "cc", "clang")
-"""Environment variable that names a C compiler, and the programs that may be one."""
+C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
 def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
@@ -41,9 +40,7 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory; in
-    layers that are ``split`` those of a rank's parts.
-    """
+    """Return every parameter's shape by global name, in layer order, of a rank's parts in layers that are ``split``."""
     shapes = ((index, _shapes(layer, split)) for index, layer in enumerate(layers))
     return {f"{index}.{name}": shape for index, of_layer in shapes for name, shape in of_layer.items()}
 
@@ -76,9 +73,8 @@ class UNet(nn.Module):
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
         ``told`` are the other inputs of the first layer (:class:`ddpm_ds.unet.blocks.Embed`): labels, the level of a
-        condition and a vector, as far as the U-Net has them, each of which may be left out. ``images`` (N,) int64 are
-        the image indices, which dropout needs in training. ``context`` (N, tokens, channels) is the encoded text of a
-        U-Net with cross-attention.
+        condition and a vector, each of which may be left out. ``images`` (N,) int64 are the image indices, which
+        dropout needs in training. ``context`` (N, tokens, channels) is the encoded text for cross-attention.
         """
         if images is not None:
             operations.set_image_index(self.layers, images)
@@ -111,8 +107,7 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
 
     Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, the drawing of masks and
     the queue of weight gradients differ between layers and stay outside, so that layers of one shape share code. A
-    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input,
-    and once more for deferred weight gradients.
+    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
