@@ -25,10 +25,9 @@ from ddpm_ds.device import runs_triton
 class Stream(IntEnum):
     """Purpose of a draw; two streams of one image are independent.
 
-    Augmentation uses AUGMENTATION for uniform and AUGMENTATION + 1 for normal draws, colour augmentation COLOUR and
-    COLOUR + 1. Dropout of layer i uses DROPOUT + i, held-out noise at timestep t HELD_OUT + t. A sampled image starts
-    from noise of SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t is the
-    percentile of the held-out level, and the number of the sampler's step.
+    Dropout of layer i uses DROPOUT + i, held-out noise at timestep t HELD_OUT + t. A sampled image starts from noise of
+    SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t is the percentile of
+    the held-out level, and the number of the sampler's step.
     """
 
     TIMESTEP = 0
@@ -37,8 +36,6 @@ class Stream(IntEnum):
     LABEL_DROP = 3
     CROP = 4
     PERTURBATION = 5
-    AUGMENTATION = 6
-    COLOUR = 8
     CUT = 10
     CONDITION_DROP = 11
     CONDITION_LEVEL = 12

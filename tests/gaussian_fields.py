@@ -136,12 +136,13 @@ class Verdict:
 def verdict(members: Array, truths: Array, observations: Array) -> Verdict:
     """Compare members (K, N, 16, 16), drawn given observations (N, 4, 4) of truths (N, 16, 16), with the posterior."""
     scores = field_scores(members[:, :, None], truths[:, None]).total
-    assert scores.spread is not None and scores.spread_over_skill is not None, "one member has no spread"
+    assert scores.spread_over_skill is not None, "one member has no spread"
+    spread = scores.spread_over_skill * scores.rmse / math.sqrt((len(members) + 1) / len(members))
     sd = math.sqrt((posterior_sd() ** 2).mean())
-    squared = ((members.mean(axis=0) - posterior_mean(observations)) ** 2).mean() - scores.spread**2 / len(members)
+    squared = ((members.mean(axis=0) - posterior_mean(observations)) ** 2).mean() - spread**2 / len(members)
     return Verdict(
         math.sqrt(max(squared, 0.0)) / sd,
-        scores.spread / sd,
+        spread / sd,
         scores.spread_over_skill,
         scores.crps / posterior_crps(truths, observations),
     )

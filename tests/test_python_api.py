@@ -154,7 +154,7 @@ ARGUMENTS = [
 NUMBERS = {
     "plan": "processes nodes device_memory flops link_bandwidth network_bandwidth top",
     "sample": "count batch_images",
-    "SamplerSpec": "steps sigma_max sigma_min rho churn_noise dynamic_quantile",
+    "SamplerSpec": "steps sigma_max sigma_min rho dynamic_quantile",
 }
 """Arguments that are numbers above zero."""
 endless: list[Any] = []

@@ -28,7 +28,7 @@ from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError, print_to
 from ddpm_ds.files import REHEARSAL
 from ddpm_ds.processes.supervisor import Node, Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
-from ddpm_ds.tracking.address import check_experiment, check_trackers
+from ddpm_ds.tracking.address import check_experiment
 
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start the processes, stay with them, and say at the end what was saved and
@@ -120,7 +120,6 @@ def _train(options: argparse.Namespace) -> int:
     place, given = _place(options, options.device), vars(options).copy()
     hosts = tuple(host for host, slots in place.hosts().items() for _ in range(slots))
     plan, run_dir = checked(options, len(hosts), hosts)
-    check_trackers(plan.spec.logging.trackers)
     check_experiment(plan.spec.logging.experiment, run_dir.parent)
     if not options.dry_run:
         place.check()

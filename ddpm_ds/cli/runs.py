@@ -63,8 +63,8 @@ verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
 """
 
 SEND_DESCRIPTION = """\
-Send what MLflow, TensorBoard or Weights & Biases have not got of a run, and of its evaluations, exports and samples,
-since they were down. Sending again changes nothing.
+Send what MLflow has not got of a run, and of its evaluations, exports and samples, since it was down. Sending again
+changes nothing.
 """
 
 SEND_EXAMPLES = """\
@@ -168,7 +168,7 @@ def _diagnose(options: argparse.Namespace) -> None:
 def add_send(verbs: Verbs) -> None:
     """Add the verb ``send``."""
     parser = verbs.add_parser(
-        "send", help="send what trackers have not got of a run", description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES
+        "send", help="send what MLflow has not got of a run", description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES
     )
     parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
     parser.set_defaults(run=_send)

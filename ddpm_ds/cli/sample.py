@@ -69,7 +69,7 @@ FORMATS = {".png": "grid", ".npz": "npz", "": "folder", ".npy": "npy", ".zarr": 
 """Formats by the suffix of --out."""
 MOST_AHEAD = 10_000
 MOST_PROMPTS_BYTES = 2**26
-FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance", "guidance_between")
 """Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
 
@@ -165,11 +165,10 @@ def add_drawing_options(parser: argparse.ArgumentParser, *, several: bool = Fals
         "--sampler",
         type=many(_sampler),
         metavar=f"KIND{more}",
-        help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps, heun is EDM's",
+        help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps",
     )
     group.add_argument("--steps", type=int, metavar="N", help="steps from noise to image (default: see sampler.steps)")
     group.add_argument("--eta", type=float, metavar="X", help="noise that ddim adds: 0 none, 1 as much as ddpm")
-    group.add_argument("--churn", type=float, metavar="X", help="noise that heun adds: 0 none, EDM's S_churn")
     group.add_argument("--spacing", choices=_choices("spacing"), help="which timesteps are visited")
     group.add_argument("--variance", choices=_choices("variance"), help="variance of ddpm's steps")
     group.add_argument("--clip", choices=_choices("clip"), help="how predicted clean images are kept in range")
@@ -292,7 +291,7 @@ def sampler_from(
     """
     changes = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if options.sampler not in (None, sampler.kind):
-        changes = {"kind": options.sampler, "steps": None, "eta": 0.0, "churn": 0.0, **changes}
+        changes = {"kind": options.sampler, "steps": None, "eta": 0.0, **changes}
     try:
         changed = SamplerSpec.model_validate({**sampler.model_dump(), **changes})
     except ValidationError as error:
@@ -311,7 +310,7 @@ def sampler_from(
         check_guidance(changed, diffusion)
     except (ValueError, SpecError) as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
-        said = re.sub(r"((?:eta|churn) 0)$", r"--\1", said.replace("--kind", "--sampler"))
+        said = re.sub(r"(eta 0)$", r"--\1", said.replace("--kind", "--sampler"))
         raise SpecError(said.replace("use kind ", "use --sampler ")) from None
     return changed
 

@@ -55,7 +55,7 @@ from ddpm_ds.processes.ranks import (
     record_exit,
     set_environment,
 )
-from ddpm_ds.tracking.address import check_experiment, check_trackers
+from ddpm_ds.tracking.address import check_experiment
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
     OUTPUT_ROOT,
@@ -194,7 +194,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help=f"only rehearse: a step or two to warm up, N timed ones and a picture by one evaluation of the U-Net, "
-        f"without trackers and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
+        f"without MLflow and checkpoints; RUN_DIR/{REHEARSAL} has the times and the memory",
     )
     parser.add_argument("--memory-budget", type=memory_size, help=argparse.SUPPRESS)  # for ddpm-ds fit
     parser.add_argument("--note", type=valid_text, metavar="TEXT", help="why this run is made; kept with it in MLflow")
@@ -234,7 +234,6 @@ def _rehearsed(plan: RunPlan) -> RunPlan:
     changes = {
         "sampler": {"steps": 1, "spacing": "trailing", "guidance_between": ALL_SIGMAS},
         "evaluation": {"every_images": None},
-        "logging": {"trackers": ()},
     }
     sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
     return replace(plan, spec=spec.model_copy(update=sections))
@@ -262,7 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 world_size = int(os.environ["WORLD_SIZE"])
                 plan, run_dir = checked(options, world_size, launched_hosts(world_size))
                 if int(os.environ["RANK"]) == 0:
-                    check_trackers(plan.spec.logging.trackers)
                     check_experiment(plan.spec.logging.experiment, run_dir.parent)
                     if options.run_dir is None and not options.dry_run:
                         run_dir = make_run_dir(run_dir)

@@ -56,8 +56,8 @@ well they fit their prompts. Lists of samplers, guidances and lengths of the ave
 
 --metrics loss measures the held-out loss by noise level, with the numbers of training, and draws nothing.
 
-Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS,
-spread, and spread over skill, by channel, spectra, and PSNR and SSIM of pictures.
+Of a run with conditions, ensembles are drawn for the held-out images and compared with these: error of the mean, CRPS
+and spread over skill, by channel, and spectra.
 
 The numbers go to one table, to a folder RUN_DIR/evaluations/NAME for each, and
 into MLflow as children of the run. docs/evaluation.md says what each score is and is not.

@@ -51,8 +51,6 @@ class ScheduleChoice(Choice):
     """Which root of its betas rises on a line."""
     objective: str | None = None
     """Objective of a schedule with continuous levels; None means that it has timesteps, and takes any."""
-    begins_with_noise_alone: bool = False
-    """Whether sampling begins at pure noise, where sigma, noise over signal, is infinite."""
 
     @property
     def continuous(self) -> bool:
@@ -76,9 +74,7 @@ class SamplerChoice(Choice):
     steps: int | None
     """Default number of evaluations of the U-Net per image; None means all timesteps."""
     options: frozenset[str] = frozenset()
-    """Options that it reads, among `eta`, `variance` and `churn`."""
-    corrects: bool = False
-    """Whether each step but the last is corrected by a second evaluation at its end."""
+    """Options that it reads, `eta` or `variance`."""
 
 
 LABELS_ARRAY = "they are the array labels, (N,)"
@@ -133,7 +129,6 @@ SCHEDULES = {
     "flow": ScheduleChoice(
         "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
         objective="velocity",
-        begins_with_noise_alone=True,
     ),
 }
 """Noise schedules by `diffusion.schedule`."""
@@ -149,9 +144,6 @@ SAMPLERS = {
     "ddpm": SamplerChoice("ancestral, DDPM", steps=None, options=frozenset({"variance"})),
     "ddim": SamplerChoice("DDIM, with as much noise as `eta` says", steps=50, options=frozenset({"eta"})),
     "dpm_solver": SamplerChoice("DPM-Solver++ 2M, fast and deterministic", steps=20),
-    "heun": SamplerChoice(
-        "EDM's, of second order, twice the evaluations", steps=18, options=frozenset({"churn"}), corrects=True
-    ),
 }
 """Samplers by `sampler.kind`."""
 

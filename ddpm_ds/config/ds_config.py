@@ -427,7 +427,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers of the layout, by the names that runs and checkpoints have kept them under since version 0.1."""
+        """Numbers of the layout, by the names under which runs and checkpoints keep them."""
         names = ("world_size", "stages", "replicas", "batch_images", "micro_batch_images", "micro_batches")
         return {**{name: getattr(self, name) for name in names}, "tensor_size": self.tensor.size}
 

@@ -67,8 +67,6 @@ Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
 LEAST_SIGNAL = 1e-30
 """Smallest factor of the image in x_t at the last timestep, beyond whose inverse float32 overflows."""
-LEAST_AUGMENTED = 8
-"""Smallest image in pixels that augmentation can pad by reflection."""
 MOST_LAYERS = 256
 """Maximum layers of a U-Net, since tables of cuts have layers^2 entries; published U-Nets have about 100 layers."""
 MOST_PICTURE_PIXELS = 2**26
@@ -374,7 +372,7 @@ class Interface:
     condition_channels: int = 0
     """Channels that are concatenated to x_t, after it, and never noised."""
     numbers: int = 0
-    """Size of the vector that is added to the time embedding, without the numbers of augmentation, which precede it."""
+    """Size of the vector that is added to the time embedding."""
     told_level: bool = False
     """Whether the U-Net is told a second noise level, that of its condition."""
 
@@ -429,12 +427,6 @@ class UnetSpec(Section):
     """Cross-attention to a caption; null has none."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
-    augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Probability of each of EDM's augmentations of training images, of which the U-Net is told: flipping upside down,
-    scaling, rotation, stretching and translation; half of the images are also mirrored. 0 is off; EDM uses 0.12."""
-    colour_augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Probability of each of the colour augmentations of EDM's code, of which the U-Net is told: brightness, contrast,
-    luma flip, hue and saturation; grey images have the first three. 0 is off, as in EDM's runs."""
 
     def attended_levels(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the levels with attention, for images of ``size`` (height, width)."""
@@ -592,7 +584,7 @@ class BadNumbersSpec(Section):
     """Maximum number of rollbacks before the run ends."""
 
 
-_STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but in the last; null means {}.".format(
+_STEPS = "Steps to an image, an evaluation of the U-Net each; null means {}.".format(
     ", ".join(f"{kind.steps or 'all timesteps'} for {name}" for name, kind in SAMPLERS.items())
 )
 
@@ -618,12 +610,6 @@ class SamplerSpec(Section):
     """Noise level at which the last step begins under edm."""
     rho: Rho = 7.0
     """Exponent that makes edm's steps shorter at low noise."""
-    churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Noise that heun adds before its steps (S_churn of Karras et al.); 0 adds none."""
-    churn_between: Sigmas = ALL_SIGMAS
-    """Lowest and highest noise level at which churn is added (S_tmin and S_tmax)."""
-    churn_noise: Factor = 1.0
-    """Factor of the noise that churn adds (S_noise)."""
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Noise that ddim adds: 0 means none, 1 as much as ddpm."""
     variance: Literal["small", "large"] = "large"
@@ -665,8 +651,7 @@ class SamplerSpec(Section):
         which may leave out some.
         """
         steps = self.steps_of(diffusion)
-        visits = 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
-        return 2 * visits if self.guides else visits
+        return 2 * steps if self.guides else steps
 
 
 Prompt = Annotated[str, Field(max_length=10_000)]
@@ -702,8 +687,6 @@ class LoggingSpec(Section):
     """Images between two points of the loss curve; a point is the mean over these images."""
     experiment: Title = "ddpm_ds"
     """Name of the MLflow experiment."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers besides MLflow that get the same metrics and pictures; each needs the pip extra of its name."""
 
 
 class RunSpec(Section):
@@ -794,30 +777,6 @@ def _check_images(spec: RunSpec) -> None:
             f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
             "data.autoencoder, which is null, or of fields (data.values)"
         )
-
-
-def _check_augmentation(spec: RunSpec) -> None:
-    data, unet = spec.data, spec.unet
-    condition = data.condition
-    if unet.augmentation and data.horizontal_flips:
-        raise ValueError(
-            f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
-            "already, and tells the U-Net; use false"
-        )
-    if unet.augmentation and min(data.size) < LEAST_AUGMENTED:
-        raise ValueError(
-            f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
-            f"data.image_size is {written(data.size)}; use 0"
-        )
-    stored = data.mask is not None or (condition is not None and (condition.kind == "stored" or condition.constants))
-    if unet.augmentation and stored:
-        raise ValueError(
-            f"unet.augmentation = {unet.augmentation:g} turns and moves images, but no stored data.condition; use 0"
-        )
-    several = data.are_fields or data.buckets is not None or data.autoencoder is not None
-    for key in ("augmentation", "colour_augmentation"):
-        if several and (value := getattr(unet, key)):
-            raise ValueError(f"unet.{key} = {value:g} is for pictures of pixels and one size; use 0")
 
 
 def _check_condition(spec: RunSpec) -> None:
@@ -960,10 +919,10 @@ def _check_text(spec: RunSpec) -> None:
     if not any(depths):
         raise ValueError(f"unet.text.blocks = {list(text.blocks)} reads no text; give a level some blocks")
     told = data.condition is not None and data.condition.numbers
-    if text.pooled_channels and (told or unet.augmentation or unet.colour_augmentation):
+    if text.pooled_channels and told:
         raise ValueError(
-            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition or augmentation are two "
-            "vectors beside the time embedding; use one"
+            f"unet.text.pooled_channels = {text.pooled_channels} and numbers of data.condition are two vectors beside "
+            "the time embedding; use one"
         )
 
 
@@ -983,12 +942,6 @@ def _check_buckets(spec: RunSpec) -> None:
             f"data.image_size = {written(data.size)} is no multiple of data.buckets.step = {step}; use one, or another "
             "step"
         )
-
-
-def _check_trackers(spec: RunSpec) -> None:
-    trackers = spec.logging.trackers
-    if len(set(trackers)) < len(trackers):
-        raise ValueError(f"logging.trackers = [{', '.join(trackers)}] has one tracker twice; leave one out")
 
 
 @functools.lru_cache(maxsize=64)
@@ -1148,32 +1101,16 @@ def check_sampler(
             "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
             "trailing"
         )
-    if (
-        kind.corrects
-        and OBJECTIVES[diffusion.objective].diffuses
-        and (schedule.begins_with_noise_alone or diffusion.zero_terminal_snr)
-    ):
-        beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
-        raise ValueError(
-            f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
-            "ddim or dpm_solver"
-        )
     if sampler.sigma_min >= sampler.sigma_max:
         raise ValueError(
             f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "
             "0.002 and 80 do"
         )
-    if sampler.churn and not schedule.continuous:
+    if sampler.eta and "eta" not in kind.options:
+        readers = samplers_with("eta")
         raise ValueError(
-            f"sampler.churn = {sampler.churn:g} raises continuous noise levels, and schedule {diffusion.schedule} has "
-            "timesteps; use churn 0"
+            f"sampler.eta = {sampler.eta:g} is of {readers}, not of {sampler.kind}; use kind {readers} or eta 0"
         )
-    for option, value in (("churn", sampler.churn), ("eta", sampler.eta)):
-        if value and option not in kind.options:
-            readers = samplers_with(option)
-            raise ValueError(
-                f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
-            )
     if sampler.guidance != 1.0 and classes is None and not guide and not drops:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
@@ -1188,7 +1125,6 @@ _CHECKS = (
     _check_used,
     _check_source,
     _check_images,
-    _check_augmentation,
     _check_condition,
     _check_flips,
     _check_levels,
@@ -1198,6 +1134,5 @@ _CHECKS = (
     _check_diffusion,
     _check_batch,
     _check_decay,
-    _check_trackers,
     _check_picture,
 )

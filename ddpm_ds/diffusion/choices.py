@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpm_ds.config.choices import SAMPLERS, SCHEDULES
+from ddpm_ds.config.choices import SCHEDULES
 from ddpm_ds.errors import SpecError
 
 if TYPE_CHECKING:
@@ -130,28 +130,10 @@ def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
 
 
 def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
-    """Return t at falling sigmas, raised by the churn at the beginning of a step.
-
-    Source: Karras et al. 2022, eq. 5 and algorithm 2.
-    """
+    """Return t at falling sigmas. Source: Karras et al. 2022, eq. 5."""
     high, low = spec.sigma_max ** (1.0 / spec.rho), spec.sigma_min ** (1.0 / spec.rho)
     sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** spec.rho for number in range(steps)]
-    growth = 1.0 + min(spec.churn / steps, math.sqrt(2.0) - 1.0)
-    lowest, highest = spec.churn_between
-    churned = [sigma * growth if lowest <= sigma <= highest else sigma for sigma in sigmas]
-    return [math.log(sigma) / 4.0 for sigma in evaluations(spec, sigmas, churned)]
-
-
-def evaluations(spec: SamplerSpec, ends: Sequence[float], begins: Sequence[float] | None = None) -> list[float]:
-    """Return where a sampler evaluates the U-Net: at the beginning of each step and, if it corrects steps, at each end.
-
-    Steps begin at ``begins``, by default ``ends``, and end at the next of ``ends``.
-    """
-    begins = [*(ends if begins is None else begins)]
-    if not SAMPLERS[spec.kind].corrects:
-        return begins
-    rest = zip(ends[1:], begins[1:], strict=True)
-    return [begins[0], *(t for end, begin in rest for t in (end, begin))]
+    return [math.log(sigma) / 4.0 for sigma in sigmas]
 
 
 def _flow_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
@@ -305,27 +287,6 @@ def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
     return first._replace(x0=first.x0 * (1.0 + lean), previous_x0=-first.x0 * lean)
 
 
-def heun(before: float, here: float, there: float, noise: float) -> Coefficients:
-    """Return the correction at alpha_bar `here` of a :func:`ddim` step from `before`, and the change to `there`.
-
-    The slope is the mean of both ends instead of the one at the beginning: in x = x_t / sqrt(alpha_bar), the image plus
-    noise of sigma, x changes by (1 - sigma before / sigma here) / 2 of the difference of the two x0. If `there` is
-    noisier than `here`, `noise` times the missing noise is added. Source: Karras et al. 2022, algorithms 1 and 2.
-    """
-    sigma_before, sigma_here, sigma_there = (math.exp(-_log_snr(level) / 2.0) for level in (before, here, there))
-    lean = math.sqrt(there) * (1.0 - sigma_before / sigma_here) / 2.0
-    missing = math.sqrt(max(sigma_there**2 - sigma_here**2, 0.0)) if there != here else 0.0
-    return Coefficients(math.sqrt(there / here), -lean, lean, math.sqrt(there) * missing * noise)
-
-
-def _heun(spec: SamplerSpec, levels: Sequence[float]) -> list[Coefficients]:
-    """Return the coefficients of steps and corrections in turn."""
-    return [
-        heun(levels[number - 1], here, there, spec.churn_noise) if number % 2 else ddim(here, there, eta=0.0)
-        for number, (here, there) in enumerate(pairwise(levels))
-    ]
-
-
 def _posterior_variance(here: float, there: float) -> float:
     """Return the variance of x at `there` given x at `here` and the clean image. Source: DDPM, eq. 7."""
     return (1.0 - there) / (1.0 - here) * (1.0 - here / there)
@@ -347,6 +308,5 @@ STEPS = {
         ],
         leaves_out_zero=True,
     ),
-    "heun": Steps(_heun),
 }
 """Steps of samplers, by `sampler.kind`."""

@@ -115,8 +115,6 @@ class Given(NamedTuple):
     """(N, c, h, w), as it is stored, or the pixels (N, 1, H, W), bool, that are cut out; None without either"""
     vector: Tensor | None
     """(N, K) float32 of the data"""
-    augmentation: Tensor | None
-    """(N, A) float32, how images were augmented; None means that none was"""
     draws: Draws
     moves: Moves
     trained: bool
@@ -143,7 +141,6 @@ class Conditions:
 
     Args:
         data: images and their condition.
-        augmentation: size of the vector that describes an image's augmentation.
         statistics: those of a stored condition, if it is normalised.
         constants: (C, H, W), the same for all images, of their stored size.
     """
@@ -151,15 +148,13 @@ class Conditions:
     def __init__(
         self,
         data: DataSpec,
-        augmentation: int,
         device: torch.device,
         *,
         statistics: Statistics | None = None,
         constants: npt.NDArray[np.float32] | None = None,
     ) -> None:
         self.spec = data.condition or ConditionSpec()
-        self._size, self._shape, self._augmentation = data.stored_size, data.shape, augmentation
-        self._numbers, self._of_pictures = data.interface.numbers, not data.are_fields
+        self._size, self._shape, self._of_pictures = data.stored_size, data.shape, not data.are_fields
         self._scale = Scale.of(self.spec.normalise, statistics, device) if self.spec.kind == "stored" else Scale()
         self._negated = negated(data, device)[1]
         self._luma = torch.tensor(LUMA, device=device)[:, None, None]
@@ -211,7 +206,14 @@ class Conditions:
             dropped = torch.zeros_like(x0[:, 0, 0, 0], dtype=torch.bool)
             if given.trained:
                 dropped = draws.uniform(Stream.CONDITION_DROP)[:, 0] < spec.drop  # (N,)
-        return self.told(x0, parts, level, given.vector, given.augmentation, dropped)
+        condition, vector = torch.cat(parts, dim=1) if parts else x0[:, :0], given.vector
+        if dropped is not None:
+            condition = condition.masked_fill(dropped[:, None, None, None], 0.0)
+            level = None if level is None else level.masked_fill(dropped, 0.0)
+            flag = dropped.float()[:, None]
+            vector = flag if vector is None else torch.cat((vector.masked_fill(dropped[:, None], 0.0), flag), dim=1)
+        level = None if level is None else TOLD_LEVEL * level
+        return (condition, *(told for told in (level, vector) if told is not None))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -231,7 +233,7 @@ class Conditions:
             x0 = scale.to_unit(moves.of(fields["images"]))
         draws = Draws(REST_SEED, index, {Stream.CUT: 4})
         stored = fields.get("hole", fields.get("condition"))
-        channels, *told = self.channels(x0, Given(stored, fields.get("vector"), None, draws, moves, trained=False))
+        channels, *told = self.channels(x0, Given(stored, fields.get("vector"), draws, moves, trained=False))
         return Condition(channels, tuple(told))
 
     def shown(self, condition: Condition, scale: Scale) -> Tensor | None:
@@ -251,30 +253,6 @@ class Conditions:
         zeros = condition.each(torch.zeros_like)
         zeros.told[-1][:, -1] = 1.0
         return zeros
-
-    def told(
-        self,
-        x0: Tensor,
-        parts: list[Tensor],
-        level: Tensor | None,
-        vector: Tensor | None,
-        augmentation: Tensor | None,
-        dropped: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        """Return ``(condition[, level][, vector])``; ``dropped`` (N,) bool replaces all of it by zeros and a flag."""
-        condition = torch.cat(parts, dim=1) if parts else x0[:, :0]
-        if dropped is not None:
-            condition = condition.masked_fill(dropped[:, None, None, None], 0.0)
-            level = None if level is None else level.masked_fill(dropped, 0.0)
-            vector = None if vector is None else vector.masked_fill(dropped[:, None], 0.0)
-        numbers = []
-        if self._augmentation and (augmentation is not None or self._numbers):
-            numbers.append(x0.new_zeros(len(x0), self._augmentation) if augmentation is None else augmentation)
-        numbers += [] if vector is None else [vector]
-        numbers += [] if dropped is None else [dropped.float()[:, None]]
-        others = [] if level is None else [TOLD_LEVEL * level]
-        others += [torch.cat(numbers, dim=1) if len(numbers) > 1 else numbers[0]] if numbers else []
-        return (condition, *others)
 
     def of_stored(self, stored: Tensor) -> Tensor:
         """Return a stored condition (N, c, h, w) on the U-Net's scale and of the images' stored size, float32."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddpm_ds.config.choices import MOST_SIGMA, OBJECTIVES
 from ddpm_ds.config.spec import ALL_SIGMAS, DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, ContinuousSchedule, NoiseLevel, evaluations
+from ddpm_ds.diffusion.choices import NOISE, STEPS, TARGETS, ContinuousSchedule, NoiseLevel
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Draws, Stream
 
@@ -116,7 +116,7 @@ class Timesteps:
         """Return the evaluations of a sampler, from noise to image."""
         return [
             Visit(t, NoiseLevel.of(self._alpha_bar[t]), float(self._alpha_bar[t]), 1.0, Stream.SAMPLE + 1 + t)
-            for t in map(int, evaluations(sampler, visited(sampler, self._spec)))
+            for t in visited(sampler, self._spec)
         ]
 
 

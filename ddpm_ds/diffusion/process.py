@@ -177,8 +177,8 @@ class Sampler:
         self.times = tuple(visit.t for visit in self.visits)
         """What the U-Net is told there: falling timesteps, or functions of the noise level."""
         self.t_dtype = levels.dtype
-        self.first_noise = self._first_noise()
-        """Factor of the standard normal noise with which sampling begins."""
+        self.first_noise = float(self.visits[0].level.noise) if self.t_dtype.is_floating_point else 1.0
+        """Factor of the standard normal noise with which sampling begins; the last timestep counts as pure noise."""
         self.guided = tuple(sampler.guides_at(visit.sigma) for visit in self.visits)
         """Whether images are guided at each visit."""
         parts = STEPS[sampler.kind].coefficients(sampler, [visit.alpha_bar for visit in self.visits])
@@ -186,19 +186,6 @@ class Sampler:
             Coefficients(part.x_t * there.size / here.size, *(factor * there.size for factor in part[1:]))
             for part, (here, there) in zip(parts, pairwise(self.visits), strict=True)
         ]
-
-    def _first_noise(self) -> float:
-        """Return 1 with timesteps, where the first level counts as pure noise, else the first level's noise.
-
-        Churn at the first level, which is noise times `churn_noise` on top of that of `sigma_max`, is drawn with it.
-        """
-        if not self.t_dtype.is_floating_point:
-            return 1.0
-        factor = 1.0
-        if self.spec.churn:
-            added = 1.0 - (self.spec.sigma_max / self.visits[0].sigma) ** 2  # as a share of the first level's variance
-            factor = math.sqrt(1.0 + (self.spec.churn_noise**2 - 1.0) * added)
-        return factor * float(self.visits[0].level.noise)
 
     def needs_noise(self, number: int) -> bool:
         """Return whether step `number` adds noise; the last one never does."""

@@ -1,20 +1,19 @@
 """Scores of conditional runs: ensembles against true images, as a table, JSON, pictures and metrics for MLflow.
 
-What compares arrays reads no files: ensembles of fields by channel, and PSNR and SSIM of pictures. Arrays are of torch
-or numpy, of any float dtype; sums are float64. A field is (C, H, W), and its ensemble (K, C, H, W).
+What compares arrays reads no files. Arrays are of torch or numpy, of any float dtype; sums are float64. A field is
+(C, H, W), and its ensemble (K, C, H, W).
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -28,13 +27,11 @@ from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
 from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of
-from ddpm_ds.evaluate.scores import guidance_said, rounded
+from ddpm_ds.evaluate.scores import guidance_said
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import write_file
 from ddpm_ds.version import __version__
 
-BYTES = 255.0
-"""Difference of the largest and the smallest value of a picture."""
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
 """Names of a picture's channels."""
 MOST_PLOTS = 9
@@ -43,26 +40,19 @@ LINES = {"truth": "#2b2b2b", "members": "#e07b39", "mean": "#3b7dd8"}
 """Spectra in a plot, with the colours of their lines."""
 Array = Tensor | NDArray[Any]
 
-SSIM_WINDOW = 11
-"""Height and width of the window of SSIM, in pixels."""
-
 
 @dataclass(frozen=True)
 class EnsembleScores:
     """Scores of a channel, or of all channels, over the pixels that count of all inputs."""
 
-    mae: float
-    """Mean absolute error of the ensemble mean."""
     rmse: float
     """Root mean square error of the ensemble mean, which is called its skill."""
     crps: float
     """Mean continuous ranked probability score; with one member the mean absolute error."""
-    spread: float | None
-    """Root of the mean variance of the members, divided by K - 1; None with one member."""
     spread_over_skill: float | None
-    """Spread over skill times sqrt((K + 1) / K), which is 1 if truth and members have the same distribution; None with
-    one member and for a skill of 0. Source: Fortin et al. 2014, "Why should ensemble spread match
-    the RMSE of the ensemble mean?"."""
+    """Spread, the root of the members' mean variance, over skill, times sqrt((K + 1) / K). It is 1 if truth and members
+    have the same distribution, and None with one member and for a skill of 0. Source: Fortin et al. 2014, "Why
+    should ensemble spread match the RMSE of the ensemble mean?"."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +113,14 @@ def _rounded(value: float | None) -> str:
 class FieldScorer:
     """Scorer that takes the ensemble of one input at a time, so that large fields need not be in memory at once.
 
-    With `fair`, the CRPS is an unbiased estimate of that of infinitely many members (Ferro 2014, "Fair scores for
-    ensemble forecasts"); without, it is the score of the K members as a distribution.
+    The CRPS is an unbiased estimate of that of infinitely many members (Ferro 2014, "Fair scores for ensemble
+    forecasts").
     """
 
-    def __init__(self, channels: Sequence[str], *, fair: bool = True) -> None:
-        self._channels, self._fair = tuple(channels), fair
+    def __init__(self, channels: Sequence[str]) -> None:
+        self._channels = tuple(channels)
         self._inputs = self._members = 0
-        self._sums = np.zeros((len(self._channels), 5))  # pixels, |error|, error^2, variance, CRPS
+        self._sums = np.zeros((len(self._channels), 4))  # pixels, error^2, variance, CRPS
         self._powers: NDArray[np.float64] | None = None  # (3, C, wavenumbers): members, mean, truth
         self._size: tuple[int, int] | None = None
         self._masked = False
@@ -190,7 +180,7 @@ class FieldScorer:
             return
         error = x.mean(dim=0) - y
         variance = x.var(dim=0).sum() if len(x) > 1 else error.new_zeros(())
-        sums = (error.abs().sum(), error.square().sum(), variance, crps(x, y, fair=self._fair).sum())
+        sums = (error.square().sum(), variance, crps(x, y).sum())
         self._sums[channel] += (len(y), *(float(value) for value in sums))
 
     def _add_spectra(self, channel: int, x: Tensor, y: Tensor) -> None:
@@ -207,11 +197,10 @@ class FieldScorer:
         return Spectra(tuple(modes), *(tuple(map(tuple, of_channels)) for of_channels in powers))
 
     def _of(self, sums: NDArray[np.float64]) -> EnsembleScores:
-        mae, squared, variance, score = (sums[1:] / sums[0]).tolist()
-        rmse, k = math.sqrt(squared), self._members
-        spread = math.sqrt(variance) if k > 1 else None
-        ratio = spread / rmse * math.sqrt((k + 1) / k) if spread is not None and rmse else None
-        return EnsembleScores(mae, rmse, score, spread, ratio)
+        squared, variance, score = (sums[1:] / sums[0]).tolist()
+        k = self._members
+        ratio = math.sqrt(variance / squared * (k + 1) / k) if k > 1 and squared else None
+        return EnsembleScores(math.sqrt(squared), score, ratio)
 
 
 def field_scores(
@@ -220,7 +209,6 @@ def field_scores(
     masks: Array | None = None,
     *,
     channels: Sequence[str] | None = None,
-    fair: bool = True,
 ) -> FieldScores:
     """Return the scores of members (K, N, C, H, W) against truths (N, C, H, W), as :class:`FieldScorer` computes them.
 
@@ -232,17 +220,17 @@ def field_scores(
     if members.ndim != 5 or members.shape[1] != len(truths):
         shapes = f"members of {tuple(members.shape)} and truths of {tuple(truths.shape)}"
         raise EvaluationError(f"{shapes} are not (K, N, C, H, W) and (N, C, H, W)")
-    scorer = FieldScorer(channels or [str(number) for number in range(members.shape[2])], fair=fair)
+    scorer = FieldScorer(channels or [str(number) for number in range(members.shape[2])])
     for number, truth in enumerate(truths):
         scorer.add(members[:, number], truth, None if masks is None else masks[number])
     return scorer.scores()
 
 
-def crps(members: Tensor, truth: Tensor, *, fair: bool = True) -> Tensor:
+def crps(members: Tensor, truth: Tensor) -> Tensor:
     """Return the continuous ranked probability score of members (K, ...) at each pixel of the truth (...).
 
-    It is the mean of \\|x_i - y\\| minus half the mean of \\|x_i - x_j\\|: over all pairs or, if `fair`, those of two
-    members. The second sum needs one sort. Source: Gneiting and Raftery 2007, section 4.2; Ferro 2014.
+    It is the mean of \\|x_i - y\\| minus half the mean of \\|x_i - x_j\\| over pairs of two members. The second sum
+    needs one sort. Source: Gneiting and Raftery 2007, section 4.2; Ferro 2014.
     """
     k = len(members)
     error = (members - truth).abs().mean(dim=0)
@@ -250,7 +238,7 @@ def crps(members: Tensor, truth: Tensor, *, fair: bool = True) -> Tensor:
         return error
     ranks = torch.arange(1 - k, k, 2, dtype=members.dtype, device=members.device)  # 2 i - K - 1 for i = 1 ... K
     apart = torch.tensordot(ranks, members.sort(dim=0).values, dims=1)  # sum over pairs i < j
-    return error - apart / (k * (k - 1) if fair else k**2)
+    return error - apart / (k * (k - 1))
 
 
 def rings(height: int, width: int) -> NDArray[np.int64]:
@@ -268,77 +256,12 @@ def power_spectrum(values: Tensor) -> NDArray[np.float64]:
     return np.stack([np.bincount(ring, weights=power.ravel()) for power in powers]) / modes
 
 
-def psnr(pictures: Array, truths: Array, *, data_range: float) -> float:
-    """Return the peak signal-to-noise ratio in dB of pictures (N, C, H, W), a mean over pictures; inf if one is exact.
-
-    `data_range` is the difference of the largest and the smallest possible value, such as 255.
-    """
-    error = _tensor(pictures).double() - _tensor(truths).double()
-    return float((10.0 * (data_range**2 / error.square().flatten(1).mean(dim=1)).log10()).mean())
-
-
-def ssim(pictures: Array, truths: Array, *, data_range: float) -> float:
-    """Return the structural similarity of pictures (N, C, H, W), a mean over all places of the window inside them.
-
-    The window is Gaussian, 11x11 pixels with a standard deviation of 1.5; K1 is 0.01 and K2 0.03. Channels count
-    alike. `data_range` is the difference of the largest and the smallest possible value, such as 255.
-    Source: Wang et al. 2004, eq. 13, and section III-C for the constants.
-
-    Raises:
-        EvaluationError: a side is shorter than the window.
-    """
-    x, y = _tensor(pictures).double(), _tensor(truths).double()
-    height, width = x.shape[-2:]
-    if min(height, width) < SSIM_WINDOW:
-        raise EvaluationError(f"SSIM needs pictures of at least {SSIM_WINDOW}x{SSIM_WINDOW}, not {height}x{width}")
-    offsets = torch.arange(SSIM_WINDOW, dtype=torch.float64, device=x.device) - SSIM_WINDOW // 2
-    window = (-(offsets**2) / (2.0 * 1.5**2)).exp()
-    window /= window.sum()
-
-    def mean(values: Tensor) -> Tensor:  # (N, C, H, W) to (N C, 1, H - 10, W - 10)
-        rows = F.conv2d(values.reshape(-1, 1, height, width), window[None, None, None])
-        return F.conv2d(rows, window[None, None, :, None])
-
-    mean_x, mean_y = mean(x), mean(y)
-    var_x, var_y, both = mean(x * x) - mean_x**2, mean(y * y) - mean_y**2, mean(x * y) - mean_x * mean_y
-    c1, c2 = (0.01 * data_range) ** 2, (0.03 * data_range) ** 2
-    luminance = (2.0 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
-    return float((luminance * (2.0 * both + c2) / (var_x + var_y + c2)).mean())
-
-
 @dataclass(frozen=True)
 class Evaluated:
     """Scores of the ensembles of a request."""
 
     request: Request
     scores: FieldScores
-    pictures: Mapping[str, float]
-    """PSNR and SSIM by name; empty for fields."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Scores by their names in MLflow."""
-        return {**self.scores.metrics(), **{f"eval/{name}": value for name, value in self.pictures.items()}}
-
-
-@dataclass
-class PictureScores:
-    """PSNR and SSIM of members as pictures: means over all of them."""
-
-    psnr: list[float] = field(default_factory=list)
-    ssim: list[float] = field(default_factory=list)
-
-    def add(self, members: Tensor, truth: Tensor) -> None:
-        """Add the members (K, C, H, W) of an input and its truth (C, H, W), from 0 to 255."""
-        true = truth.expand(members.shape)
-        self.psnr.append(psnr(members, true, data_range=BYTES))
-        if min(truth.shape[1:]) >= SSIM_WINDOW:
-            self.ssim.append(ssim(members, true, data_range=BYTES))
-
-    def means(self) -> dict[str, float]:
-        """Return the means by name; without the PSNR if a member equals its truth, and the SSIM of tiny pictures."""
-        means = {name: float(np.mean(values)) for name, values in vars(self).items() if values}
-        return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
 def evaluate_ensembles(
@@ -393,23 +316,21 @@ def evaluate_ensembles(
     with writing(folder):
         samples = titled_grid(trained, sampler, images, None, inputs=inputs, request=request)
         files = write_report(folder, facts, found, samples)
-    record_child(trained, "evaluate", facts, metrics=found.metrics, artifacts=dict.fromkeys(files, ""))
+    record_child(trained, "evaluate", facts, metrics=found.scores.metrics(), artifacts=dict.fromkeys(files, ""))
     return found
 
 
 def scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarray) -> Evaluated:
     """Return the scores of images (N K, C, H, W), which are K members of each of N inputs."""
     names = trained.channels if trained.are_fields else COLOURS[trained.interface.channels]
-    scorer, pictures = FieldScorer(names), PictureScores()
+    scorer = FieldScorer(names)
     for number in range(request.count // request.members):
         first = number * request.members
         members = torch.from_numpy(np.array(images[first : first + request.members])).float()
         truth, mask = inputs.truth([number]), inputs.mask([number])
         assert truth is not None, "the true images are known"
         scorer.add(members, truth[0], None if mask is None else mask[0])
-        if not trained.are_fields:
-            pictures.add(members, truth[0])
-    return Evaluated(request, scorer.scores(), pictures.means())
+    return Evaluated(request, scorer.scores())
 
 
 def write_report(folder: Path, facts: Mapping[str, Any], found: Evaluated, samples: Image.Image) -> list[Path]:
@@ -421,7 +342,7 @@ def write_report(folder: Path, facts: Mapping[str, Any], found: Evaluated, sampl
     """
     path, picture, plot = (folder / name for name in ("scores.json", "samples.png", "spectra.png"))
     scores = found.scores
-    content = {**facts, "scores": {**asdict(scores), **found.pictures}}
+    content = {**facts, "scores": asdict(scores)}
     write_file(path, (json.dumps(content, indent=2) + "\n").encode())
     write_png(samples, picture)
     if scores.spectra is None:
@@ -436,9 +357,7 @@ def ensemble_table(results: Sequence[Evaluated]) -> str:
     for found in results:
         request, scores = found.request, found.scores
         header, *lines = scores.rows()
-        shown = {name.upper(): rounded(found.pictures.get(name)) for name in ("psnr", "ssim") if found.pictures}
         how = {
-            **shown,
             "inputs": f"{scores.inputs:,}",
             "members": str(scores.members),
             "sampler": request.sampler.kind,

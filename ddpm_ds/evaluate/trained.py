@@ -48,7 +48,7 @@ from ddpm_ds.errors import CheckpointError, SpecError, print_to_stderr
 from ddpm_ds.evaluate.diffusers.folder import DRAWN_FROM, DiffusersFolder
 from ddpm_ds.files import expanded
 from ddpm_ds.tracking.run_folder import checkpoints_of
-from ddpm_ds.unet.layers import Layer, augmentation_numbers, unet_layers
+from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 Weights = Literal["ema", "raw"]
@@ -173,7 +173,6 @@ class Trained:
         """What makes the conditions of images."""
         return Conditions(
             self.data,
-            augmentation_numbers(self.unet_spec, self.interface.channels),
             next(self.unet.parameters()).device,
             statistics=self._statistics("condition"),
             constants=self.constants,

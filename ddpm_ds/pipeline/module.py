@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpm_ds.config.ds_config import AcrossHosts, Schedule
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import segments
-from ddpm_ds.unet.blocks import Carry, keep_part, newest_skip_is_h, pack, set_context, transformer_blocks, unpack, walk
+from ddpm_ds.unet.blocks import Carry, keep_part, pack, set_context, transformer_blocks, unpack, walk
 from ddpm_ds.unet.layers import EmbedLayer, Layer, TransformerBlockLayer, boundary_shapes, has_residual
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -88,11 +88,11 @@ class UnetPipelineModule(PipelineModule):
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
         """Return the carry at a stage's beginning, from tensors received and tensors kept on this rank."""
-        return unpack(received, newest_skip_is_h(self.unet_layers, self.first))
+        return unpack(received, self.unet_layers[self.first - 1])
 
     def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
         """Split the carry at a stage's end into the tensors to send and those kept on this rank for its next phase."""
-        return pack(carry, newest_skip_is_h(self.unet_layers, self.stop)), ()
+        return pack(carry, self.unet_layers[self.stop - 1]), ()
 
     def forward(self, inputs: Carry) -> Carry | Tensor:
         """Walk this stage's layers, recomputing groups of ``activation_checkpoint_interval`` of them in backward."""
@@ -124,17 +124,17 @@ class UnetPipelineModule(PipelineModule):
             lowest = min(lowest, depth)
             depth += layer.pushes or layer.opens
         passing, used = carry[2 : len(carry) + lowest], carry[len(carry) + lowest :]
-        pushed = newest_skip_is_h(self.unet_layers, stop)
+        last = self.unet_layers[stop - 1]
         run_layers = self._walk(start, stop)
 
         def run(*inner: Tensor) -> Carry | Tensor:
             outputs = run_layers(*inner)
-            return pack(outputs, pushed) if isinstance(outputs, tuple) else outputs
+            return pack(outputs, last) if isinstance(outputs, tuple) else outputs
 
         outputs = self.activation_checkpoint_func(run, *carry[:2], *used)
         if isinstance(outputs, Tensor):
             return outputs
-        h, emb, *skips = unpack(outputs, pushed)
+        h, emb, *skips = unpack(outputs, last)
         return (h, emb, *passing, *skips)
 
 
@@ -187,7 +187,7 @@ def warm_up(
     for index, module in modules.items():
         parameters = list(module.parameters())
         set_image_index([module], torch.arange(images, device=parameters[0].device))
-        inputs = _zeros(layers, index, images, parameters[0], gradients=gradients)
+        inputs = _zeros(layers, index, images, parameters[0])
         if isinstance(layer := layers[index], TransformerBlockLayer):
             shape = (images, layer.tokens, layer.context_channels)
             set_context(transformer_blocks([module]), torch.zeros(shape, device=parameters[0].device))
@@ -216,17 +216,15 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gradients: bool) -> tuple[Tensor, ...]:
-    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps, labels, levels, and in training
-    (``gradients``) the vector.
-    """
+def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Return inputs of zeros for layer ``index``: a carry, or the image and what the U-Net is told."""
     layer = layers[index]
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
         told = [] if layer.classes is None else [numbers.clone()]
         told += [numbers.float()] if layer.told_level else []
-        told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers and gradients else []
+        told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers else []
         told += [torch.zeros((images, layer.text_numbers), device=like.device)] if layer.text_numbers else []
         return (image, numbers, *told)
 
@@ -235,4 +233,4 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gr
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format).zero_()
 
     tensors = tuple(zeros((images, *shape)) for shape in boundary_shapes(layers, index))
-    return unpack(tensors, newest_skip_is_h(layers, index))
+    return unpack(tensors, layers[index - 1])

@@ -1,15 +1,13 @@
-"""Addresses of MLflow's stores: which one a run is logged to, whether MLflow can use it, and the pages of its UI; and
-whether other trackers are installed. None of them is imported.
+"""Addresses of MLflow's stores: which one a run is logged to, whether MLflow can use it, and the pages of its UI.
+MLflow is not imported.
 """
 
 import os
 import re
 import shlex
 import sqlite3
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -113,17 +111,6 @@ def check_tracking_uri(output_root: Path) -> str:
     if fault := uri_fault(uri):
         raise SpecError(fault)
     return uri
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of ``logging.trackers`` are installed.
-
-    Raises:
-        SpecError: a package is missing; the message has the command that installs it.
-    """
-    for name in names:
-        if find_spec(name) is None:
-            raise SpecError(f"logging.trackers has {name}, which is not installed; pip install 'ddpm_ds[{name}]'")
 
 
 def check_experiment(name: str, output_root: Path) -> None:

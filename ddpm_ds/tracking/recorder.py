@@ -205,7 +205,6 @@ def recorded(
         tags=own,
         artifacts=[run_dir / name for name in files],
         dataset=dataset,
-        trackers=spec.logging.trackers,
         identity=folder.identity(),
         parent=parent,
         system_metrics=True,

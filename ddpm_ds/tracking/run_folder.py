@@ -1,5 +1,5 @@
 """Small files of a run's folder: state kept between two processes, the identity of its MLflow run, the events that it
-writes for its trackers, and how much of them each tracker has.
+writes for MLflow, and how much of them MLflow has.
 
 An event is a JSON object on a line, appended by rank 0, with the ``time`` in milliseconds:
 
@@ -21,7 +21,6 @@ import json
 import re
 import shlex
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,9 +72,8 @@ Record = dict[str, Any]
 EVENTS = "events.jsonl"
 """File of a training run's events; that of another kind of run is ``events-KIND-IDENTITY.jsonl``."""
 SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
-MLFLOW = "mlflow"
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
-_POSITIONS = TypeAdapter(dict[str, dict[str, int]])
+_POSITIONS = TypeAdapter(dict[str, int])
 
 
 def new_run_dir(name: str) -> Path:
@@ -317,7 +315,7 @@ class EventFile:
         except OSError as error:
             if not self._refused:
                 self._log(
-                    f"{self.path} can't be written ({error.strerror}); training continues, and trackers miss what "
+                    f"{self.path} can't be written ({error.strerror}); training continues, and MLflow misses what "
                     "happens until it can"
                 )
             self._refused = True
@@ -366,44 +364,38 @@ def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
 
 
 class Cursor:
-    """Bytes that each tracker has of an event file, and of the hosts' files of system metrics beside it.
+    """Bytes that MLflow has of an event file, and of the hosts' files of system metrics beside it.
 
     Kept in a small file, which the sender alone writes. Without it everything is sent again, which changes nothing.
     """
 
     def __init__(self, events: Path) -> None:
-        self.path, self._lock = events.with_suffix(".sent.json"), threading.Lock()
-        self._sent: dict[str, dict[str, int]] = {}
+        self.path = events.with_suffix(".sent.json")
+        self._sent: dict[str, int] = {}
         with suppress(OSError, ValueError):
             self._sent = _POSITIONS.validate_python(files.read_json(self.path), strict=True)
 
-    def sent(self, tracker: str, file: Path) -> int:
-        """Return the bytes of a file that a tracker has; 0 if the file is now shorter."""
-        sent = self._sent.get(tracker, {}).get(self._name(file), 0)
+    def sent(self, file: Path) -> int:
+        """Return the bytes of a file that MLflow has; 0 if the file is now shorter."""
+        sent = self._sent.get(self._name(file), 0)
         return sent if sent and sent <= file.stat().st_size else 0
 
-    def move(self, tracker: str, file: Path, sent: int) -> None:
-        """Note, until the next :meth:`save`, how much of a file a tracker has."""
-        with self._lock:
-            self._sent.setdefault(tracker, {})[self._name(file)] = sent
+    def move(self, file: Path, sent: int) -> None:
+        """Note, until the next :meth:`save`, how much of a file MLflow has."""
+        self._sent[self._name(file)] = sent
 
     def _name(self, file: Path) -> str:
         return str(file.relative_to(self.path.parent))
 
     def save(self) -> None:
         """Write the file; a disk that refuses only has more sent again."""
-        with self._lock, suppress(OSError):
+        with suppress(OSError):
             files.replace_file(self.path, json.dumps(self._sent).encode() + b"\n")
 
 
-def trackers_of(start: Record) -> list[str]:
-    """Return the names of the trackers that a start names, MLflow first."""
-    return [MLFLOW, *start["start"]["trackers"]]
-
-
-def place_of(tracker: str, start: Record) -> str:
-    """Return a tracker as the user is shown it: of MLflow, where it is."""
-    return f"MLflow at {public_address(resolve_uri(start['start']['output_root']))}" if tracker == MLFLOW else tracker
+def place_of(start: Record) -> str:
+    """Return where a run's MLflow is, as the user is shown it."""
+    return f"MLflow at {public_address(resolve_uri(start['start']['output_root']))}"
 
 
 def ending(events: Path) -> str | None:
@@ -423,14 +415,12 @@ def end_killed(events: Path, log: Callable[[str], None]) -> None:
 
 def unsent(events: Path) -> str | None:
     """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
-    cursor, left = Cursor(events), []
     with suppress(OSError):  # which was said when it was written
-        if (last := begun(events)) is None:
-            return None
-        for name in trackers_of(last[0]):
-            if count := sum(1 for _ in lines(events, cursor.sent(name, events))):
-                left.append(f"{count:,} {'record' if count == 1 else 'records'} to {place_of(name, last[0])}")
-    return f"not sent: {', '.join(left)}; to send them: {send_command(events)}" if left else None
+        last, count = begun(events), sum(1 for _ in lines(events, Cursor(events).sent(events)))
+        if last is not None and count:
+            records = f"{count:,} {'record' if count == 1 else 'records'}"
+            return f"not sent: {records} to {place_of(last[0])}; to send them: {send_command(events)}"
+    return None
 
 
 def send_command(events: Path) -> str:
@@ -439,7 +429,7 @@ def send_command(events: Path) -> str:
 
 
 def discard(events: Path) -> None:
-    """Remove a file that all trackers have, with its cursor, unless it is that of a training run."""
+    """Remove a file that MLflow has, with its cursor, unless it is that of a training run."""
     if events.name.startswith("events-"):
         with suppress(OSError):
             events.unlink()

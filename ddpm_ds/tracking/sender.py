@@ -1,4 +1,4 @@
-"""Process that sends a run's events to MLflow and to the other trackers, each in a thread, in order, until it has them.
+"""Process that sends a run's events to MLflow, in order, until it has them.
 
 Rank 0 starts it with its own process id, and before it imports PyTorch, so that MLflow is imported at the same time:
 
@@ -6,14 +6,14 @@ Rank 0 starts it with its own process id, and before it imports PyTorch, so that
 
 Lines of JSON tell it what to do: {"store": folder} opens MLflow's store for the runs in a folder ahead of the run, and
 {"events": file, "accelerator": name} is the last one, by which a :class:`~ddpm_ds.tracking.tracker.Tracker` names the
-event file to send. It ends when every tracker has the end of the run. If the trainer dies, it ends the run as FAILED,
+event file to send. It ends when MLflow has the end of the run. If the trainer dies, it ends the run as FAILED,
 and what can't be sent in the next seconds stays in the file, for the run's next start or for ``ddpm-ds send``
 (:func:`send_later`). It answers with lines of JSON: {"run": ids in MLflow}, {"log": line}, {"sent": number of records,
-"down": whether all trackers that miss something fail}. With a run's folder and a rank as further arguments it only
+"down": whether MLflow fails}. With a run's folder and a rank as further arguments it only
 collects the system metrics of a host - CPU, memory, disk, network, GPUs - by MLflow's classes and names:
 
     host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
-    host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ trackers
+    host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ MLflow
 
 Only rank 0's child talks to MLflow, so the other hosts need neither a connection to the tracking server nor its
 password, and an SQLite file, which must not be written from several hosts, works as well. MLflow's own monitor needs
@@ -24,32 +24,51 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 import psutil
-from PIL import UnidentifiedImageError
+from PIL import (
+    Image,
+    UnidentifiedImageError,
+)  # at the top, since two threads that import it at once may see it half-imported
 
 from ddpm_ds.command_line import limited_seconds, positive
-from ddpm_ds.errors import UserError, print_to_stderr
+from ddpm_ds.errors import SpecError, UserError, print_to_stderr
+from ddpm_ds.files import open_regular
 from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
-from ddpm_ds.tracking.address import MLFLOW as ENVIRONMENT
-from ddpm_ds.tracking.address import check_tracking_uri, reason
+from ddpm_ds.secret import public_address
+from ddpm_ds.tracking.address import (
+    DATABASES,
+    MLFLOW,
+    SQLITE,
+    check_tracking_uri,
+    deleted_experiment,
+    reason,
+    resolve_uri,
+    sqlite_file,
+)
 from ddpm_ds.tracking.run_folder import (
     EVENTS,
     LOCK,
+    NOTE_TAG,
+    PARENT_TAG,
+    START_TAG,
     SYSTEM_METRICS,
     Cursor,
     EventFile,
@@ -61,14 +80,14 @@ from ddpm_ds.tracking.run_folder import (
     lock,
     place_of,
     read,
-    trackers_of,
     unsent,
 )
 from ddpm_ds.tracking.tracker import Tracker, start_child
-from ddpm_ds.tracking.trackers import KINDS, MlflowRun, opened_store
 
 if TYPE_CHECKING:  # the child needs no PyTorch
     import torch.distributed as dist
+    from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput, Run
     from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
@@ -85,6 +104,8 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 RECORDS_AT_ONCE = 1000
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
 Answer = TypeVar("Answer")
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
+DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 
 
 @contextlib.contextmanager
@@ -175,18 +196,166 @@ def _setting(name: str, parse: Callable[[str], Number], default: str) -> Number:
         raise ValueError(f"{name}: {error}") from None
 
 
+class MlflowRun:
+    """Run of MLflow's that a start names. ``told`` hears the ids of run and experiment, ``log`` a line to show."""
+
+    def __init__(self, told: Callable[[Record], None], log: Callable[[str, str], None]) -> None:
+        self._told, self._log = told, log
+        self._start: Record = {}
+        self._client: MlflowClient
+        self._run: Run
+
+    def send(self, batch: Sequence[Record]) -> None:
+        """Send some log points, or one record of another kind."""
+        from mlflow.entities import Metric, RunTag
+
+        if "start" in batch[0]:
+            self._start = batch[0]["start"]
+            return self._open(resumes="time" in batch[0])
+        client, run = self._client, self._run.info.run_id
+        match batch[0]:
+            case {"metrics": _}:
+                points = [(point, item) for point in batch for item in point["metrics"].items()]
+                metrics = [Metric(name, value, point["time"], self._step(point)) for point, (name, value) in points]
+                client.log_batch(run, metrics=metrics, synchronous=True)
+            case {"artifact": path, "folder": folder}:
+                self._check_files()
+                client.log_artifact(run, path, folder or None)
+            case {"image": path, "key": key, "step": step, "time": at}:
+                self._check_files()
+                name = rf"images/{re.sub('/', '.', key)}\Wstep\W{step}\Wtimestamp\W{at}\W.*compressed"
+                if not any(re.match(name, file.path) for file in client.list_artifacts(run, "images")):
+                    with Image.open(path) as image:
+                        client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
+            case {"text": text, "name": name}:
+                self._check_files()
+                client.log_text(run, text, name)
+            case {"tags": tags} | {"numbers": tags}:
+                tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
+                client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
+            case {"finish": status, "time": at}:
+                if self._alone and not self._join_parent():
+                    place = f"MLflow at {public_address(resolve_uri(self._start['output_root']))}"
+                    self._log(
+                        "orphan", f"{place} does not have the parent of {self._start['run_dir']}; it stands alone"
+                    )
+                client.set_terminated(run, status, at)
+
+    def _step(self, point: Record) -> int:
+        """Return the record's step; else the seconds since the run began, which continue to rise when it is resumed."""
+        return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
+
+    def _open(self, resumes: bool) -> None:
+        """Find or make the run of the start record; ``resumes`` says that a run which has ended is now running."""
+        from mlflow.entities import Param, RunTag
+
+        start, uri = self._start, resolve_uri(self._start["output_root"])
+        with opened_store(Path(start["output_root"])) as client:
+            self._client = client
+            if experiment := client.get_experiment_by_name(start["experiment"]):
+                experiment_id = experiment.experiment_id
+                if experiment.lifecycle_stage == "deleted":
+                    raise SpecError(deleted_experiment(experiment.name, experiment_id, uri))
+            else:
+                # A server knows where artifacts go; a bare database would have them in the working folder.
+                bare = uri.split(":")[0].split("+")[0] in DATABASES
+                location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
+                experiment_id = client.create_experiment(start["experiment"], location, EXPERIMENT_TAGS)
+            if found := self._find(experiment_id, start["id"]):
+                if resumes:
+                    client.update_run(found.info.run_id, status="RUNNING")
+            else:
+                tags = {START_TAG: start["id"]}
+                found = client.create_run(experiment_id, start["time"], tags, start["run_name"])
+            self._run, run_id = found, found.info.run_id
+            new = {} if found.data.params else start["params"]
+            tags = dict(start["tags"])
+            if NOTE_TAG in found.data.tags:  # which may have been edited
+                tags.pop(NOTE_TAG, None)
+            params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
+            client.log_batch(run_id, params=params, tags=run_tags, synchronous=True)
+            if start.get("dataset"):
+                client.log_inputs(run_id, [_dataset_input(**start["dataset"])])
+        self._told({"run": {"run_id": run_id, "experiment_id": experiment_id}})
+        self._alone = bool(start.get("parent")) and PARENT_TAG not in found.data.tags and not self._join_parent()
+
+    def _join_parent(self) -> bool:
+        """Make the run a child of its parent; return False if MLflow does not have that, perhaps not yet."""
+        parent = self._find(self._run.info.experiment_id, self._start["parent"])
+        if parent is not None:
+            self._client.set_tag(self._run.info.run_id, PARENT_TAG, parent.info.run_id)
+        return parent is not None
+
+    def _check_files(self) -> None:
+        """Raise FileNotFoundError if a server keeps files in a folder of its own, which this host does not have."""
+        where = urlsplit(self._run.info.artifact_uri)
+        folders = Path(where.path).parents[1:3]  # of the experiment, and of all
+        if not resolve_uri(self._start["output_root"]).startswith("http") or where.scheme not in ("", "file"):
+            return
+        if not any(os.access(folder, os.W_OK) for folder in folders):
+            raise FileNotFoundError(
+                f"the server keeps files in {folders[0]}, a folder that is not on this host; start it with "
+                "--artifacts-destination, not --default-artifact-root, and name a new experiment: logging.experiment"
+            )
+
+    def _find(self, experiment_id: str, identity: str) -> Run | None:
+        found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{identity}'", max_results=1)
+        return found[0] if found else None
+
+
+def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
+    """Return a run's training images for MLflow, which shows the whole digest beside their location."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    where = json.dumps({"uri": source, "sha256": digest})
+    dataset = Dataset(name, digest[:DIGEST_CHARACTERS], "local", where)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+@contextmanager
+def opened_store(output_root: Path) -> Iterator[MlflowClient]:
+    """Yield a client of the store for runs in a folder, which keeps other processes out; its database is made first."""
+    import mlflow
+
+    uri = resolve_uri(output_root)
+    mlflow.set_tracking_uri(uri)
+    file = sqlite_file(uri)
+    with _one_at_a_time(output_root if file is None else file.parent) if uri.startswith("sqlite") else nullcontext():
+        if file is not None:
+            _make_database(file)
+        yield mlflow.MlflowClient(uri)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Lock out other workers of the same folder, since two that create one database at once corrupt it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_regular(folder / ".mlflow.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make_database(path: Path) -> None:
+    """Make a missing database under a temporary name first, so that a killed process leaves no incomplete one."""
+    import mlflow
+
+    if not path.exists():
+        new = path.with_name(f".{path.name}.new")
+        new.unlink(missing_ok=True)
+        mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+        new.replace(path)
+
+
 class Feed:
-    """What one tracker gets of an event file, and of the system metrics of the run's hosts.
+    """What MLflow gets of an event file, and of the system metrics of the run's hosts.
 
     ``told`` hears the ids of the run in MLflow.
     """
 
-    def __init__(
-        self, name: str, events: Path, start: Record, cursor: Cursor, log: Log, told: Callable[[Record], None]
-    ) -> None:
-        self.name, self.place, self._events, self._cursor, self._log = name, place_of(name, start), events, cursor, log
-        self._target = KINDS[name]() if name in KINDS else MlflowRun(told, log)
-        self._open = False  # whether the tracker has been told which run it is
+    def __init__(self, events: Path, start: Record, log: Log, told: Callable[[Record], None]) -> None:
+        self.place, self._events, self._cursor, self._log = place_of(start), events, Cursor(events), log
+        self._target = MlflowRun(told, log)
+        self._open = False  # whether it has been told which run it is
         self.sent, self.ended_at, self.failing, self.refused = 0, 0, False, False
 
     def advance(self) -> bool:
@@ -198,18 +367,17 @@ class Feed:
         return any(self._send(file, self._next(file)) for file in sorted(hosts)) or self._send(self._events, events[:1])
 
     def _next(self, file: Path) -> list[tuple[Record, int]]:
-        return read(file, self._cursor.sent(self.name, file), RECORDS_AT_ONCE)
+        return read(file, self._cursor.sent(file), RECORDS_AT_ONCE)
 
     def _send(self, file: Path, found: Sequence[tuple[Record, int]]) -> bool:
-        """Send records in order, MLflow's log points many at a time."""
+        """Send records in order, log points many at a time."""
         left = list(found)
         try:
             while left:
-                many = takewhile(lambda one: "metrics" in one[0], left if self.name not in KINDS else ())
-                batch = list(many) or left[:1]
+                batch = list(takewhile(lambda one: "metrics" in one[0], left)) or left[:1]
                 self._deliver([record for record, _ in batch])
                 left, end = left[len(batch) :], batch[-1][1]
-                self._cursor.move(self.name, file, end)
+                self._cursor.move(file, end)
                 self.sent, self.ended_at = self.sent + len(batch), end if "finish" in batch[0][0] else self.ended_at
         finally:
             if found:
@@ -219,7 +387,7 @@ class Feed:
     def _deliver(self, batch: Sequence[Record]) -> None:
         starts = "start" in batch[0]
         if not starts and not self._open:
-            if (last := begun(self._events, self._cursor.sent(self.name, self._events))) is None:
+            if (last := begun(self._events, self._cursor.sent(self._events))) is None:
                 return  # of no run
             self._target.send([{"start": last[0]["start"]}])  # without a time: an ended run does not go on
         try:
@@ -229,7 +397,7 @@ class Feed:
             if starts or not (gone or getattr(error, "error_code", "") in REFUSALS):
                 raise
             self.refused = True
-            self._log(f"{self.name} refused", f"{self.place} refused a record ({reason(error)}) and does not have it")
+            self._log("refused", f"{self.place} refused a record ({reason(error)}) and does not have it")
         self._open = "finish" not in batch[0]
 
     def follow(self, own: int, hurried: threading.Event) -> None:
@@ -243,7 +411,7 @@ class Feed:
                 sent = self.advance()
             except Exception as error:  # whatever it is, training must not see it
                 line = f"{self.place} fails ({reason(error)}); training continues, and it is tried again"
-                self._log(f"{self.name} down", line)
+                self._log("down", line)
                 self.failing = behind = True
                 if hurried.wait(pause):
                     time.sleep(FIRST_PAUSE_SECONDS)
@@ -251,17 +419,17 @@ class Feed:
                 continue
             self.failing, pause = False, FIRST_PAUSE_SECONDS
             if behind and (not sent or self.ended_at > own):
-                self._log(f"{self.name} up", f"{self.place} answers again; everything has been sent")
+                self._log("up", f"{self.place} answers again; everything has been sent")
                 behind = False
             if not sent:
                 time.sleep(POLL_SECONDS)
 
     def send_once(self) -> bool:
-        """Send what there is, and say so; return whether the tracker has taken it all."""
+        """Send what there is, and say so; return whether MLflow has taken it all."""
         try:
             while self.advance():
                 pass
-        except Exception as error:  # whatever it is, another tracker may take them
+        except Exception as error:  # whatever it is, other files may be taken
             print(f"{self._events}: {self.place} fails ({reason(error)}); send again when it answers")
             return False
         print(f"{self._events}: {self.sent:,} records sent to {self.place}")
@@ -301,7 +469,7 @@ class Child:
         return answer
 
     def obey(self) -> bool:
-        """Do what the trainer says; return whether every tracker has all events of its run."""
+        """Do what the trainer says; return whether MLflow has all events of its run."""
         with for_good():
             import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
         for line in sys.stdin:
@@ -315,18 +483,16 @@ class Child:
         return False  # the trainer has left without a run
 
     def send(self, events: Path) -> bool:
-        """Send a run's events until its end; return whether every tracker has all of them."""
+        """Send a run's events until its end; return whether MLflow has all of them."""
         with self.wait_for(lambda: lock(events)):
             start, own = self.wait_for(lambda: begun(events))
             hurried, deadline, said = threading.Event(), math.inf, Record()
-            cursor = Cursor(events)
-            feeds = [Feed(name, events, start, cursor, self.log, self.tell) for name in trackers_of(start)]
-            threads = [threading.Thread(target=feed.follow, args=(own, hurried), daemon=True) for feed in feeds]
+            feed = Feed(events, start, self.log, self.tell)
+            thread = threading.Thread(target=feed.follow, args=(own, hurried), daemon=True)
             if start["start"]["system_metrics"]:
                 threading.Thread(target=collect, args=(events.parent, 0, hurried, self.log), daemon=True).start()
-            for thread in threads:
-                thread.start()
-            while left := {feed: thread for feed, thread in zip(feeds, threads, strict=True) if thread.is_alive()}:
+            thread.start()
+            while thread.is_alive():
                 if self.alone and deadline == math.inf:
                     deadline = time.monotonic() + FLUSH_SECONDS
                     if begun(events) == (start, own) and ending(events) is None:  # nor resumed already
@@ -336,11 +502,10 @@ class Child:
                 if time.monotonic() > deadline:
                     self.log("unsent", unsent(events) or "")
                     return False
-                state = {"sent": sum(feed.sent for feed in feeds), "down": all(feed.failing for feed in left)}
-                if state != said:
+                if (state := {"sent": feed.sent, "down": feed.failing}) != said:
                     self.tell(said := state)
-                next(iter(left.values())).join(POLL_SECONDS)
-            return not any(feed.refused for feed in feeds)
+                thread.join(POLL_SECONDS)
+            return not feed.refused
 
     def collect(self, run_dir: Path, rank: int) -> bool:
         """Collect the system metrics of a host other than rank 0's until the trainer dies."""
@@ -351,13 +516,13 @@ class Child:
 
 
 def send_later(run_dir: Path) -> bool:
-    """Send what trackers do not have of the runs in a folder, and print a line for each; return whether they have all.
+    """Send what MLflow does not have of the runs in a folder, a line for each file; return whether it has all.
 
     Raises:
         UserError: there is no run in the folder, or MLflow takes no such tracking URI.
     """
     logging.disable(logging.CRITICAL)
-    for name, value in ENVIRONMENT.items():
+    for name, value in MLFLOW.items():
         os.environ.setdefault(name, value)
     files = sorted(run_dir.glob("events*.jsonl"), key=lambda file: file.name != EVENTS)  # children find their parent
     if not files:
@@ -377,12 +542,7 @@ def _send_file(events: Path) -> bool:
                 claim.enter_context(free)
                 end_killed(events, print)
             check_tracking_uri(Path(last[0]["start"]["output_root"]))
-            cursor = Cursor(events)
-            feeds = [
-                Feed(name, events, last[0], cursor, lambda _, line: print(f"{events}: {line}"), lambda _: None)
-                for name in trackers_of(last[0])
-            ]
-            everything = all([feed.send_once() for feed in feeds])
+            everything = Feed(events, last[0], lambda _, line: print(f"{events}: {line}"), lambda _: None).send_once()
     except OSError as error:
         print(f"{events} can't be read ({error.strerror}); allow it")
         return False

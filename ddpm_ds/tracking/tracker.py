@@ -1,6 +1,6 @@
 """Experiment tracking that training never waits for.
 
-    training ── events ──▶ RUN_DIR/events.jsonl ──▶ child process ──▶ MLflow and logging.trackers
+    training ── events ──▶ RUN_DIR/events.jsonl ──▶ child process ──▶ MLflow
                                                       │
          log lines ◀── listening thread ◀── replies ──┘
 
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run has ended, in MLflow's words."""
 SENDER = "ddpm_ds.tracking.sender"
 COMPUTING_SECONDS = 1.0  # CPU time during a wait from which on the child counts as at work, and is waited for again
-DOWN_SECONDS = 3.0  # longest wait at the end of a run for trackers that are down
+DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is down
 USER_TAG = "mlflow.user"
 PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
 
@@ -138,7 +138,6 @@ class Tracker:
         tags: Mapping[str, str],
         artifacts: Iterable[Path] = (),
         dataset: Mapping[str, str] | None = None,
-        trackers: Sequence[str] = (),
         identity: str | None = None,
         parent: str | None = None,
         system_metrics: bool = False,
@@ -150,8 +149,7 @@ class Tracker:
         ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
         tracker; ``run_dir`` is where the file of events is. ``params`` may be nested, ``tags`` are set at
         every start, ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest``
-        of their content and their ``source``. ``trackers`` names those besides MLflow, which have the same names of
-        metrics (:mod:`ddpm_ds.tracking.trackers`). ``parent`` is the identity of the run that this one is a child of.
+        of their content and their ``source``. ``parent`` is the identity of the run that this one is a child of.
         ``system_metrics`` has those of this host read until the end, and sent with those of others.
         ``log`` shows one line to the user, and is called from another thread. ``sender`` is a child that was started
         ahead (:func:`start_child`).
@@ -166,7 +164,6 @@ class Tracker:
             "params": flatten(params),
             "tags": {USER_TAG: user_name(), **tags},
             "dataset": dataset,
-            "trackers": list(trackers),
             "parent": parent,
             "system_metrics": system_metrics,
         }
@@ -226,8 +223,8 @@ class Tracker:
         self._put({"tags": dict(values)})
 
     def finish(self, status: Status, timeout_seconds: float = 30.0) -> RunLink:
-        """End the run. Waits until all is sent, or nothing has been sent for about ``timeout_seconds``, 3 s if the
-        trackers are down; the rest can be sent later. A second call only returns the link."""
+        """End the run. Waits until all is sent, or nothing has been sent for about ``timeout_seconds``, 3 s if
+        MLflow is down; the rest can be sent later. A second call only returns the link."""
         if self._link is None:
             finished = self._put({"finish": status})
             sent, computed, working = self._sent, self._child_cpu_seconds(), True

@@ -30,13 +30,11 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.data.statistics import Statistics
 from ddpm_ds.data.text import Encoded, TextEncoders, widened
-from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.condition import Conditions, Given, Moves, Scale, Text, described, negated
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.diffusion.process import Diffusion, mean_error
 from ddpm_ds.keyed import Draws, Stream
 from ddpm_ds.unet.blocks import Carry
-from ddpm_ds.unet.layers import augmentation_numbers
 
 NOISE_SEED = 0
 """Seed of the noise, independent of the run's seed: runs are compared on the same noise."""
@@ -80,17 +78,14 @@ class Denoising:
         *,
         seed: int | None = None,
     ) -> None:
-        data, unet = spec.data, spec.unet
+        data = spec.data
         self._spec = spec
         self._device = device
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed if seed is None else seed, device)
         self._scale = Scale.of(data.normalise, statistics.get("images"), device)
         self._negated = negated(data, device)[0]
         self._empty = empty
-        numbers = augmentation_numbers(unet, data.channels)
-        self._conditions = Conditions(
-            data, numbers, device, statistics=statistics.get("condition"), constants=constants
-        )
+        self._conditions = Conditions(data, device, statistics=statistics.get("condition"), constants=constants)
 
     @functools.cached_property
     def _text(self) -> Text:
@@ -115,19 +110,11 @@ class Denoising:
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
         x0 = self._clean(batch, moves)
-        numbers = []
-        if spec.unet.augmentation:
-            x0, added = augmented(x0, batch.index, spec.train.seed, spec.unet.augmentation)
-            numbers.append(added)
-        if spec.unet.colour_augmentation:
-            x0, added = coloured(x0, batch.index, spec.train.seed, spec.unet.colour_augmentation)
-            numbers.append(added)
         t, eps = self._diffusion.draw(draws, x0.shape)
         labels = None
         if spec.unet.classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
-        augmentation = torch.cat(numbers, dim=1) if numbers else None
-        given = Given(batch.condition, batch.vector, augmentation, draws, moves, trained=True)
+        given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
         return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, described(pooled, batch.sizes))
 
@@ -143,7 +130,7 @@ class Denoising:
         eps = eps.contiguous(memory_format=torch.channels_last)
         labels = None if spec.unet.classes is None else batch.labels
         draws = Draws(diffusion.seed, batch.index, {Stream.CUT: 4})
-        given = Given(batch.condition, batch.vector, None, draws, moves, trained=False)
+        given = Given(batch.condition, batch.vector, draws, moves, trained=False)
         text = described(batch.pooled, batch.sizes)
         return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, text)
 

@@ -33,7 +33,6 @@ from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import is_due
 from ddpm_ds.train.objective import HeldOutLoss
-from ddpm_ds.unet.layers import augmentation_numbers
 
 PART = 8
 """Evaluations of the U-Net, on every micro-batch of a picture, between two looks whether to stop."""
@@ -82,9 +81,8 @@ class Previews:
         self._conditions: Conditions | None = None
         self._positions, self.count, self.members = positions, spec.samples.count, 1
         if store is not None and data.condition is not None:
-            numbers = augmentation_numbers(spec.unet, data.channels)
             given = store.meta.statistics.get("condition")
-            self._conditions = Conditions(data, numbers, device, statistics=given, constants=store.constants)
+            self._conditions = Conditions(data, device, statistics=given, constants=store.constants)
             if self._conditions.reads and positions is not None:
                 most = MOST_MEMBERS if OBJECTIVES[spec.diffusion.objective].diffuses else 1
                 self.members = max(k for k in range(1, most + 1) if self.count % k == 0)

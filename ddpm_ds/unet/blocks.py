@@ -49,23 +49,17 @@ Carry = tuple[Tensor, ...]
 """``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last, and after them a residual that is open."""
 
 
-def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
-    """Return whether, before layer `cut`, the newest skip and h are one tensor."""
-    return layers[cut - 1].pushes
+def pack(carry: Carry, last: Layer) -> Carry:
+    """Return the tensors to send after layer ``last``, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
-
-def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
-    """Return the tensors of a carry to send, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
-
-    The output of an encoder layer that pushes is both h and the newest skip. To send it and its gradient only once, the
-    skip is left out and restored from h.
+    The output of a layer that pushes is h and the newest skip, which is left out: it and its gradient are sent once.
     """
-    return carry[:-1] if newest_skip_is_h else carry
+    return carry[:-1] if last.pushes else carry
 
 
-def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
+def unpack(tensors: Carry, last: Layer) -> Carry:
     """Restore the carry from received tensors; the inverse of :func:`pack`."""
-    return (*tensors, tensors[0]) if newest_skip_is_h else tensors
+    return (*tensors, tensors[0]) if last.pushes else tensors
 
 
 class CarryLayer(nn.Module):
@@ -220,7 +214,7 @@ class Embed(nn.Module):
 class Input(CarryLayer):
     """First convolution."""
 
-    def __init__(self, layer: InputLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
         self.conv = Convolution(layer.in_channels, layer.out_channels)
 
@@ -283,9 +277,7 @@ class ResidualBlock(CarryLayer):
 
 
 def given_to(blocks: Sequence[ResidualBlock], emb: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """Return what each block computes with beside h: its projection of the embedding, (N, C or 2C) in the dtype of the
-    arithmetic, and the mask of its dropout.
-    """
+    """Return each block's projection of emb, (N, C or 2C) in the arithmetic's dtype, and the mask of its dropout."""
     emb, times = emb.to(arithmetic_dtype(emb.device.type, emb.dtype)), dict[ResidualBlock, Tensor]()
     for tensor in dict.fromkeys(block.tensor for block in blocks):
         together = [block for block in blocks if block.tensor is tensor]
@@ -439,9 +431,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, heads: int) -> Tensor:
 
 
 def set_context(blocks: Iterable[TransformerBlock], context: Tensor | None) -> None:
-    """Set the encoded text of the next forward, (N, tokens, channels), in ``blocks``; also before a backward, whose
-    checkpoints compute again.
-    """
+    """Set the encoded text, (N, tokens, channels), before each forward, and each backward, which may recompute."""
     for block in blocks:
         block.context = context
 
@@ -457,19 +447,14 @@ class Downsample(CarryLayer):
     def __init__(self, layer: DownsampleLayer) -> None:
         super().__init__(layer)
         self.asymmetric = layer.asymmetric
-        padding = 0 if layer.asymmetric else 1
-        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=padding)
+        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=int(not layer.asymmetric))
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
-class Upsample(CarryLayer):
+class Upsample(Input):
     """Upsampling: doubles the image by repeating pixels, then convolves."""
-
-    def __init__(self, layer: UpsampleLayer) -> None:
-        super().__init__(layer)
-        self.conv = Convolution(layer.in_channels, layer.out_channels)
 
     def compute(self, h: Tensor) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)

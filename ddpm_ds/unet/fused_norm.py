@@ -5,58 +5,38 @@ opaque to ``torch.compile`` and causes no graph break. The division of a tensor 
 summation, depends on its shape alone. Triton is imported at the first call, since PyTorch for CPUs comes without it.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 4096
-"""Number of elements of a tile in registers at a time."""
-PROGRAMS = 1024
-"""Target number of tiles, about four for each multiprocessor of a large GPU."""
-COMBINED_ELEMENTS = 16384
-"""Largest number of tile sums that one program combines."""
-WHOLE_ELEMENTS = 8192
-"""Maximum elements of an image held whole by a program; a larger program would fill a multiprocessor, so that no other
-could compute while it loads.
-"""
-ELEMENTS_A_WARP = 1024
-"""Elements per warp of a block that is held whole: 32 a thread."""
-ROW_BYTES = (128, 64)
-"""Preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads."""
-GRADIENT_WARPS = 8
-"""Number of warps of the kernels that hold a block of x and one of dy; the others take Triton's four."""
+BLOCK_ELEMENTS = 4096  # of a tile in registers at a time
+PROGRAMS = 1024  # target number of tiles, about four for each multiprocessor of a large GPU
+COMBINED_ELEMENTS = 16384  # largest number of tile sums that one program combines
+WHOLE_ELEMENTS = 8192  # most of an image that a program holds whole; a larger one would have a multiprocessor alone
+ELEMENTS_A_WARP = 1024  # of a block that is held whole: 32 a thread
+ROW_BYTES = (128, 64)  # preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads
+GRADIENT_WARPS = 8  # of the kernels that hold a block of x and one of dy; the others take Triton's four
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Division of the pixels of the images into tiles, and of the channels into blocks."""
 
-    count: int
-    """Number of tiles in an image."""
-    pixels: int
-    """Number of pixels in a tile; the last one may have fewer."""
-    rows: int
-    """Number of pixels in registers at a time."""
-    columns: int
-    """Number of channels in registers at a time."""
+    tiles: int  # in an image
+    pixels: int  # of a tile; the last one may have fewer
+    rows: int  # pixels in registers at a time
+    columns: int  # channels in registers at a time
     channel_blocks: int
 
 
-@dataclass(frozen=True)
-class WholeImages:
+class WholeImages(NamedTuple):
     """Share of an image's groups that a program holds in registers."""
 
-    rows: int
-    """Number of places for pixels."""
-    groups: int
-    """Number of groups of a program."""
-    width: int
-    """Number of places for the channels of a group."""
-    programs: int
-    """Number of programs per image."""
+    rows: int  # places for pixels
+    groups: int  # of a program
+    width: int  # places for the channels of a group
+    programs: int  # per image
     warps: int
 
 
@@ -117,10 +97,6 @@ def fused_norm_silu(
     return y
 
 
-def _is_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last)
-
-
 def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
     """Return optional (N, C) vectors with contiguous channels, and the stride between images."""
     if vectors is None:
@@ -150,7 +126,7 @@ def _norm_silu(
     """Return y, and mean and rstd (N, G) in fp32."""
     from ddpm_ds.unet import fused_norm_kernels as kernels
 
-    if not _is_channels_last(x):
+    if not x.is_contiguous(memory_format=torch.channels_last):
         raise ValueError(f"the fused normalisation needs channels-last memory, not strides {x.stride()}")
     images, channels, height, width = x.shape
     pixels = height * width
@@ -164,11 +140,11 @@ def _norm_silu(
         launch(x, y, *vectors, mean, rstd, epsilon, pixels, **sizes, num_warps=held.warps)
         return y, mean, rstd
     cut = tiles(images, pixels, channels, groups)
-    means, squares = (x.new_empty((images, cut.count, channels), dtype=torch.float32) for _ in range(2))
-    where = (pixels, cut.count, cut.pixels)
+    means, squares = (x.new_empty((images, cut.tiles, channels), dtype=torch.float32) for _ in range(2))
+    where = (pixels, cut.tiles, cut.pixels)
     block = {"ROWS": cut.rows, "COLUMNS": cut.columns}
-    combined = {"TILES": power_above(cut.count), "WIDTH": power_above(channels // groups)}
-    grid = (images * cut.count * cut.channel_blocks,)
+    combined = {"TILES": power_above(cut.tiles), "WIDTH": power_above(channels // groups)}
+    grid = (images * cut.tiles * cut.channel_blocks,)
     kernels.tile_statistics[grid](x, means, squares, *where, cut.channel_blocks, C=channels, **block)
     kernels.combine_statistics[(images * groups,)](
         means, squares, *_row_stride(add), mean, rstd, epsilon, *where, **sizes, **combined
@@ -184,7 +160,7 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of x, weight, bias, add, scale and shift; an empty tensor for a missing input."""
+"""Of x, weight, bias, add, scale and shift; an empty tensor for a missing input."""
 
 
 def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> Gradients:
@@ -207,7 +183,7 @@ def _norm_silu_backward(
 ) -> Gradients:
     from ddpm_ds.unet import fused_norm_kernels as kernels
 
-    dy = dy if _is_channels_last(dy) else dy.contiguous(memory_format=torch.channels_last)
+    dy = dy.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
     pixels, groups = height * width, mean.shape[1]
     gradients = _empty_gradients(x, weight, bias, add, scale, shift)
@@ -224,16 +200,16 @@ def _norm_silu_backward(
         launch(x, dy, dx, *vectors, per_image, kind, *dvectors, pixels, **sizes, num_warps=held.warps)
     else:
         cut = tiles(images, pixels, channels, groups)
-        sums = x.new_empty((2 + (add is not None), images, cut.count, channels), dtype=torch.float32)
+        sums = x.new_empty((2 + (add is not None), images, cut.tiles, channels), dtype=torch.float32)
         mean_dh, mean_dh_h = (torch.empty_like(mean) for _ in range(2))
-        where = (pixels, cut.count, cut.pixels, cut.channel_blocks)
+        where = (pixels, cut.tiles, cut.pixels, cut.channel_blocks)
         block = {"ROWS": cut.rows, "COLUMNS": cut.columns, "SILU": silu, "num_warps": GRADIENT_WARPS}
-        combined = {"TILES": power_above(cut.count), "WIDTH": power_above(channels // groups)}
+        combined = {"TILES": power_above(cut.tiles), "WIDTH": power_above(channels // groups)}
         modulation = (weight, bias, *_row_stride(scale), rstd)
-        grid = (images * cut.count * cut.channel_blocks,)
+        grid = (images * cut.tiles * cut.channel_blocks,)
         kernels.tile_gradient_sums[grid](x, dy, sums, sums.stride(0), *vectors, *where, **sizes, **block)
         kernels.combine_gradient_sums[(images * groups,)](
-            *(sums, sums.stride(0), *modulation, mean_dh, mean_dh_h, per_image, kind, *dvectors, pixels, cut.count),
+            *(sums, sums.stride(0), *modulation, mean_dh, mean_dh_h, per_image, kind, *dvectors, pixels, cut.tiles),
             **sizes,
             **combined,
         )

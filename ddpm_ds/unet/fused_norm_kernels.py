@@ -56,11 +56,13 @@ def activation_slope(u, SILU: tl.constexpr):
 
 
 @triton.jit
-def place(program, tiles, channel_blocks):
-    """Return image, tile and block of channels of a program; neighbours read neighbouring memory."""
-    block = program % channel_blocks
+def place(program, pixels, tiles, tile_pixels, channel_blocks, COLUMNS: tl.constexpr):
+    """Return image, tile, its first pixel and that after its last, and channels; neighbours read nearby memory."""
+    channel = (program % channel_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     tile = (program // channel_blocks) % tiles
-    return tl.cast(program // (channel_blocks * tiles), tl.int64), tile, block
+    first = tile * tile_pixels
+    stop = tl.minimum(first + tile_pixels, pixels)
+    return tl.cast(program // (channel_blocks * tiles), tl.int64), tile, first, stop, channel
 
 
 @triton.jit
@@ -77,8 +79,7 @@ def store_gradients(
     sum_du, sum_du_h, weight, bias, scale, scale_stride, per_image, kind, dscale, dshift, image, channel, mask,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Store an image's dscale and dshift, and its parts of dweight and dbias in `per_image`, (2, N, C) with the first
-    stride `kind`."""
+    """Store an image's dscale and dshift, and its dweight and dbias in `per_image`, (2, N, C), first stride `kind`."""
     modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
     at = image * C + channel
     tl.store(per_image + at, sum_du_h * modulation, mask=mask)
@@ -121,11 +122,8 @@ def tile_statistics(
 
     Each place of the block runs Welford's recurrence; rows are merged as in Chan, Golub and LeVeque 1983.
     """
-    image, tile, block = place(tl.program_id(0), tiles, channel_blocks)
-    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    image, tile, first, stop, channel = place(tl.program_id(0), pixels, tiles, tile_pixels, channel_blocks, COLUMNS)
     row = tl.arange(0, ROWS)
-    first = tile * tile_pixels
-    stop = tl.minimum(first + tile_pixels, pixels)
     x += image * pixels * C
     mean = tl.zeros((ROWS, COLUMNS), tl.float32)
     square = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -177,16 +175,14 @@ def normalise_tile(
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Write y of a tile. Tiles run backwards, since the last ones that the statistics read may still be cached."""
-    image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
-    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    image, _, first, stop, channel = place(program, pixels, tiles, tile_pixels, channel_blocks, COLUMNS)
     inside = channel < C
     row = tl.arange(0, ROWS)
     group = image * G + channel // (C // G)
     centre = tl.load(mean + group, mask=inside, other=0.0) - vector(add, image, add_stride, channel, inside)
     factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
     factor *= tl.load(rstd + group, mask=inside, other=0.0)
-    first = tile * tile_pixels
-    stop = tl.minimum(first + tile_pixels, pixels)
     x += image * pixels * C
     y += image * pixels * C
     for start in range(first, stop, ROWS):
@@ -204,19 +200,14 @@ def tile_gradient_sums(
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Write sums over a tile of du, du h and, for dadd, h of each channel: (2 or 3, N, tiles, C), first
-    stride `kind`.
-    """
-    image, tile, block = place(tl.program_id(0), tiles, channel_blocks)
-    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    """Write a tile's sums of du, du h and, for dadd, h by channel: (2 or 3, N, tiles, C), first stride `kind`."""
+    image, tile, first, stop, channel = place(tl.program_id(0), pixels, tiles, tile_pixels, channel_blocks, COLUMNS)
     inside = channel < C
     row = tl.arange(0, ROWS)
     group = image * G + channel // (C // G)
     centre = tl.load(mean + group, mask=inside, other=0.0) - vector(add, image, add_stride, channel, inside)
     deviation = tl.load(rstd + group, mask=inside, other=0.0)
     factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
-    first = tile * tile_pixels
-    stop = tl.minimum(first + tile_pixels, pixels)
     x += image * pixels * C
     dy += image * pixels * C
     sum_du = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -248,9 +239,7 @@ def combine_gradient_sums(
     pixels, tiles,
     C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the means of dh and dh h over a group, (N, G) each, and all gradients except dx, from the sums of
-    :func:`tile_gradient_sums`.
-    """
+    """Write the means of dh and dh h over a group, (N, G) each, and all gradients but dx, from the sums of tiles."""
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
@@ -282,8 +271,8 @@ def write_gradient_tile(
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Write dx of a tile. Tiles go backwards, as in :func:`normalise_tile`."""
-    image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
-    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    image, _, first, stop, channel = place(program, pixels, tiles, tile_pixels, channel_blocks, COLUMNS)
     inside = channel < C
     row = tl.arange(0, ROWS)
     group = image * G + channel // (C // G)
@@ -292,8 +281,6 @@ def write_gradient_tile(
     factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
     of_dh = tl.load(mean_dh + group, mask=inside, other=0.0)[None, :]
     of_dh_h = tl.load(mean_dh_h + group, mask=inside, other=0.0)[None, :]
-    first = tile * tile_pixels
-    stop = tl.minimum(first + tile_pixels, pixels)
     x += image * pixels * C
     dy += image * pixels * C
     dx += image * pixels * C

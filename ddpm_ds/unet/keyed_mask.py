@@ -7,7 +7,7 @@ The bits are the same. The module is imported only where Triton is installed: Py
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,27 +18,28 @@ from torch import Tensor
 
 from ddpm_ds.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
 
-WORDS = 1024
-"""Number of hashes per program; each hash decides two neighbouring elements."""
-ALIGNED = 16
-"""Elements that a thread stores at once if the numbers of elements of all masks are multiples of it."""
-
-Wanted = tuple[int, int, tuple[int, int, int], float]
-"""Seed, stream, shape of an image (C, H, W) and share of dropped elements of a mask."""
+WORDS = 1024  # hashes per program, each of which decides two neighbouring elements
+ALIGNED = 16  # elements that a thread stores at once if the numbers of elements of all masks are multiples of it
 
 
 class Mask(NamedTuple):
-    """Mask that the kernel draws."""
+    """Mask of the elements that dropout keeps."""
 
     seed: int
     stream: int
-    elements: int
-    """Number of elements per image."""
-    threshold: int
+    shape: tuple[int, int, int]
+    """(C, H, W) of an image."""
+    drop: float
+    """Share of the elements that are dropped."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements per image."""
+        return math.prod(self.shape)
 
 
-def fused_keep_masks(images: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
-    """Return masks of the elements that dropout keeps, (N, C, H, W) bool each and channels-last, in one launch.
+def fused_keep_masks(images: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
+    """Return the masks, (N, C, H, W) bool each and channels-last, in one launch.
 
     An image's elements are those of :func:`ddpm_ds.keyed.keep_mask` in the order of memory. `images` (N,) must be on
     the current CUDA device. The masks share their memory.
@@ -46,46 +47,20 @@ def fused_keep_masks(images: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
     Raises:
         ValueError: a seed or stream is out of range, or drop is not in [0, 1).
     """
-    masks = []
-    for seed, stream, (channels, height, width), drop in wanted:
-        check_key(seed, stream)
-        masks.append(Mask(seed, int(stream), channels * height * width, drop_threshold(drop)))
-    if torch.compiler.is_compiling():
-        keep = _keep_masks(images, [number for mask in masks for number in mask])
-    else:
-        keep = _drawn(images, tuple(masks))
-    starts = itertools.accumulate((len(images) * mask.elements for mask in masks), initial=0)
-    return [
-        keep.as_strided((len(images), channels, height, width), (mask.elements, 1, width * channels, channels), start)
-        for (_, _, (channels, height, width), _), mask, start in zip(wanted, masks, starts, strict=False)
-    ]
-
-
-@torch.library.custom_op("ddpm_ds::keep_masks", mutates_args=())
-def _keep_masks(images: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Return the masks of :func:`_drawn` as an operator, whose call takes eight times as long as the kernel's."""
-    return _drawn(images, tuple(Mask(*numbers[place : place + 4]) for place in range(0, len(numbers), 4)))
-
-
-@_keep_masks.register_fake
-def _(images: Tensor, numbers: Sequence[int]) -> Tensor:
-    return images.new_empty(len(images) * sum(numbers[2::4]), dtype=torch.bool)
+    keep = _drawn(images, tuple(masks))
+    parts = keep.split([len(images) * mask.elements for mask in masks])
+    sizes = [(len(images), height, width, channels) for _, _, (channels, height, width), _ in masks]
+    return [part.view(size).permute(0, 3, 1, 2) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _drawn(images: Tensor, masks: tuple[Mask, ...]) -> Tensor:
     """Return one mask after the other, (N, elements) each, in one tensor."""
     rows, mask_of_block = _table(masks, images.device)
     keep = images.new_empty(len(images) * sum(mask.elements for mask in masks), dtype=torch.bool)
-    write_keep_masks[(len(images) * len(mask_of_block),)](
-        images.to(torch.int64).contiguous(),
-        rows,
-        mask_of_block,
-        keep,
-        len(images),
-        len(mask_of_block),
-        *HASH_MULTIPLIERS,
-        WORDS,
-        ALIGNED if all(mask.elements % ALIGNED == 0 for mask in masks) else 1,
+    aligned = ALIGNED if all(mask.elements % ALIGNED == 0 for mask in masks) else 1
+    sizes = len(images), len(mask_of_block)
+    write_keep_masks[(math.prod(sizes),)](
+        images.to(torch.int64).contiguous(), rows, mask_of_block, keep, *sizes, *HASH_MULTIPLIERS, WORDS, aligned
     )
     return keep
 
@@ -100,8 +75,11 @@ def _table(masks: tuple[Mask, ...], device: torch.device) -> tuple[Tensor, Tenso
     blocks = [triton.cdiv(mask.elements, 2 * WORDS) for mask in masks]
     rows, before, first = [], 0, 0
     for mask, of_mask in zip(masks, blocks, strict=True):
+        check_key(mask.seed, mask.stream)
         key = mask.seed | mask.stream << 32
-        rows.append((key - (key >> 63 << 64), mask.threshold, mask.elements, before, first))  # as a signed integer
+        rows.append(
+            (key - (key >> 63 << 64), drop_threshold(mask.drop), mask.elements, before, first)
+        )  # as a signed integer
         before, first = before + mask.elements, first + of_mask
     mask_of_block = torch.arange(len(masks), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
     return torch.tensor(rows).to(device), mask_of_block.to(device)
@@ -124,8 +102,7 @@ def write_keep_masks(
 ) -> None:
     """Write a block of a mask of an image.
 
-    Hashes are uint32, which wraps and whose shifts fill with zeros; addresses are int64, so that the masks may have
-    more than 2^31 elements.
+    Hashes are uint32, which wraps and whose shifts fill with zeros; addresses are int64, for more than 2^31 elements.
     """
     image = tl.cast(tl.program_id(0) // blocks, tl.int64)
     row = rows + 5 * tl.load(mask_of_block + tl.program_id(0) % blocks)

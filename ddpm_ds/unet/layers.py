@@ -7,8 +7,6 @@ and the export. Between layers travels the carry ``(h, emb, *skips)``, skips new
                        down.1 ────────── skips ──────────▶ up.1               level 1, half
                           down.2 ─────── skips ───────▶ up.2                  level 2, quarter
                                 middle.block.0 ... middle.block.1
-
-The list runs down the left side and up the right one: ``down.0`` is near its start and ``up.0`` near its end.
 """
 
 import math
@@ -20,13 +18,9 @@ from ddpm_ds.config.spec import Interface, UnetSpec
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
-not counted as work.
-"""
-
-
+not counted as work."""
 SIZES = 6
-"""Count of the numbers that go with pooled text: height and width of the original image, top and left of the crop,
-height and width of the crop, in pixels."""
+"""Numbers that go with pooled text, in pixels: the original's height and width; the crop's top, left, height, width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +52,12 @@ class Layer:
     @property
     def units(self) -> int:
         """Number of equal parts, groups of channels or heads, of which each rank may have some; 1 if none may."""
-        return 1
+        return int(getattr(self, f"{self.unit}s")) if self.unit else 1
 
     @property
-    def summed_elements(self) -> tuple[int, int]:
-        """Elements that a tensor group sums for a split layer: of its output in the forward and in each recomputation
-        of it, and of its input's gradient in the backward. The embedding's gradient is not counted: it is summed once
-        in the backward of each walk with a split residual block (:func:`ddpm_ds.unet.blocks.walk`).
-        """
-        return (0, 0)
+    def width(self) -> int:
+        """Number of channels that the layer works on: h and the popped skip."""
+        return self.in_channels + self.skip_channels
 
     @property
     def sums(self) -> int:
@@ -74,11 +65,15 @@ class Layer:
         return int(self.shards > 1)
 
     @property
+    def summed_elements(self) -> tuple[int, int]:
+        """Elements that a tensor group sums for a split layer: of its output in each forward, and of its input's
+        gradient. The embedding's gradient is summed once a walk (:func:`ddpm_ds.unet.blocks.walk`)."""
+        return (self.sums * self.out_channels * self.pixels, self.sums * self.width * self.pixels)
+
+    @property
     def partial_vectors(self) -> int:
-        """Number of a split layer's parameters that all ranks have and of whose gradients each computes a part: those
-        of the normalisations of its input.
-        """
-        return 2 * (self.in_channels + self.skip_channels) * self.sums
+        """Parameters of a split layer that every rank holds whole, but computes only part of the gradient of."""
+        return 2 * self.width * self.sums
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -116,11 +111,8 @@ class Layer:
 
     @property
     def activation_elements(self) -> int:
-        """Elements that autograd keeps for the backward, without checkpointing.
-
-        An input counts in the layer that reads it, so the sum over layers counts each tensor once. An element
-        has the size of the arithmetic's dtype: 4 bytes for fp16 on CPU, which computes in fp32.
-        """
+        """Elements, of the arithmetic's dtype, that autograd keeps for the backward, without checkpointing. An input
+        counts in the layer that reads it, so the sum over layers counts each tensor once."""
         raise NotImplementedError
 
 
@@ -138,8 +130,7 @@ class EmbedLayer(Layer):
     told_level: bool = False
     """Whether a second noise level, that of the condition, is embedded as the timestep is."""
     numbers: int = 0
-    """Size of the vector that is added to the embedding: a training image's augmentation, then the numbers of the data;
-    0 means none."""
+    """Size of the vector that is added to the embedding; 0 means none."""
     pooled_channels: int = 0
     """Width of the pooled text that is embedded with the image's sizes; 0 embeds neither."""
     size_channels: int = 0
@@ -249,19 +240,6 @@ class BlockLayer(Layer):
     scale_shift: bool
 
     @property
-    def units(self) -> int:
-        return self.groups
-
-    @property
-    def summed_elements(self) -> tuple[int, int]:
-        return (self.out_channels * self.pixels, self.width * self.pixels) if self.shards > 1 else (0, 0)
-
-    @property
-    def width(self) -> int:
-        """Number of channels that the block works on: h and the popped skip."""
-        return self.in_channels + self.skip_channels
-
-    @property
     def has_shortcut(self) -> bool:
         """Whether a 1x1 convolution replaces the identity around the block."""
         return self.width != self.out_channels
@@ -314,15 +292,6 @@ class AttentionLayer(Layer):
     heads: int
 
     @property
-    def units(self) -> int:
-        return self.heads
-
-    @property
-    def summed_elements(self) -> tuple[int, int]:
-        summed = self.in_channels * self.pixels if self.shards > 1 else 0
-        return (summed, summed)
-
-    @property
     def weights(self) -> int:
         return 4 * self.in_channels**2 // self.shards
 
@@ -371,17 +340,8 @@ class TransformerBlockLayer(Layer):
     context_channels: int
 
     @property
-    def units(self) -> int:
-        return self.heads
-
-    @property
     def sums(self) -> int:
         return 3 * super().sums
-
-    @property
-    def summed_elements(self) -> tuple[int, int]:
-        summed = self.sums * self.in_channels * self.pixels
-        return (summed, summed)
 
     @property
     def _own_channels(self) -> int:
@@ -427,14 +387,6 @@ class TransformerOutputLayer(Layer):
     @property
     def activation_elements(self) -> int:
         return self.in_channels * self.pixels
-
-
-def augmentation_numbers(unet: UnetSpec, image_channels: int) -> int:
-    """Return how many numbers describe a training image's augmentation: those of
-    :func:`ddpm_ds.diffusion.augmentation.augmented`, then of ``coloured``.
-    """
-    colours = 3 if image_channels == 1 else 6
-    return (9 if unet.augmentation else 0) + (colours if unet.colour_augmentation else 0)
 
 
 def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
@@ -495,7 +447,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
         told_level=interface.told_level,
-        numbers=augmentation_numbers(unet, interface.channels) + interface.numbers,
+        numbers=interface.numbers,
         pooled_channels=(text and text.pooled_channels) or 0,
         size_channels=text.size_channels if text else 0,
     )
@@ -523,9 +475,7 @@ def unet_layers(unet: UnetSpec, interface: Interface) -> tuple[Layer, ...]:
 
 
 def first_cut(layers: Sequence[Layer]) -> int:
-    """Return the first layer before which the list may be cut: 1, or 2 if h has a condition up to the first
-    convolution, since a condition is never sent.
-    """
+    """Return the first layer before which the list may be cut: 1, or 2 with a condition, which is never sent."""
     return 2 if layers[0].out_channels > layers[-1].out_channels else 1
 
 
@@ -535,9 +485,7 @@ def has_residual(layers: Sequence[Layer], cut: int) -> bool:
 
 
 def context_elements(layers: Sequence[Layer], *segments: tuple[int, int]) -> int:
-    """Return the elements per image of the encoded text that layers [start, stop) of some ``segments`` read; 0 if they
-    read none.
-    """
+    """Return the elements per image of the encoded text that layers [start, stop) of ``segments`` read, or 0."""
     own = (layer for start, stop in segments for layer in layers[start:stop])
     return next((one.tokens * one.context_channels for one in own if isinstance(one, TransformerBlockLayer)), 0)
 
@@ -545,8 +493,7 @@ def context_elements(layers: Sequence[Layer], *segments: tuple[int, int]) -> int
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
     """Return the per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
 
-    Order: h, emb, skips oldest first, a residual last. If the layer before the cut pushed, the newest skip is h and not
-    listed again.
+    Order: h, emb, skips oldest first, a residual last. A newest skip that is h is not listed again.
     """
     last = layers[cut - 1]
     skips: list[tuple[int, ...]] = []

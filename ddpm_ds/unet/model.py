@@ -22,8 +22,7 @@ from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 AskedKernels = Literal["auto", "fused", "reference"]
-C_COMPILERS = ("CC", "gcc", "cc", "clang")
-"""Environment variable that names a C compiler, and the programs that may be one."""
+C_COMPILERS = ("CC", "gcc", "cc", "clang")  # the environment variable that names one, and programs that may be one
 
 
 def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
@@ -41,12 +40,9 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 def parameter_shapes(layers: Sequence[Layer], *, split: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory; in
-    layers that are ``split`` those of a rank's parts.
-    """
-    return {
-        f"{index}.{name}": shape for index, layer in enumerate(layers) for name, shape in _shapes(layer, split).items()
-    }
+    """Return every parameter's shape by global name, in layer order, of a rank's parts in layers that are ``split``."""
+    shapes = ((index, _shapes(layer, split)) for index, layer in enumerate(layers))
+    return {f"{index}.{name}": shape for index, of_layer in shapes for name, shape in of_layer.items()}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,19 +65,13 @@ class UNet(nn.Module):
         self.layers = nn.ModuleList(build_layer(layer, index, seed) for index, layer in enumerate(layers))
 
     def forward(
-        self,
-        x_t: Tensor,
-        t: Tensor,
-        *told: Tensor,
-        images: Tensor | None = None,
-        context: Tensor | None = None,
+        self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
         ``told`` are the other inputs of the first layer (:class:`ddpm_ds.unet.blocks.Embed`): labels, the level of a
-        condition and a vector, as far as the U-Net has them, each of which may be left out. ``images`` (N,) int64 are
-        the image indices, which dropout needs in training. ``context`` (N, tokens, channels) is the encoded text of a
-        U-Net with cross-attention.
+        condition and a vector, each of which may be left out. ``images`` (N,) int64 are the image indices, which
+        dropout needs in training. ``context`` (N, tokens, channels) is the encoded text for cross-attention.
         """
         if images is not None:
             operations.set_image_index(self.layers, images)
@@ -106,8 +96,7 @@ def _compiler(variable: str, *programs: str) -> bool:
 
 CODES_PER_LAYER = 5
 """Maximum compiled versions of a layer: with and without gradients, each for micro-batches of training and of sampling,
-and with deferred weight gradients, for training alone.
-"""
+and with deferred weight gradients, for training alone."""
 
 
 def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
@@ -115,8 +104,7 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
 
     Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, the drawing of masks and
     the queue of weight gradients differ between layers and stay outside, so that layers of one shape share code. A
-    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input,
-    and once more for deferred weight gradients.
+    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
@@ -156,10 +144,8 @@ def choose_kernels(asked: AskedKernels, device: torch.device, *, captured: bool)
     """Return the kernels of layers whose steps are ``captured`` as CUDA graphs or launched one by one.
 
     ``auto`` takes the fused normalisations in graphs alone, since they take the host longer to launch than PyTorch's.
-    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs.
-
-    Raises:
-        DsConfigError: fused kernels were requested, and something that they need is missing.
+    Dropout's masks take a dozen passes over memory without their own kernel, so they use it wherever it runs. Raises
+    DsConfigError as :func:`check_kernels` does.
     """
     check_kernels(asked, device)
     if asked != "auto":

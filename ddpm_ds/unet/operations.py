@@ -6,7 +6,7 @@ initialise them: :func:`draw_weights` does, from its own generator.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +26,16 @@ WIDENED_ON_CPU = (
 convolutions 30 to 70 times slower than fp32 ones."""
 BY_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"
 """Whether the weight gradient of a channels-last 3x3 convolution is computed by nine matrix products of the output's
-gradient and the shifted input. On processors with AVX2 but not AVX-512, oneDNN takes up to twice as long
-(docs/performance.md)."""
-FEWEST_CHANNELS = 16
-"""Minimum number of channels at which a matrix product is faster."""
+gradient and the shifted input. With AVX2 but not AVX-512, oneDNN takes up to twice as long (docs/performance.md)."""
+FEWEST_CHANNELS = 16  # at which a matrix product is faster
 
-Kind = TypeVar("Kind", bound=nn.Module)
 Kernels = Literal["fused", "masks", "reference"]
 """Implementation of the normalisations, with SiLU and embedding, and of dropout masks: our kernels, our kernels for the
 masks alone, or PyTorch's operations."""
 
 
 def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
-    """Return the data type that a layer computes in: the carry's, except that CPUs compute fp16 in fp32, and bf16 too
-    without AVX-512.
+    """Return the data type that a layer computes in: the carry's, except that CPUs may widen 16 bits to fp32.
 
     A layer that widens its input once and narrows its output once costs about as much as in fp32.
     """
@@ -121,8 +117,7 @@ class Undrawn:
 class Convolution(Weighted):
     """Convolution with bias; at stride 1 it keeps the size of the image.
 
-    ``weight`` is a contiguous (out, k, k, in): the order that a channels-last convolution reads, which survives
-    optimizers that flatten parameters and gradients.
+    ``weight`` is (out, k, k, in), the order that a channels-last convolution reads: it survives being flattened.
     """
 
     bias: nn.Parameter
@@ -290,10 +285,7 @@ class GroupNorm(nn.GroupNorm):
 def norm_silu(
     norm: GroupNorm, x: Tensor, *, add: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Return SiLU of the normalised ``x + add``, (N, C, H, W), first modulated as ``y * (1 + scale) + shift``.
-
-    An embedding gives add, or both scale and shift: (N, C) each.
-    """
+    """Return SiLU(norm(x + add) * (1 + scale) + shift), (N, C, H, W); an embedding gives add, or the others: (N, C)."""
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
     x = norm(x if add is None else x + add[:, :, None, None])
@@ -326,8 +318,7 @@ class KeyedDropout(nn.Module):
 
 
 def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
-    """Return the mask of kept elements of each dropout, (N, C, H, W) bool and channels-last, in a split layer of the
-    own channels; None keeps all.
+    """Return each dropout's mask of kept elements, (N, own C, H, W) bool and channels-last; None keeps all.
 
     The dropouts have the same images and kernels. Our kernel draws all masks in one launch, in one piece of memory.
 
@@ -343,9 +334,9 @@ def draw_masks(dropouts: Sequence[KeyedDropout]) -> list[Tensor | None]:
     if drawing[0].kernels == "reference":
         masks = [_keep_mask(one, images) for one in drawing]
     else:
-        from ddpm_ds.unet.keyed_mask import fused_keep_masks  # needs Triton, which not every machine has
+        from ddpm_ds.unet.keyed_mask import Mask, fused_keep_masks  # needs Triton, which not every machine has
 
-        masks = fused_keep_masks(images, [(one.seed, one.stream, one.shape, one.rate) for one in drawing])
+        masks = fused_keep_masks(images, [Mask(one.seed, one.stream, one.shape, one.rate) for one in drawing])
     drawn = map(_own_channels, masks, drawing)
     return [next(drawn) if one.rate and one.training else None for one in dropouts]
 
@@ -365,19 +356,20 @@ def _keep_mask(dropout: KeyedDropout, images: Tensor) -> Tensor:
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
     """Set the image indices of the next forward, `images` (N,) int64, in every dropout of `modules`."""
-    for module in _all_of(modules, KeyedDropout):
-        module.images = images
+    for part in _parts_of(modules):
+        if isinstance(part, KeyedDropout):
+            part.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
     """Choose the kernels of every module in `modules` that has fused ones."""
-    for module in _all_of(modules, nn.Module):
-        if isinstance(module, GroupNorm | KeyedDropout):
-            module.kernels = kernels
+    for part in _parts_of(modules):
+        if isinstance(part, GroupNorm | KeyedDropout):
+            part.kernels = kernels
 
 
-def _all_of(roots: Iterable[nn.Module], kind: type[Kind]) -> Iterator[Kind]:
-    return (module for root in roots for module in root.modules() if isinstance(module, kind))
+def _parts_of(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (part for root in roots for part in root.modules())
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:

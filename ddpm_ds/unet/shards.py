@@ -21,9 +21,7 @@ from ddpm_ds.unet.layers import BlockLayer, EmbedLayer, Layer
 
 
 class Shard(NamedTuple):
-    """Part of a flattened parameter that one rank of a tensor group has: of every ``ranks`` runs of ``run`` elements,
-    the run of number ``rank``.
-    """
+    """A rank's part of a flattened parameter: of every ``ranks`` runs of ``run`` elements, that of number ``rank``."""
 
     rank: int
     ranks: int
@@ -38,9 +36,7 @@ class Sums(NamedTuple):
 
 
 def level_of(layer: Layer, levels: int) -> int:
-    """Return the level of a layer in a U-Net with so many ``levels``, 0 at full size; the middle belongs to the last,
-    and the first and last layers to level 0.
-    """
+    """Return a layer's level in a U-Net of so many ``levels``, 0 at full size; the middle belongs to the last."""
     side, *rest = layer.name.split(".")
     if side in ("down", "up"):
         return int(rest[0])
@@ -48,9 +44,7 @@ def level_of(layer: Layer, levels: int) -> int:
 
 
 def split_layers(layers: Sequence[Layer], tensor: TensorSplit) -> tuple[Layer, ...]:
-    """Return the layers with those that ``tensor`` asks for split; a layer whose groups or heads don't divide stays
-    whole, as does one of a kind that is never split.
-    """
+    """Return the layers with those that ``tensor`` asks for split, as far as their groups or heads divide."""
     return tuple(
         replace(layer, shards=tensor.size)
         if is_asked(layer, layers, tensor) and can_split(layer, tensor.size)

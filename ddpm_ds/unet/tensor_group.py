@@ -35,8 +35,7 @@ class TensorGroup:
     def enter(self, x: Tensor, parts: Sequence[Weighted] = ()) -> Tensor:
         """Return x, whose gradient becomes the sum of those of all ranks.
 
-        While it is summed, the backward computes the weight gradients of the ``parts`` to which x comes, unless they
-        have a pass of their own.
+        Meanwhile the backward computes the weight gradients of the ``parts`` to which x comes, unless they wait.
         """
         if self.size == 1:
             return x
@@ -47,9 +46,7 @@ class TensorGroup:
         return entered
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, in the memory of x, which nothing else may use, if it is dense; its
-        gradient is that of the sum.
-        """
+        """Return the sum of x over all ranks, in x's memory if that is dense, which nothing else may use."""
         return x if self.size == 1 else _Sum.apply(x, self)
 
     def start_sum(self, x: Tensor) -> Callable[[], object]:
@@ -115,9 +112,7 @@ def part_of(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def read_part(read: Callable[[int, int], Tensor], shard: Shard | None, start: int, length: int) -> Tensor:
-    """Return ``length`` elements of a shard from its element ``start`` on, (length,); ``read`` returns as many elements
-    of the flattened whole parameter, from its first argument on.
-    """
+    """Return ``length`` elements of a shard from ``start`` on; ``read(start, length)`` reads the whole parameter's."""
     if shard is None:
         return read(start, length)
     rank, ranks, run = shard
@@ -149,12 +144,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: TensorGroup,
-        queue: WaitingGradients | None,
-        parts: Sequence[Weighted],
-        *weights: Tensor,
+        ctx: Any, x: Tensor, group: TensorGroup, queue: WaitingGradients | None, parts: Sequence[Weighted], *_: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.group, ctx.queue, ctx.parts = group, queue, parts
         ctx.set_materialize_grads(False)

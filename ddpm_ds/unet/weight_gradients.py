@@ -26,10 +26,8 @@ class Waiting(NamedTuple):
     """Factors of the weight gradient of a layer, or of several that have one product."""
 
     layers: Sequence[Weighted]
-    x: Tensor
-    """Input."""
-    gradient: Tensor
-    """Gradient of the output, the outputs of several layers side by side."""
+    x: Tensor  # input
+    gradient: Tensor  # of the output, the outputs of several layers side by side
 
 
 class WaitingGradients:
@@ -108,9 +106,7 @@ class WaitingGradients:
 
 
 def _joined(waiting: Sequence[Waiting]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the factors of several micro-batches, small ones that follow each other joined if their images have one
-    size.
-    """
+    """Yield the factors of several micro-batches, small neighbours joined if their images have one size."""
     pairs: list[tuple[Tensor, Tensor]] = []
     pixels = 0
     for number, (_, x, gradient) in enumerate(waiting, 1):
@@ -129,12 +125,9 @@ class Taps(NamedTuple):
     A parameter as an input would run its hooks in every backward, even without a gradient.
     """
 
-    weight: Tensor
-    """Detached weight."""
-    x: Tensor
-    """Tensor of the shape of the layer's input, without memory; its gradient is that input."""
-    y: Tensor
-    """Tensor of the shape of the layer's output, without memory; its gradient is the output's gradient."""
+    weight: Tensor  # detached
+    x: Tensor  # of the shape of the layer's input, without memory; its gradient is that input
+    y: Tensor  # of the shape of the layer's output, without memory; its gradient is the output's gradient
 
 
 class Weighted(nn.Module):
@@ -147,10 +140,8 @@ class Weighted(nn.Module):
     waiting: WaitingGradients | None = None
     """Queue for a weight gradient that has a pass of its own."""
     beside: WaitingGradients | None = None
-    """Queue for all others, in a layer whose backward computes them while it sums; without one they are computed where
-    autograd comes to them."""
+    """Queue for others, which a layer's backward computes while it sums; without one autograd computes them."""
     taps: Taps | None = None
-    """Inputs of compiled code in place of the weight while its gradient is deferred."""
 
     @property
     def queue(self) -> WaitingGradients | None:
@@ -201,7 +192,7 @@ class _Wait(torch.autograd.Function):
         bias: Tensor | None,
         layer: Weighted | None,
         queue: WaitingGradients | None,
-        *taps: Tensor,
+        *_: Any,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.queue = layer, queue
@@ -237,10 +228,7 @@ class Tapped:
     """
 
     def __init__(
-        self,
-        compute: Callable[..., Tensor],
-        compiled: Callable[..., Tensor],
-        parts: Sequence[Weighted],
+        self, compute: Callable[..., Tensor], compiled: Callable[..., Tensor], parts: Sequence[Weighted]
     ) -> None:
         self._compute, self._compiled, self._parts = compute, compiled, parts
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}

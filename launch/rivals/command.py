@@ -97,9 +97,6 @@ def _benchmark(options: argparse.Namespace) -> None:
         stages=options.pipeline_stages,
         device=options.device,
     )
-    for key in ("augmentation", "colour_augmentation"):
-        if value := getattr(plan.spec.unet, key):
-            raise SpecError(f"unet.{key} = {value:g} makes a U-Net that no other row has; --set unet.{key}=0")
     asked = options.rows or [name for name in ROWS if name not in NAMED]
     names, not_run = choose([name for name in ROWS if name in asked], plan)
     from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.train.objective import Noised
-from ddpm_ds.unet.blocks import newest_skip_is_h, pack, unpack, walk
+from ddpm_ds.unet.blocks import pack, unpack, walk
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
@@ -32,8 +32,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(build_layer(layers[index], index, seed) for index in range(first, stop))
         self._dropouts = [part for part in self.layers.modules() if isinstance(part, KeyedDropout)]
-        self._skip_is_h_in = first > 0 and newest_skip_is_h(layers, first)
-        self._skip_is_h_out = newest_skip_is_h(layers, stop)
+        self._before, self._end = layers[first - 1], layers[stop - 1]
 
     def forward(self, *received: Tensor, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """``images`` (N,) int64 are image indices."""
@@ -41,10 +40,10 @@ class StageModule(nn.Module):
         for tensor in received:
             if tensor.requires_grad:  # its gradient is sent as it is, and a split backward leaves it channels-last
                 tensor.register_hook(Tensor.contiguous)
-        carry = walk(self.layers, unpack(received, self._skip_is_h_in))
+        carry = walk(self.layers, unpack(received, self._before))
         if isinstance(carry, Tensor):  # the prediction
             return carry
-        return tuple(tensor.contiguous() for tensor in pack(carry, self._skip_is_h_out))
+        return tuple(tensor.contiguous() for tensor in pack(carry, self._end))
 
 
 class TorchPipeline:

@@ -36,7 +36,7 @@ def spec(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     quick = {"samples": {"every_images": None}, "evaluation": {"every_images": None}}
     train = {"images": 400, "batch_images": 16, "accumulation": 2}
-    found = tiny_spec(train=train, logging={"log_every_images": 16, "trackers": []}, **quick)
+    found = tiny_spec(train=train, logging={"log_every_images": 16}, **quick)
     path.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_defaults=True)))
     return path
 

@@ -464,7 +464,6 @@ def specified(*changes: str) -> RunSpec:
             r"data\.missing_chunks = fill is used only with data\.source: arrays or hdf5",
         ),
         (["data.autoencoder=a"], r"data\.autoencoder needs pictures.*use null"),
-        (["unet.augmentation=0.1"], r"unet\.augmentation = 0\.1 is for pictures.*use 0"),
         (["data.values=bytes"], r"data\.channels = 5 should be 1 \(grey\) or 3"),
     ],
 )

@@ -350,8 +350,6 @@ def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, s
         ),
         (["data.crop_from=12"], "data.crop_from = 12 changes pixels, and a latent .* use null"),
         (["data.horizontal_flips=true"], "data.horizontal_flips = true changes pixels, .* use false"),
-        (["unet.augmentation=0.1"], "unet.augmentation = 0.1 changes pixels, .* use 0"),
-        (["unet.colour_augmentation=0.1"], "unet.colour_augmentation = 0.1 changes pixels, .* use 0"),
         (["sampler.clip=static"], "sampler.clip = static keeps pixels in .* use none"),
         (["data.channels=257"], "data.channels = 257 should be a whole number from 1 to 256"),
     ],

@@ -104,57 +104,10 @@ def test_noise_levels_are_drawn_by_the_image_from_the_papers_distribution(spec: 
         assert share.abs() < 5 * math.sqrt(0.25 / 20_000) and stream == Stream.HELD_OUT + percent
 
 
-def heun_of_the_paper(
-    denoise: Callable[[Tensor, float], Tensor],
-    eps: Tensor,
-    sigmas: list[float],
-    spec: SamplerSpec,
-    noises: list[Tensor],
-) -> Tensor:
-    """Algorithm 2 of Karras et al. 2022; without churn it is algorithm 1."""
-    steps, x, low_high = len(sigmas), eps * sigmas[0], spec.churn_between
-    for number, (sigma, end) in enumerate(zip(sigmas, [*sigmas[1:], 0.0], strict=True)):
-        gamma = min(spec.churn / steps, math.sqrt(2) - 1) if low_high[0] <= sigma <= low_high[1] else 0.0
-        raised = sigma + gamma * sigma
-        x = x + math.sqrt(raised**2 - sigma**2) * spec.churn_noise * noises[number]
-        slope = (x - denoise(x, raised)) / raised
-        following = x + (end - raised) * slope
-        if end:
-            following = x + (end - raised) * (slope + (following - denoise(following, end)) / end) / 2
-        x = following
-    return x
-
-
-@pytest.mark.parametrize("steps", [1, 2, 18])
-@pytest.mark.parametrize("churn", [0.0, 5.0, 100.0])
-@pytest.mark.parametrize("highest", [50.0, 60.0], ids=["from the second step", "from the first step"])
-@pytest.mark.parametrize("churn_noise", [1.003, 1.5, 0.5])
-def test_heun_is_the_algorithm_of_the_paper(churn_noise: float, highest: float, churn: float, steps: int) -> None:
-    options = {"churn": churn, "churn_between": (0.05, highest), "churn_noise": churn_noise, "sigma_max": 60.0}
-    spec = SamplerSpec.model_validate({"kind": "heun", "steps": steps, "clip": "none", **options})
-    sampler, roots = Sampler(spec, EDM), [60.0 ** (1 / 7), 0.002 ** (1 / 7)]
-    sigmas = [(roots[0] + i / max(steps - 1, 1) * (roots[1] - roots[0])) ** 7 for i in range(steps)]
-    assert len(sampler.visits) == 2 * steps - 1 == spec.evaluations_of(EDM)
-    noises = [normal(10 + number) for number in range(steps)]
-    # our noise is added on leaving the correction that ends a step, so before the next one
-    streams = {Stream.SAMPLE + 2 * number: noises[number] for number in range(1, steps)}
-    by_time = {visit.t: streams[visit.stream] for visit in sampler.visits if visit.stream in streams}
-    # where the paper adds noise to noise, we draw both at once: split it so that their sum is ours
-    raised = 60.0 * (1 + (min(churn / steps, math.sqrt(2) - 1) if highest == 60 else 0.0))
-    added = churn_noise * math.sqrt(raised**2 - 60.0**2)
-    both = math.hypot(60.0, added)
-    noises[0] = normal(0) * added / both
-    expected = heun_of_the_paper(edm_denoiser(network), normal(0) * 60.0 / both, sigmas, spec, noises)
-    drawn = sample(sampler, network, sampler.first_noise * normal(0), lambda t: by_time[t])
-    torch.testing.assert_close(drawn, expected)
-    asked = [sampler.needs_noise(number) for number in range(len(sampler.visits))]
-    assert any(asked) == bool(churn and steps > 2)
-
-
 @pytest.mark.parametrize(
     ("kind", "theirs"), [("ddim", "EDMEulerScheduler"), ("dpm_solver", "EDMDPMSolverMultistepScheduler")]
 )
-def test_other_samplers_of_edm_are_those_of_diffusers(kind: str, theirs: str) -> None:
+def test_samplers_of_edm_are_those_of_diffusers(kind: str, theirs: str) -> None:
     diffusion = EDM.model_copy(update={"sigma_data": 0.5})
     sampler = Sampler(SamplerSpec(kind=kind, steps=12, clip="none"), diffusion)
     options: dict[str, Any] = {"euler_at_final": True} if kind == "dpm_solver" else {}
@@ -182,7 +135,7 @@ def test_eulers_steps_of_flow_matching_go_along_the_velocity() -> None:
     torch.testing.assert_close(drawn, expected)
 
 
-@pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("heun", 2), ("dpm_solver", 2)])
+@pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("dpm_solver", 2)])
 def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> None:
     """Data ~ N(0.3, 0.5^2), whose best denoiser is known, and whose images are those of its noise in a straight way."""
 
@@ -213,23 +166,16 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
         ({"schedule": "edm"}, {}, "diffusion.objective = eps does not go with schedule edm; use v"),
         ({"schedule": "flow", "objective": "v"}, {}, "objective = v does not go with schedule flow; use velocity"),
         ({"schedule": "edm", "objective": "v"}, {"kind": "ddpm"}, "steps = null means all timesteps.*give a number"),
-        ({"schedule": "flow", "objective": "velocity"}, {"kind": "heun"}, "kind = heun is for noise that is finite"),
         ({"zero_terminal_snr": True}, {}, "objective = eps can't be learned.*use v or x0"),
         (
             {"objective": "v", "zero_terminal_snr": True},
             {"spacing": "leading"},
             "spacing = leading leaves out the last",
         ),
-        ({"objective": "v", "zero_terminal_snr": True}, {"kind": "heun"}, "heun is for noise that is finite, and diff"),
         ({"objective": "v", "zero_terminal_snr": True, "timesteps": 1}, {"steps": 1}, "timesteps = 1 is too few"),
         ({"weighting": "sigmoid", "timesteps": 1}, {"steps": 1}, "1 is too few for weighting = sigmoid; use 2 or more"),
         ({}, {"sigma_min": 1, "sigma_max": 0.5}, "sigma_min = 1 and sigma_max = 0.5 must rise"),
-        ({}, {"churn": 3}, "churn = 3 is of heun, not of dpm_solver"),
-        (
-            {},
-            {"kind": "heun", "churn": 3},
-            "churn = 3 raises continuous noise levels, and schedule linear has timestep",
-        ),
+        ({}, {"eta": 0.5}, "eta = 0.5 is of ddim, not of dpm_solver"),
         ({}, {"guidance_between": [5, 0.3]}, "guidance_between = 5,0.3 must rise from the lowest"),
     ],
 )
@@ -252,4 +198,4 @@ def test_an_interval_of_guidance_that_no_step_is_in_is_refused(process: list[str
 
 
 def test_a_number_of_timesteps_does_not_bound_the_steps_of_edm() -> None:
-    check_sampler(SamplerSpec(kind="heun", steps=2000), EDM, classes=None)
+    check_sampler(SamplerSpec(steps=2000), EDM, classes=None)

@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ddpm": {"kind": "ddpm", "steps": 6},
     "ddim": {"kind": "ddim", "steps": 6, "eta": 0.7},
     "dpm_solver": {"kind": "dpm_solver", "steps": 6, "clip": "dynamic"},
-    "edm": {"kind": "heun", "steps": 6, "churn": 3.0},
+    "edm": {"kind": "ddpm", "steps": 6},
     "flow": {"kind": "ddpm", "steps": 6},
 }
 EDM = DiffusionSpec(schedule="edm", objective="v")
@@ -120,13 +120,12 @@ def test_guidance_asks_with_and_without_labels_only_where_it_needs_both(guidance
 
 
 def sigmas_of(process: str, steps: int) -> list[float]:
-    """Noise over signal at each visit, from the papers: DDPM, eq. 4, and Karras et al. 2022, eq. 5, visited by Heun."""
+    """Noise over signal at each visit, from the papers: DDPM, eq. 4, and Karras et al. 2022, eq. 5."""
     if process == "ddpm":
         alpha_bar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
         return [math.sqrt(1 / alpha_bar[1000 * (steps - number) // steps - 1] - 1) for number in range(steps)]
     high, low = 80 ** (1 / 7), 0.002 ** (1 / 7)
-    sigmas = [round((high + number / (steps - 1) * (low - high)) ** 7, 12) for number in range(steps)]
-    return [sigmas[0], *(sigma for sigma in sigmas[1:] for _ in range(2))]
+    return [round((high + number / (steps - 1) * (low - high)) ** 7, 12) for number in range(steps)]
 
 
 @pytest.mark.parametrize("guidance", [0.5, 3.0])
@@ -135,7 +134,7 @@ def test_guidance_goes_from_the_prediction_without_label_through_that_with_it_wi
     process: str, between: tuple[float, float], guidance: float
 ) -> None:
     """Kynkäänniemi et al. 2024: the weight is w at sigmas above the first and up to the second, and 1 elsewhere."""
-    values: dict[str, Any] = {"kind": "heun" if process == "edm" else "ddim", "steps": 10}
+    values: dict[str, Any] = {"kind": "ddim", "steps": 10}
     diffusion = EDM if process == "edm" else DiffusionSpec()
     sampler = sampler_of(diffusion, **values, guidance=guidance, guidance_between=between)
     index, labels, none = torch.arange(2), torch.tensor([3, 4]), torch.tensor([10, 10])
@@ -179,9 +178,9 @@ def worse(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("guidance", [0.0, 1.5, 3.0])
 @pytest.mark.parametrize("labels", [None, torch.tensor([3, 4])], ids=["without classes", "classes"])
 def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor | None, guidance: float) -> None:
-    """Karras et al. 2024: D_w = w D_1 + (1 - w) D_0, here in Heun's steps of Karras et al. 2022, algorithm 1."""
+    """Karras et al. 2024: D_w = w D_1 + (1 - w) D_0, here in Euler's steps."""
     between = (0.05, 60.0)
-    sampler = sampler_of(EDM, kind="heun", steps=6, clip="none", guidance=guidance, guidance_between=between)
+    sampler = sampler_of(EDM, kind="ddim", steps=6, clip="none", guidance=guidance, guidance_between=between)
     index, asked = torch.arange(2), []
 
     def guide(*inputs: Tensor) -> Tensor:
@@ -192,7 +191,7 @@ def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor 
     found = drawn(drawing)
     sigmas = sigmas_of("edm", 6)
     inside = [between[0] < sigma <= between[1] for sigma in sigmas]
-    assert len(asked) == sum(inside) == 8 and sum(drawing.evaluations) == 11 + 8
+    assert len(asked) == sum(inside) == 4 and sum(drawing.evaluations) == 6 + 4
     assert all(len(inputs[0]) == 2 and (labels is None or inputs[2] is labels) for inputs in asked)
 
     def denoised(network: Callable[..., Tensor], x: Tensor, sigma: float) -> Tensor:
@@ -205,14 +204,12 @@ def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor 
         return weight * denoised(unet, x, sigma) + (1 - weight) * denoised(worse, x, sigma)
 
     x = 80.0 * keyed.normal(5, Stream.SAMPLE, index, 3 * 6 * 5).reshape(2, *SHAPE).double()
-    for sigma, end in pairwise([sigmas[0], *sigmas[1::2]]):
-        slope = (x - guided(x, sigma)) / sigma
-        ahead = x + (end - sigma) * slope
-        x = x + (end - sigma) * (slope + (ahead - guided(ahead, end)) / end) / 2
+    for sigma, end in pairwise(sigmas):
+        x = x + (end - sigma) * (x - guided(x, sigma)) / sigma
     x = guided(x, sigmas[-1])  # the step to 0
     wanted = ((x + 1) * 127.5).round().clamp(0, 255)
     # predictions are rounded to steps of 2^-8 after float32's rounding of x, so that a few differ by a step
-    assert ((found - wanted).abs() > 1).double().mean() < 0.02 and len(found.unique()) > 50
+    assert ((found - wanted).abs() > 1).double().mean() < 0.02 and len(found.unique()) > 20
 
 
 # Pixels

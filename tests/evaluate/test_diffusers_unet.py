@@ -80,9 +80,7 @@ def diffusers() -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in VARIANTS if name not in ("augmentation", "vector", "text", "text_time")]
-)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("vector", "text", "text_time")])
 def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients(
     name: str, diffusers: ModuleType
 ) -> None:
@@ -101,20 +99,6 @@ def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients
     tolerance = rounding(layers)
     torch.testing.assert_close(prediction, expected, rtol=0, atol=tolerance * expected.abs().max().item())
     assert_the_same_gradients(ours, theirs, (prediction, expected), layers, 2 * tolerance)
-
-
-def test_a_unet_that_is_told_of_augmentation_is_exported_as_what_it_draws_with(diffusers: ModuleType) -> None:
-    """Its condition is zero then, which adds exactly nothing, so diffusers needs no tensor for it."""
-    layers = layers_of("augmentation")
-    ours = random_unet(layers).eval()
-    x_t, t, labels, condition = batch("augmentation")
-    plain = ours(x_t, t, labels)
-    assert torch.equal(ours(x_t, t, labels, torch.zeros_like(condition)), plain)
-    assert not torch.allclose(ours(x_t, t, labels, condition), plain, rtol=1e-2)
-    theirs = diffusers.UNet2DModel(**diffusers_config(VARIANTS["augmentation"], INTERFACE)).eval()
-    theirs.load_state_dict(to_diffusers(ours.layers.state_dict(), layers), strict=True)
-    expected = theirs(x_t, t, labels).sample
-    torch.testing.assert_close(plain, expected, rtol=0, atol=rounding(layers) * expected.abs().max().item())
 
 
 def test_cifar10_unet_of_ddpm_is_that_of_our_spec_with_its_published_parameters(diffusers: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate import ensembles
-from ddpm_ds.evaluate.ensembles import field_scores, psnr, ssim
+from ddpm_ds.evaluate.ensembles import field_scores
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
@@ -114,8 +113,8 @@ def test_the_members_of_every_held_out_field_are_scored_against_it(
     (plot,) = (tmp_path / "here").glob("*/spectra.png")
     assert Image.open(plot).width > 500
     table = [line.split() for line in table_of(out)]
-    assert table[0][:4] == ["channel", "mae", "rmse", "crps"] and [row[0] for row in table[1:]] == ["t2m", "u", "all"]
-    assert table[1][-6:] == [str(HELD_OUT), str(MEMBERS), "ddim", "2", "ema", "-"] and "psnr" not in out.lower()
+    assert table[0][:3] == ["channel", "rmse", "crps"] and [row[0] for row in table[1:]] == ["t2m", "u", "all"]
+    assert table[1][-6:] == [str(HELD_OUT), str(MEMBERS), "ddim", "2", "ema", "-"]
 
 
 def test_inputs_of_a_file_are_scored_if_it_has_true_images(fields: Path, evaluate: Evaluate, tmp_path: Path) -> None:
@@ -125,22 +124,19 @@ def test_inputs_of_a_file_are_scored_if_it_has_true_images(fields: Path, evaluat
     (images,) = tmp_path.glob("*/drawn/images.npy")
     truths = np.stack([others["t2m"][:2], others["u"][:2]], axis=1)
     total = report(tmp_path)["scores"]["total"]
-    assert total["mae"] == pytest.approx(np.abs(np.load(images) - truths).mean(), rel=1e-5)
+    assert total["crps"] == pytest.approx(np.abs(np.load(images) - truths).mean(), rel=1e-5)
     np.savez(tmp_path / "unknown.npz", **{name: others[name] for name in ("coarse", "lead", "land")})
     said = evaluate(fields, "--conditions", tmp_path / "unknown.npz", code=2)
     assert "--conditions has no true images to compare with; leave it out for those held out" in said
 
 
-def test_pictures_also_have_psnr_and_ssim_of_their_members(
-    pictures: Path, evaluate: Evaluate, trackers: list[Any], tmp_path: Path
-) -> None:
-    out = evaluate(pictures, "--members", 2, "--clip", "static", "--out", tmp_path)
+def test_pictures_are_scored_by_colour(pictures: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    evaluate(pictures, "--members", 2, "--clip", "static", "--out", tmp_path)
     members, truths = drawn(pictures, 2, clip="static")
     scores = report(tmp_path)["scores"]
-    for name, function in (("psnr", psnr), ("ssim", ssim)):
-        each = [function(member, truths.float(), data_range=255) for member in members]
-        assert scores[name] == pytest.approx(np.mean(each), rel=1e-4) == trackers[0].logged[f"eval/{name}"]
-    assert list(scores["channels"]) == ["red", "green", "blue"] and "PSNR  SSIM" in re.sub(r" {2,}", "  ", out)
+    expected = field_scores(members.float(), truths.float()).total
+    assert scores["total"]["crps"] == pytest.approx(expected.crps, rel=1e-4)
+    assert list(scores["channels"]) == ["red", "green", "blue"]
 
 
 def test_masked_pixels_are_not_scored(tmp_path: Path, evaluate: Evaluate) -> None:
@@ -179,15 +175,9 @@ def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: 
     planted = plant_fields(tmp_path, diffusion={"objective": "regression"})
     evaluate(planted.run_dir, "--out", tmp_path / "here", "--steps", 1)
     total = report(tmp_path / "here")["scores"]["total"]
-    assert total["spread"] is None and total["crps"] == total["mae"]
+    assert total["spread_over_skill"] is None and total["crps"] > 0
     said = evaluate(planted.run_dir, "--members", 2, "--steps", 1, code=2)
     assert "--members 2: a regression draws one image of each input; use 1" in said
-
-
-def test_exact_pictures_have_no_psnr_and_tiny_ones_no_ssim() -> None:
-    scores = ensembles.PictureScores()
-    scores.add(torch.zeros(2, 1, 8, 8), torch.zeros(1, 8, 8))
-    assert scores.means() == {}
 
 
 @pytest.mark.parametrize(

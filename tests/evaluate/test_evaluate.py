@@ -228,7 +228,7 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
         (("--guidance", "1,x"), "'x' is not a guidance from 0 to 1,000"),
         (("--guidance", "1,2,1"), "'1,2,1' has one value twice"),
         (("--sampler", "ddim,best"), "'best' is none of "),
-        (("--sampler", "ddim,heun", "--eta", "0.5"), "--eta = 0.5 is of ddim, not of heun"),
+        (("--sampler", "ddim,dpm_solver", "--eta", "0.5"), "--eta = 0.5 is of ddim, not of dpm_solver"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(

@@ -125,14 +125,6 @@ def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(argument
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
-def test_a_sampler_that_a_process_does_not_have_is_refused_by_its_option() -> None:
-    parser = argparse.ArgumentParser()
-    add_drawing_options(parser)
-    flow = DiffusionSpec(schedule="flow", objective="velocity")
-    with pytest.raises(SpecError, match=r"^--sampler = heun is for noise that is finite"):
-        sampler_from(parser.parse_args(["PATH", "--sampler", "heun"]), SamplerSpec(), flow, classes=None)
-
-
 def expected(planted: Path, count: int, labels: Tensor | None, first: int = 0, seed: int = 0) -> Tensor:
     index = torch.arange(first, first + count)
     return draw(load_trained(planted), FAST_SAMPLER, index, labels=labels, seed=seed)

@@ -63,7 +63,7 @@ Process = Literal[
     "heads",
     "edm",
     "flow",
-    "augmented",
+    "weighted",
     "rectangles",
     "stored",
     "reduced",
@@ -72,8 +72,8 @@ Process = Literal[
     "caption",
     "buckets",
 ]
-"""DDPM, DDPM with attention of several heads and modulated blocks, EDM, flow matching, DDPM whose images are augmented,
-inputs perturbed and losses weighed, or DDPM of images that are wider than high; or masked fields of 8x16 pixels with
+"""DDPM, DDPM with attention of several heads and modulated blocks, EDM, flow matching, DDPM whose inputs are perturbed
+and losses weighed, or DDPM of images that are wider than high; or masked fields of 8x16 pixels with
 weighed channels, constants, a grid, a vector and a condition that is stored, or made and noised, or from which they are
 regressed; or images with captions: of one size on two levels, on one, or in buckets of aspect."""
 COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "stored", "text", "caption", "buckets")
@@ -398,10 +398,9 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25})
     if process == "flow":
         return tiny_spec(unet=unet, diffusion={"schedule": "flow", "objective": "velocity"})
-    if process == "augmented":
+    if process == "weighted":
         weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
-        unet |= {"augmentation": 0.5, "colour_augmentation": 0.5}
-        return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
+        return tiny_spec(unet=unet, diffusion=weighted)
     if process == "text":
         return tiny_text_spec()
     if process == "caption":

@@ -58,7 +58,7 @@ BY_TWO = [
 ]
 BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, schedule="folded", random_programs=10, process="reduced"),
-    Case(2, 2, 1, "fp32", 1, across="replicas", process="augmented"),
+    Case(2, 2, 1, "fp32", 1, across="replicas", process="weighted"),
     Case(4, 1, 2, "fp32", 3),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
     Case(2, 1, 1, "fp16", 0, schedule="folded", process="heads", random_programs=3, tensor=2),
@@ -83,10 +83,10 @@ MORE_BY_TWO = [
     Case(2, 1, 0, "fp32", 0),
     Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128),
     Case(2, 1, 1, "fp32", 1, process="edm"),
-    Case(2, 1, 1, "fp16", 0, schedule="folded", process="augmented"),
+    Case(2, 1, 1, "fp16", 0, schedule="folded", process="weighted"),
     Case(2, 1, 2, "fp16", 0, schedule="folded", process="stored"),
     Case(2, 1, 1, "fp16", 1, schedule="folded"),
-    Case(2, 1, 2, "fp32", 1, process="augmented"),
+    Case(2, 1, 2, "fp32", 1, process="weighted"),
     Case(2, 1, 1, "fp32", 1, process="stored"),
     Case(2, 1, 2, "fp16", 0, process="rectangles"),
     Case(2, 1, 1, "fp32", 0, process="buckets"),

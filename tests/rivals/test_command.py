@@ -112,7 +112,6 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
         (1, "--rows 1f1b,fold", "'fold' is no row; rows are plain, 1f1b, eager"),
         (1, "--rows torch,folded", "leaves nothing to run: folded: needs 2 stages; torch: needs 2 stages"),
         (2, "--rows plain", "plain: has one process, and 2 were started"),
-        (1, "--set unet.augmentation=0.1 --set unet.classes=10", "makes a U-Net that no other row has"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -187,7 +187,7 @@ def test_nothing_that_is_said_or_written_has_a_secret_of_the_tracking_uri(
     monkeypatch.setenv("NCCL_TOKEN", secret)
     for words in READERS:
         assert main(words.split()) == 2
-    EventFile(tmp_path / EVENTS, print).append({"start": {"output_root": str(tmp_path), "trackers": []}})
+    EventFile(tmp_path / EVENTS, print).append({"start": {"output_root": str(tmp_path)}})
     print(unsent(tmp_path / EVENTS))
     out, err = capfd.readouterr()
     written = "".join(file.read_text(errors="replace") for file in tmp_path.iterdir())

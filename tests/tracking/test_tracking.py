@@ -20,6 +20,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from ddpm_ds.tracking.sender import MlflowRun
 from mlflow import MlflowClient
 from PIL import Image
 
@@ -29,7 +30,6 @@ from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
 from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
 from ddpm_ds.tracking.tracker import RunLink, flatten
-from ddpm_ds.tracking.trackers import MlflowRun
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
 
@@ -273,7 +273,7 @@ def test_a_full_disk_is_said_once_and_events_go_on_when_it_takes_them_again(root
     tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(0, 0.0), (3, 3.0)] and read_run(root).info.status == "FINISHED"
     assert said == [
-        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and trackers miss what happens "
+        f"{file} can't be written ({os.strerror(errno.ENOSPC)}); training continues, and MLflow misses what happens "
         "until it can"
     ]
 

@@ -328,13 +328,13 @@ def test_images_of_a_held_out_source_are_measured_and_never_trained_on(tmp_path:
 @pytest.mark.launch
 @pytest.mark.long
 def test_crops_of_rectangles_are_trained_drawn_scored_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    """On two stages, from pictures of another shape, augmented."""
+    """On two stages, from pictures of another shape."""
     pictures, ends = tmp_path / "pictures", []
     pictures.mkdir()
     for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (12, 30, 31), np.uint8)):
         Image.fromarray(pixels).save(pictures / f"{number}.png")
     changes = ["data.source=folder", f"data.path={pictures}", "data.image_size=[16,24]", "data.crop_from=[20,24]"]
-    changes += ["data.horizontal_flips=false", "unet.augmentation=0.5", "data.held_out_images=4", "unet.classes=null"]
+    changes += ["data.horizontal_flips=false", "data.held_out_images=4", "unet.classes=null"]
     changes += ["unet.multipliers=[1,1]", "unet.attention_resolutions=[]", "unet.attention_levels=[1]"]
     changes += ["train.label_drop=0", "samples.every_images=64", "evaluation.every_images=64"]
     changes += ["sampler.steps=1"]

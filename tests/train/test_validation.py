@@ -49,7 +49,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
             [
                 Look(1, 2, zero=1, guidance=3.0, kind="ddpm", process=WEIGHTED),
                 Look(2, 1, "fp16", guidance=2.0, kind="ddim"),
-                Look(2, 1, schedule="folded", kind="heun", guidance=2.0, process=EDM, between=(0.1, 50.0)),
+                Look(2, 1, schedule="folded", kind="dpm_solver", guidance=2.0, process=EDM, between=(0.1, 50.0)),
                 Look(2, 1, text=True, guidance=3.0, between=(0.1, 50.0)),
                 Look(2, 1, schedule="folded", text=True, buckets=True),
                 Look(1, 2, zero=1, text=True, buckets=True),

@@ -202,7 +202,7 @@ def test_kernels_get_the_very_memory_of_x_and_of_the_gradient_which_must_be_chan
 @pytest.mark.parametrize("images, pixels", [(1, 1), (1, 65536), (8, 1024), (128, 1024), (3, 81)])
 def test_tiles_cover_every_pixel_and_channel_once(images: int, pixels: int, channels: int, groups: int) -> None:
     cut = fused_norm.tiles(images, pixels, channels, groups)
-    assert (cut.count - 1) * cut.pixels < pixels <= cut.count * cut.pixels
+    assert (cut.tiles - 1) * cut.pixels < pixels <= cut.tiles * cut.pixels
     assert (cut.channel_blocks - 1) * cut.columns < channels <= cut.channel_blocks * cut.columns
     assert cut.rows * cut.columns <= fused_norm.BLOCK_ELEMENTS
     held = fused_norm.whole(pixels, channels, groups, 2)

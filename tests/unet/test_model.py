@@ -59,8 +59,8 @@ def test_weights_start_as_in_ddpm() -> None:
     assert (unet(*batch("ddpm")) == 0).all()
 
 
-def test_a_condition_of_augmentation_starts_as_nothing() -> None:
-    assert (UNet(layers_of("augmentation"), 5).get_parameter("layers.0.condition_embedding.weight") == 0).all()
+def test_the_vector_of_a_condition_starts_as_nothing() -> None:
+    assert (UNet(layers_of("vector"), 5).get_parameter("layers.0.condition_embedding.weight") == 0).all()
 
 
 def test_label_changes_the_prediction_and_no_label_is_the_row_after_the_last_class() -> None:

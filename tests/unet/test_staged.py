@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import Carry, pack, unpack
 from ddpm_ds.unet.layers import boundary_shapes
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet, rounding
 
-INSIDE = ("ddpm", "symmetric", "cos_sin", "scale_shift", "augmentation", "level", "vector")
+INSIDE = ("ddpm", "symmetric", "cos_sin", "scale_shift", "level", "vector")
 """Variants whose carry is that of another, or has less in it."""
 FORMATS = {2: torch.contiguous_format, 4: torch.channels_last}
 
@@ -44,13 +44,13 @@ def test_a_forward_cut_anywhere_is_the_forward_bit_for_bit(name: str, precision:
         whole = finish(modules, carry)
         for cut in range(1, len(layers)):
             carry = modules[cut - 1](carry)
-            sent = pack(carry, newest_skip_is_h(layers, cut))
+            sent = pack(carry, layers[cut - 1])
             assert tuple(tensor.shape[1:] for tensor in sent) == boundary_shapes(layers, cut)
             assert len({tensor.data_ptr() for tensor in sent}) == len(sent), "a tensor is sent twice"
             assert all(tensor.dtype is precision for tensor in sent)
             assert all(tensor.is_contiguous(memory_format=FORMATS[tensor.ndim]) for tensor in sent)
             received = tuple(tensor.clone() for tensor in sent)
-            rest = finish(modules[cut:], unpack(received, newest_skip_is_h(layers, cut)))
+            rest = finish(modules[cut:], unpack(received, layers[cut - 1]))
             assert torch.equal(rest, whole), f"cut before {layers[cut].name}"
 
 
@@ -77,9 +77,9 @@ def test_gradients_through_any_cut_are_the_gradients(name: str) -> None:
 
     for cut in range(1, len(layers)):
         modules.zero_grad()
-        sent = pack(walk(modules[:cut], batch(name)), newest_skip_is_h(layers, cut))
+        sent = pack(walk(modules[:cut], batch(name)), layers[cut - 1])
         received = tuple(tensor.detach().requires_grad_() for tensor in sent)
-        finish(modules[cut:], unpack(received, newest_skip_is_h(layers, cut))).square().mean().backward()
+        finish(modules[cut:], unpack(received, layers[cut - 1])).square().mean().backward()
         # x_t needs no gradient, and emb gets none from a stage that has only the last layer.
         pairs = [(s, r.grad) for s, r in zip(sent, received, strict=True) if s.requires_grad and r.grad is not None]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])

@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.text import CrossAttentionSpec
 from ddpm_ds.unet.blocks import set_context, transformer_blocks
-from ddpm_ds.unet.layers import SIZES, Layer, TransformerBlockLayer, augmentation_numbers, unet_layers
+from ddpm_ds.unet.layers import SIZES, Layer, TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
@@ -36,15 +36,12 @@ VARIANTS = {
     "wide_embedding": UnetSpec(
         channels=15, multipliers=(1, 2), blocks_per_level=3, norm_groups=5, norm_epsilon=1e-2, embedding_channels=48
     ),
-    "augmentation": UnetSpec(
-        channels=16, multipliers=(1, 2), norm_groups=8, classes=3, augmentation=0.12, colour_augmentation=0.1
-    ),
     "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
     "levels": UnetSpec(
         channels=16, multipliers=(1, 2, 1), attention_levels=(0, 2), norm_groups=8, downsample_padding="symmetric"
     ),
     "level": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin"),
-    "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, colour_augmentation=0.1),
+    "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3),
     # SD's and SDXL's kinds, shrunk
     "text": UnetSpec(
         channels=16,
@@ -134,8 +131,7 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     classes = VARIANTS[name].classes
     told = [] if classes is None else [torch.tensor([3, classes])]
     told += [torch.tensor([0.0, 321.5])] if interface.told_level else []
-    numbers = augmentation_numbers(VARIANTS[name], interface.channels) + interface.numbers
-    told += [torch.randn(2, numbers, generator=generator)] if numbers else []
+    told += [torch.randn(2, interface.numbers, generator=generator)] if interface.numbers else []
     if (text := VARIANTS[name].text) is not None and text.pooled_channels:
         sizes = torch.randint(0, 1000, (2, SIZES), generator=generator)
         told.append(torch.cat((torch.randn(2, text.pooled_channels, generator=generator), sizes), dim=1))
