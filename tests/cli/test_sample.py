@@ -128,15 +128,6 @@ def test_python_draws_the_same(planted: Planted) -> None:
         draw_from_python(trained, 6, conditions="held-out")
 
 
-@pytest.mark.launch
-def test_two_processes_draw_what_one_draws(planted: Planted, tmp_path: Path) -> None:
-    out = tmp_path / "x.npy"
-    words = ["--conditions", "held-out", "--members", "3", "--batch-images", "4", "--out", str(out)]
-    done = run_ranks(2, REPOSITORY / "launch" / "sample.py", str(planted.run_dir), *FAST, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    close(np.load(out), ensembles(planted.run_dir, 3))
-
-
 FORECAST: dict[str, Any] = {
     "kind": "stored",
     "variables": ["t2m", "u"],

@@ -20,7 +20,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from ddpm_ds.tracking.sender import MlflowRun
 from mlflow import MlflowClient
 from PIL import Image
 
@@ -29,6 +28,7 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
 from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
+from ddpm_ds.tracking.sender import MlflowRun
 from ddpm_ds.tracking.tracker import RunLink, flatten
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
