@@ -184,7 +184,7 @@ def summary(
     """Return the summary at the end of a run, in a few lines.
 
     ``loss`` is the mean over the last log interval, ``images_per_second`` that of
-    :func:`~ddpm_ds.tracking.runs.mean_of_points`; times and shares are those of the verdict.
+    :func:`~ddpm_ds.tracking.run_folder.mean_of_points`; times and shares are those of the verdict.
     """
     shares = f"sampling and validation {pauses.sampling_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
     rows = {

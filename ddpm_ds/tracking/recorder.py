@@ -13,9 +13,9 @@ from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import ANIMATION, SAMPLES_KEY, RunFolder, labels
-from ddpm_ds.tracking.runs import DERIVED, RATE, VARIED_TAG, Run
-from ddpm_ds.tracking.tracker import RunLink, Status, Tracker, flatten
+from ddpm_ds.tracking.run_folder import ANIMATION, DERIVED, POINTS, RATE, SAMPLES_KEY, RunFolder, flatten, labels
+from ddpm_ds.tracking.runs import VARIED_TAG
+from ddpm_ds.tracking.tracker import RunLink, Status, Tracker
 from ddpm_ds.version import __version__
 
 PARAMETERS = (
@@ -40,8 +40,7 @@ class Recorder:
         spec: RunSpec | None = None,
     ) -> None:
         self.line, self.tracker, self.folder, self._spec = line, tracker, folder, spec
-        names = (METRICS, EVALUATIONS, OBSERVATIONS)
-        self._logged = {name: folder.logged_step(name) if folder else 0 for name in names}
+        self._logged = {name: folder.logged_step(name) if folder else 0 for name in POINTS}
 
     def step(self, images_seen: int) -> None:
         """Show that a step has ended."""
@@ -75,7 +74,7 @@ class Recorder:
 
     def images_per_second(self) -> float:
         """Return the speed of the whole run; 0 on ranks other than 0."""
-        return Run(self.folder.path).images_per_second if self.folder is not None else 0.0
+        return self.folder.images_per_second if self.folder is not None else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that a checkpoint was begun and blocked training for ``seconds``."""
@@ -86,7 +85,7 @@ class Recorder:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
         if self.tracker is None or self.folder is None or self._spec is None or drawn is None:
             return
-        spec, run = self._spec, self.folder.path.resolve().name
+        spec, run = self._spec, self.folder.folder.resolve().name
         path = self.folder.samples(images_seen)
         try:
             if path.exists():
@@ -148,7 +147,7 @@ class Recorder:
         """Write and keep the run's pictures so far as an animation; all are drawn from the same noise."""
         if self.tracker is None or self.folder is None:
             return
-        path = self.folder.path / ANIMATION
+        path = self.folder.folder / ANIMATION
         with fault_said(str(path), self.log):
             if len(files := self.folder.all_samples()) >= 2:
                 write_animation(files, path)

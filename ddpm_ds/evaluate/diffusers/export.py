@@ -62,7 +62,6 @@ from ddpm_ds.evaluate.scores import score_rows
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.runs import Run
 from ddpm_ds.unet.layers import SIZES
 from ddpm_ds.unet.model import UNet
 
@@ -585,7 +584,7 @@ def last_losses(trained: Trained) -> dict[str, float]:
     if trained.run_dir is None or trained.spec is None or trained.images_seen is None:
         return {}
     last_step = trained.images_seen // trained.spec.train.batch_images
-    run, found = Run(trained.run_dir), {}
+    run, found = RunFolder(trained.run_dir), {}
     for columns, metric in ((run.metrics, "train/loss"), (run.evaluations, "eval/loss")):
         for step, value in zip(columns.get("step", ()), columns.get(metric, ()), strict=False):
             if step <= last_step and not math.isnan(value):
