@@ -53,7 +53,7 @@ NAMES = {
 @pytest.mark.parametrize("group", NAMES)
 def test_a_name_has_its_group(group: str) -> None:
     for name in NAMES[group].split(" | "):
-        assert group_of([name]) == group, name
+        assert group_of(name) == group, name
 
 
 def test_an_event_belongs_to_the_work_that_it_is_done_within() -> None:
@@ -86,7 +86,7 @@ def test_an_event_belongs_to_the_work_that_it_is_done_within() -> None:
     for number, (_, _, group) in enumerate(expected):
         if group is not None:
             wanted[group] += 2.0**number
-    assert {group: sum(seconds.values()) for group, seconds in found.items()} == wanted
+    assert found == wanted
 
 
 def tiny_step() -> None:
@@ -106,14 +106,10 @@ def test_a_real_step_is_shared_out_without_rest() -> None:
         tiny_step()
     events = profiler.events()
     assert events is not None
-    found = shares(events, on_device=False)
-    seconds = {group: sum(names.values()) for group, names in found.items()}
+    seconds = shares(events, on_device=False)
     assert sum(seconds.values()) == pytest.approx(events.self_cpu_time_total * 1e-6)
     for group in ("convolution_forward", "convolution_backward", "attention", "normalisation", "optimizer", "copies"):
         assert seconds[group] > 0, group
-    assert "aten::native_group_norm_backward" in found["normalisation"]
-    assert any("flash_attention_for_cpu_backward" in name for name in found["attention"])
-    assert any(name.startswith("Optimizer.step#AdamW") for name in found["optimizer"])
 
 
 def test_on_a_device_kernels_count_and_of_the_host_its_calls_and_waits() -> None:
@@ -134,7 +130,7 @@ def test_on_a_device_kernels_count_and_of_the_host_its_calls_and_waits() -> None
         ],
         on_device=True,
     )
-    microseconds = {group: round(sum(names.values()) * 1e6) for group, names in found.items() if any(names.values())}
+    microseconds = {group: round(seconds * 1e6) for group, seconds in found.items() if seconds}
     assert microseconds == {
         "convolution_forward": 400,
         "launch_overhead": 10,
