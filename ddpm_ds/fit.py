@@ -30,10 +30,8 @@ from ddpm_ds.processes.supervisor import Processes, rank_environments
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 60.0
-"""Seconds in which the other ranks notice that one has failed, and end."""
-LIBRARY_BYTES = 750 * 2**20
-"""Approximate bytes of a process on a CPU that the planner does not count: interpreter and libraries."""
+GRACE_SECONDS = 60.0  # in which the other ranks notice that one has failed, and end
+LIBRARY_BYTES = 750 * 2**20  # of a process on a CPU that the planner does not count: interpreter and libraries
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
@@ -70,20 +68,17 @@ class Task:
     """Search: everything that a trial needs except the micro-batch."""
 
     spec: Path
-    given: tuple[str, ...]
-    """Overrides of the spec and the JSON."""
+    given: tuple[str, ...]  # overrides of the spec and the JSON
     ds_config: Path
     stages: int
     replicas: int
     processes: int
     accumulation: int | None
     """Number of micro-batches per step, so that the batch grows with their size; None keeps ``train.batch_images``."""
-    device: str
-    """Device type, ``cpu`` or ``cuda``."""
+    device: str  # its type, cpu or cuda
     budget_bytes: int | None
     """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
-    steps: int
-    """Number of timed steps."""
+    steps: int  # that are timed
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
@@ -117,15 +112,15 @@ class Task:
         if self.accumulation is not None:
             self.plan(1)
             return range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1)
-        possible, refusals = list[int](), list[LayoutError]()
+        possible, first = list[int](), None
         for size in divisors(load_spec(self.spec, spec_overrides(self.given)).train.batch_images):
             try:
                 self.plan(size)
                 possible.append(size)
             except LayoutError as error:
-                refusals.append(error)
-        if not possible:
-            raise refusals[0]
+                first = first or error
+        if first and not possible:
+            raise first
         return possible
 
 
@@ -159,8 +154,9 @@ class TriedSize:
 
     def line(self) -> str:
         """Return the line printed when the trial is done."""
-        speed = f"{self.images_per_second:10,.4g} images/s" if self.fits else ""
-        how = f"{speed}, {gib(self.peak_bytes)} in the fullest process" if self.fits else f"does not fit: {self.why}"
+        how = f"does not fit: {self.why}"
+        if self.fits:
+            how = f"{self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
         return f"  {self.micro_batches:5} x {self.micro_batch_images:<5} {how}"
 
 
@@ -180,11 +176,8 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
 
 def expected(task: Task, sizes: Sequence[int]) -> int:
     """Return the largest of some sizes that the planner expects to fit, or the smallest."""
-    limit = task.budget_bytes
-    if task.device == "cpu":
-        limit = (limit or 0) - LIBRARY_BYTES
-    elif limit is None:
-        limit = _device_bytes()
+    given = task.budget_bytes or 0
+    limit = given - LIBRARY_BYTES if task.device == "cpu" else given or _device_bytes()
     return largest(sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, sizes[0]) or sizes[0]
 
 

@@ -127,9 +127,8 @@ def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -
         if len(set(values[name])) > 1 and values[name] != values.get(REPEATED.get(name, "")):
             rows.append([name, *(value or "-" for value in values[name])])
     for name in usual if metrics is None else dict.fromkeys(metrics):
-        base = runs[0].metrics.get(name, math.nan)
-        cells = [_cell(name, run.metrics.get(name), base if len(runs) > 1 else math.nan) for run in runs]
-        rows.append([name, *cells])
+        base = runs[0].metrics.get(name, math.nan) if len(runs) > 1 else math.nan
+        rows.append([name, *(_cell(name, run.metrics.get(name), base) for run in runs)])
     return [["".join(letter if letter.isprintable() else " " for letter in cell) for cell in row] for row in rows]
 
 

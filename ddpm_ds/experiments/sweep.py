@@ -130,10 +130,9 @@ def make_trials(
         paths = (folder.with_name(f"{folder.name}.{short}{number}") for number in again)
         run_dir = next(path for path in paths if path not in made)
         try:
-            count = number_of_processes(values.get(PROCESSES, str(processes)))
-            config = Path(values.get(CONFIG, ds_config))
+            count, config = number_of_processes(values.get(PROCESSES, str(processes))), values.get(CONFIG, ds_config)
             options = {"world_size": count, "stages": stages, "device": device, "hosts": ("localhost",) * count}
-            plan = plan_run(spec, _overrides(values, overrides), config, **options)  # type: ignore[arg-type]
+            plan = plan_run(spec, _overrides(values, overrides), Path(config), **options)  # type: ignore[arg-type]
         except (UserError, argparse.ArgumentTypeError) as error:
             raise ExperimentError(*(f"trial {label}: {fault}" for fault in error.args)) from None
         made[run_dir] = Trial(values, run_dir, plan)

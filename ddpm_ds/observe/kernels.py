@@ -33,9 +33,7 @@ from ddpm_ds.pipeline.schedule import Instruction
 TABLE_ROWS, WIDEST_NAME = 100, 60
 SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
-"""Names of our own ranges in a profile: an instruction of the pipeline's schedule, work between two steps, and a wait
-of the host for a message or a collective.
-"""
+"""Our own ranges in a profile: an instruction of the schedule, work between two steps, and a wait of the host."""
 OF_HOST = ("synchronisation", "launch_overhead")
 """Groups whose time is the host's also where there is a device, beside whose work it runs."""
 GROUPS = {
@@ -104,16 +102,14 @@ class KernelProfile(Observer):
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
         self._engine, self._steps, self._folder, self._report = engine, steps, folder, report
         self._profiler: profile | None = None
-        self._recorded = self._last = 0
-        self._on_device = False
+        self._recorded, self._last, self._on_device = 0, 0, False
         self._labels = contextlib.ExitStack()
 
     def begin_step(self, step: int) -> None:
-        if self._profiler is not None:
-            if step in self._steps and step == self._profiler.step_num + 1:
-                self._profiler.step()
-            else:
-                self._stop()
+        if self._profiler is not None and step in self._steps and step == self._profiler.step_num + 1:
+            self._profiler.step()
+        elif self._profiler is not None:
+            self._stop()
         if self._profiler is None and not self._recorded and (step in self._steps or step + 1 == self._steps.start):
             self._start(step)
         if self._profiler is not None and step in self._steps:
@@ -126,10 +122,8 @@ class KernelProfile(Observer):
         if self._profiler is not None:
             self._stop()
         if self._steps and not self._recorded:
-            self._report.log(
-                f"--profile-kernels {self._steps[0]}-{self._steps[-1]}: none of these steps was taken since the run "
-                "was started or resumed"
-            )
+            which = f"--profile-kernels {self._steps[0]}-{self._steps[-1]}"
+            self._report.log(f"{which}: none of these steps was taken since the run was started or resumed")
 
     def _start(self, step: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
@@ -138,8 +132,8 @@ class KernelProfile(Observer):
         def action(step: int) -> ProfilerAction:
             return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
 
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
-        self._profiler = profile(activities=activities, schedule=action, profile_memory=True)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
+        self._profiler = profile(activities=kinds, schedule=action, profile_memory=True)
         self._profiler.step_num = step  # by which steps are named in the trace
         self._profiler.current_action = action(step)  # type: ignore[assignment]
         for labels in (instructions_wrapped(self._engine, _labelled), labelled_waits(), self._engine.watched()):

@@ -272,20 +272,10 @@ def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = N
 
 def _read(run: MlflowRun, experiment: str, uri: str) -> RecordedRun:
     info, data = run.info, run.data
-    return RecordedRun(
-        id=info.run_id,
-        name=info.run_name,
-        experiment=experiment,
-        experiment_id=info.experiment_id,
-        status=info.status,
-        start_ms=info.start_time,
-        params=dict(data.params),
-        metrics=numbers_of(data.tags) | data.metrics,
-        tags=dict(data.tags),
-        folder=_folder(data.tags, info.run_name, uri),
-        parent=data.tags.get(PARENT_TAG),
-        tracking_uri=uri,
-    )
+    tags, parent = dict(data.tags), data.tags.get(PARENT_TAG)
+    where, values = (info.run_id, info.run_name, experiment, info.experiment_id), numbers_of(tags) | data.metrics
+    params, folder = dict(data.params), _folder(tags, info.run_name, uri)
+    return RecordedRun(*where, info.status, info.start_time, params, values, tags, folder, parent, uri)
 
 
 def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:

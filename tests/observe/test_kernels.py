@@ -7,10 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.observe.kernels import GROUPS, KernelProfile, group_of, shares
 from tests.observe.observed_worker import Told
@@ -87,29 +83,6 @@ def test_an_event_belongs_to_the_work_that_it_is_done_within() -> None:
         if group is not None:
             wanted[group] += 2.0**number
     assert found == wanted
-
-
-def tiny_step() -> None:
-    """One training step of a convolution, a normalisation and an attention."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1))
-    optimizer = torch.optim.AdamW(layers.parameters())
-    h = layers(torch.randn(2, 3, 8, 8))
-    pixels = h.flatten(2).transpose(1, 2).unsqueeze(1)
-    scaled_dot_product_attention(*[pixels.contiguous()] * 3).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_a_real_step_is_shared_out_without_rest() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        tiny_step()
-    events = profiler.events()
-    assert events is not None
-    seconds = shares(events, on_device=False)
-    assert sum(seconds.values()) == pytest.approx(events.self_cpu_time_total * 1e-6)
-    for group in ("convolution_forward", "convolution_backward", "attention", "normalisation", "optimizer", "copies"):
-        assert seconds[group] > 0, group
 
 
 def test_on_a_device_kernels_count_and_of_the_host_its_calls_and_waits() -> None:
