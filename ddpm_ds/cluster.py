@@ -32,7 +32,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import UserError
 from ddpm_ds.files import processors
 from ddpm_ds.processes.hosts import REMEDIES, address_of, facts, ssh, ssh_to, use_interface_towards
-from ddpm_ds.tracking.tracker import flatten
+from ddpm_ds.tracking.run_folder import flatten
 
 MARK = "ddpm-ds-doctor "
 LEAST_OPEN_FILES = 1024

@@ -13,7 +13,7 @@ import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +30,21 @@ from ddpm_ds.processes.supervisor import Processes, rank_environments
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 60.0
-"""Seconds in which the other ranks notice that one has failed, and end."""
-LIBRARY_BYTES = 750 * 2**20
-"""Approximate bytes of a process on a CPU that the planner does not count: interpreter and libraries."""
+GRACE_SECONDS = 60.0  # in which the other ranks notice that one has failed, and end
+LIBRARY_BYTES = 750 * 2**20  # of a process on a CPU that the planner does not count: interpreter and libraries
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool], guess: int) -> int | None:
     """Return the largest of the ascending ``sizes`` that fits; None if the first does not.
 
-    The search begins with ``guess``, one of the sizes, which is probably right to a few percent: it moves away from it
-    by a tenth of it, then by twice as much each time, until one size fits and a larger one does not. Then it bisects.
-    No size is tried twice, and none that is larger than one that did not fit.
+    The search begins with ``guess``, one of the sizes, moves away from it by a tenth of it, then by twice as much each
+    time, until one size fits and a larger one does not, and then bisects. No size is tried twice, and none that is
+    larger than one that did not fit.
     """
     fitting, failed = -1, len(sizes)  # places in sizes
     place, step = bisect_left(sizes, guess), max(guess // 10, 1)
     while failed - fitting > 1:
-        if fits(sizes[place]):
-            fitting = place
-        else:
-            failed = place
+        fitting, failed = (place, failed) if fits(sizes[place]) else (fitting, place)
         if fitting < 0:
             place = max(bisect_right(sizes, sizes[failed] - step) - 1, 0)
         elif failed == len(sizes):
@@ -73,28 +68,17 @@ class Task:
     """Search: everything that a trial needs except the micro-batch."""
 
     spec: Path
-    given: tuple[str, ...]
-    """Overrides of the spec and the JSON."""
+    given: tuple[str, ...]  # overrides of the spec and the JSON
     ds_config: Path
     stages: int
     replicas: int
+    processes: int
     accumulation: int | None
     """Number of micro-batches per step, so that the batch grows with their size; None keeps ``train.batch_images``."""
-    device: str
-    """Device type, ``cpu`` or ``cuda``."""
+    device: str  # its type, cpu or cuda
     budget_bytes: int | None
     """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
-    steps: int
-    """Number of timed steps."""
-    hang_seconds: float
-    sizes: Sequence[int] = ()
-    """Micro-batches to choose from, ascending."""
-    tensor: int = 1
-    """Number of ranks of a tensor group, as the JSON says."""
-
-    @property
-    def processes(self) -> int:
-        return self.stages * self.tensor * self.replicas
+    steps: int  # that are timed
 
     def overrides(self, size: int) -> tuple[str, ...]:
         """Return the overrides with which training has this layout, and micro-batches of ``size`` images."""
@@ -111,40 +95,33 @@ class Task:
 
     def plan(self, size: int) -> RunPlan:
         """Plan the run with micro-batches of ``size`` images; raises a UserError if training would refuse it."""
-        overrides, processes = self.overrides(size), self.processes
-        return plan_run(self.spec, overrides, self.ds_config, world_size=processes, stages=self.stages)
+        overrides = self.overrides(size)
+        return plan_run(self.spec, overrides, self.ds_config, world_size=self.processes, stages=self.stages)
 
     def config(self, size: int) -> dict[str, Any]:
         """Return the DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given."""
         config = read_ds_config(self.ds_config, self.overrides(size))
         return config | {"gradient_accumulation_steps": self.plan(size).ds.layout.micro_batches}
 
-    def choosing_from(self, asked: Sequence[int]) -> Task:
-        """Return the task with its ``sizes`` filled in: those ``asked`` for, or every possible one if none are.
+    def sizes(self) -> Sequence[int]:
+        """Return all possible micro-batches, ascending.
 
         Raises:
-            UserError: no size is possible, or one that was asked for is not; the message says why.
+            UserError: there is none; the message says why.
         """
         if self.accumulation is not None:
-            for size in asked or (1,):
-                self.plan(size)
-            return replace(self, sizes=asked or range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1))
-        batch = load_spec(self.spec, spec_overrides(self.given)).train.batch_images
-        possible, refusals = list[int](), list[LayoutError]()
-        for size in divisors(batch):
+            self.plan(1)
+            return range(1, MOST_BATCH // (self.replicas * self.accumulation) + 1)
+        possible, first = list[int](), None
+        for size in divisors(load_spec(self.spec, spec_overrides(self.given)).train.batch_images):
             try:
                 self.plan(size)
                 possible.append(size)
             except LayoutError as error:
-                refusals.append(error)
-        if not possible:
-            raise refusals[0]
-        if other := set(asked) - set(possible):
-            raise LayoutError(
-                f"--micro-batch {min(other)} is not possible with train.batch_images = {batch}; "
-                f"use some of {','.join(map(str, possible))}, or --accumulation to let the batch grow"
-            )
-        return replace(self, sizes=asked or possible)
+                first = first or error
+        if first and not possible:
+            raise first
+        return possible
 
 
 @dataclass(frozen=True)
@@ -156,9 +133,9 @@ class TriedSize:
     batch_images: int
     why: str = ""
     """Reason why the micro-batch does not fit; empty if it does."""
-    step_seconds: list[float] = field(default_factory=list)
+    step_seconds: Sequence[float] = ()
     """Seconds of each timed step in its slowest process; empty if it ran out of memory."""
-    rank_peak_bytes: list[int] = field(default_factory=list)
+    rank_peak_bytes: Sequence[int] = ()
     checkpoint_interval: int = 0
 
     @property
@@ -177,10 +154,10 @@ class TriedSize:
 
     def line(self) -> str:
         """Return the line printed when the trial is done."""
-        size = f"  {self.micro_batches:5} x {self.micro_batch_images:<5}"
-        if not self.fits:
-            return f"{size} does not fit: {self.why}"
-        return f"{size} {self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
+        how = f"does not fit: {self.why}"
+        if self.fits:
+            how = f"{self.images_per_second:10,.4g} images/s, {gib(self.peak_bytes)} in the fullest process"
+        return f"  {self.micro_batches:5} x {self.micro_batch_images:<5} {how}"
 
 
 def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
@@ -192,19 +169,16 @@ def search(task: Task, attempt: Callable[[int], TriedSize]) -> list[TriedSize]:
         print(tried[size].line(), flush=True)
         return tried[size].fits
 
-    largest(task.sizes, fits, expected(task))
+    sizes = task.sizes()
+    largest(sizes, fits, expected(task, sizes))
     return [tried[size] for size in sorted(tried)]
 
 
-def expected(task: Task) -> int:
-    """Return the largest of a task's sizes that the planner expects to fit, or the smallest."""
-    limit = task.budget_bytes
-    if task.device == "cpu":
-        limit = (limit or 0) - LIBRARY_BYTES
-    elif limit is None:
-        limit = _device_bytes()
-    first = task.sizes[0]
-    return largest(task.sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, first) or first
+def expected(task: Task, sizes: Sequence[int]) -> int:
+    """Return the largest of some sizes that the planner expects to fit, or the smallest."""
+    given = task.budget_bytes or 0
+    limit = given - LIBRARY_BYTES if task.device == "cpu" else given or _device_bytes()
+    return largest(sizes, lambda size: predicted(task.plan(size), task.device, limit) <= limit, sizes[0]) or sizes[0]
 
 
 def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
@@ -234,8 +208,8 @@ def try_size(task: Task, folder: Path, size: int) -> TriedSize:
         KeyboardInterrupt: a signal asked the search to end.
     """
     layout, run_dir, log = task.plan(size).ds.layout, folder / str(size), folder / f"{size}.log"
-    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device, "--run-dir", run_dir]
-    words += ["--steps", task.steps, "--hang-seconds", task.hang_seconds]
+    words = ["--spec", task.spec, "--deepspeed_config", task.ds_config, "--device", task.device]
+    words += ["--run-dir", run_dir, "--steps", task.steps]
     words += [] if task.budget_bytes is None else ["--memory-budget", f"{task.budget_bytes}B"]
     words += [word for change in task.overrides(size) for word in ("--set", change)]
     tried = TriedSize(size, layout.micro_batches, layout.batch_images)

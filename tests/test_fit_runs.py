@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.fit import Task, try_size
 from tests.cli.test_fit import fit
 from tests.launching import REPOSITORY, write_json
 from tests.test_fit import DIGITS
@@ -38,24 +38,23 @@ def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     folded = read_ds_config(CONFIGS / "folded_zero2_fp16.json") | {"fp16": {"enabled": False}}
     config, changes = write_json(tmp_path / "folded.json", folded), (*WIDE, f"data.store_root={tmp_path / 'data'}")
 
-    def found(name: str, *options: str) -> dict[str, Any]:
-        numbers = tmp_path / f"{name}.json"
-        options += ("--processes", "2", "-p", "2", "--accumulation", "4", "--steps", "1", "--json", str(numbers))
-        assert fit(*options, *(word for change in changes for word in ("--set", change)), config=config) == 0
-        return dict(json.loads(numbers.read_text()))
+    of = Task(DIGITS, changes, config, 2, 1, 2, 4, "cpu", None, 1)
+    budget = try_size(of, tmp_path, 7).peak_bytes - 6 * MIB  # enough for 5.5 images
+    numbers, words = tmp_path / "numbers.json", [word for change in changes for word in ("--set", change)]
+    options = ("--processes", "2", "-p", "2", "--accumulation", "4", "--steps", "1", "--json", str(numbers))
+    files = ("--out", str(tmp_path / "fit.json"), "--memory-budget", f"{budget}B")
+    assert fit(*options, *files, *words, config=config) == 0
 
-    seven = max(found("first", "--micro-batch", "7")["trials"][0]["rank_peak_bytes"])
-    budget = seven - 6 * MIB  # enough for 5.5 images
-    files = ["--out", str(tmp_path / "fit.json"), "--memory-budget", f"{budget}B"]
-    layout = found("numbers", "--micro-batch", "4,7", *files)
-
-    assert {one["micro_batch_images"]: not one["why"] for one in layout["trials"]} == {4: True, 7: False}
+    layout = json.loads(numbers.read_text())
+    fitting = [one["micro_batch_images"] for one in layout["trials"] if not one["why"]]
+    assert fitting[-1] + 1 in [one["micro_batch_images"] for one in layout["trials"] if one["why"]]
     for one in layout["trials"]:
         assert (one["micro_batches"], one["batch_images"]) == (4, 4 * one["micro_batch_images"])
         assert (max(one["rank_peak_bytes"]) <= budget) == (not one["why"])
         assert len(one["step_seconds"]) == 1 and len(one["rank_peak_bytes"]) == 2
     said = capfd.readouterr().out
-    assert "--set train.batch_images=16" in said and "does not fit: rank" in said
-    spec = load_spec(DIGITS, [*WIDE, "train.batch_images=16", "train.accumulation=auto"])
+    best = layout["best"]
+    assert f"--set train.batch_images={4 * best}" in said and "does not fit: rank" in said
+    spec = load_spec(DIGITS, [*WIDE, f"train.batch_images={4 * best}", "train.accumulation=auto"])
     used = resolve(read_ds_config(tmp_path / "fit.json"), spec, world_size=2, stages=None, path="fit.json").layout
-    assert (used.stages, used.micro_batch_images, used.micro_batches) == (2, 4, 4)
+    assert (used.stages, used.micro_batch_images, used.micro_batches) == (2, best, 4)

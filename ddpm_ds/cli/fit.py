@@ -23,16 +23,15 @@ from ddpm_ds.command_line import (
     memory_size,
     positive,
     processes,
-    seconds,
     take_files,
     writing,
 )
-from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_ds_config, tensor_split
+from ddpm_ds.config.ds_config import check_ds_config, leaves_layout_open, read_ds_config
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.fit import Task, search, try_size
 from ddpm_ds.planning import plan_run
-from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
+from ddpm_ds.processes.ranks import set_environment
 
 USABLE = 0.9
 """Maximum share of a host's available memory that its processes may take together by default."""
@@ -55,15 +54,6 @@ exit codes: 0 done   2 bad input, or not even the smallest micro-batch fits   13
 """
 
 
-def size_list(text: str) -> list[int]:
-    """Parse micro-batches such as ``4,8,12``; return them ascending.
-
-    Raises:
-        argparse.ArgumentTypeError: one of them is not a positive number.
-    """
-    return sorted({batch(part.strip()) for part in text.split(",")})
-
-
 def add_fit(verbs: Verbs) -> None:
     """Add the verb ``fit``."""
     parser = verbs.add_parser("fit", help="find the largest micro-batch that fits the devices", description=DESCRIPTION)
@@ -72,13 +62,10 @@ def add_fit(verbs: Verbs) -> None:
     add_config_option(parser)
     add("--processes", type=processes, metavar="N", help="default: one for each GPU, else 1")
     add("-p", "--pipeline-stages", type=processes, metavar="STAGES", help="as for training")
-    add("--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)")
     add("--accumulation", type=batch, metavar="M", help="keep M micro-batches a step, and let the batch grow")
     budget = "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)"
     add("--memory-budget", type=memory_size, metavar="SIZE", help=budget)
     add("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
-    hang = f"time without a step after which a trial of several processes has failed (default {HANG_SECONDS:g})"
-    add("--hang-seconds", type=seconds, default=HANG_SECONDS, metavar="S", help=hang)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     add("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON to train with")
     add("--json", type=file_path, metavar="FILE", help="write every number")
@@ -101,21 +88,20 @@ def _fit(options: argparse.Namespace) -> int:
     asked = [*options.overrides, *([] if leaves_layout_open(checked, count, stages) else ONE_IMAGE)]
     layout = plan_run(options.spec, asked, config, world_size=count, stages=stages, device=device).ds.layout
     task = Task(
-        spec=options.spec,
-        given=tuple(options.overrides),
-        ds_config=config,
-        stages=layout.stages,
-        replicas=layout.replicas,
-        accumulation=options.accumulation,
-        device=device,
-        budget_bytes=_budget(options.memory_budget, count, device),
-        steps=options.steps,
-        hang_seconds=options.hang_seconds,
-        tensor=tensor_split(checked).size,
-    ).choosing_from(options.micro_batch)
+        options.spec,
+        tuple(options.overrides),
+        config,
+        layout.stages,
+        layout.replicas,
+        count,
+        options.accumulation,
+        device,
+        _budget(options.memory_budget, count, device),
+        options.steps,
+    )
+    spec = task.plan(task.sizes()[0]).spec
     from ddpm_ds.data.held_out import prepare_all
 
-    spec = task.plan(task.sizes[0]).spec
     prepare_all(spec.data, progress=True, group=spec.bucket_group or 1)  # before any trial, whose memory it is not
     budget = "the device's memory" if task.budget_bytes is None else f"{gib(task.budget_bytes)} a process"
     print(f"{spec.name} on {device}, {layout.processes_words()}, {budget}; micro-batches x images:", flush=True)

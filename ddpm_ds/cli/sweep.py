@@ -38,6 +38,8 @@ exit codes: 0 all trials are done   2 bad input, nothing was started   75 stoppe
   else that of the first trial that failed, see ddpm-ds run --help
 """
 COMPARISON = "comparison.txt"
+OWN = ["spec", "overrides", "deepspeed_config", "run_dir", "parent_run", "note", "resume", "dry_run", "steps"]
+"""Options of ``ddpm-ds train`` that each trial gets from the sweep."""
 
 
 def add_sweep(verbs: Verbs) -> None:
@@ -64,17 +66,7 @@ def _sweep(options: argparse.Namespace) -> int:
         raise ExperimentError(f"{first} is no option of sweep; write options of ddpm-ds train after --")
     files = ["--deepspeed_config", str(options.deepspeed_config)]
     default, asked = parse(files), parse([*files, *given])
-    for name in (
-        "spec",
-        "overrides",
-        "deepspeed_config",
-        "run_dir",
-        "parent_run",
-        "note",
-        "resume",
-        "dry_run",
-        "steps",
-    ):
+    for name in OWN:
         if getattr(asked, name) != getattr(default, name):
             raise ExperimentError(f"{name} after --: each trial gets its own; leave it out, or give it before the --")
     spec = load_spec(options.spec, spec_overrides(options.overrides))
@@ -110,10 +102,8 @@ def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given
     """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
     failed, stopped = dict[str, int](), 0
     with run_folder.disk_errors_said(folder), run_folder.claim_folder(folder), heard_signals() as heard:
-        own = {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
-        tags = (
-            run_folder.labels(folder, options.note, _log) | own
-        )  # before identity(): a run that has one keeps its note
+        # before identity(): a run that has one keeps its note
+        tags = run_folder.labels(folder, options.note, _log) | {KIND_TAG: SWEEP, "mlflow.source.name": "ddpm-ds sweep"}
         identity = RunFolder(folder).identity()
         tracker = Tracker.start(
             trials[0].plan.spec.logging.experiment,
@@ -137,15 +127,11 @@ def _train(folder: Path, trials: list[Trial], options: argparse.Namespace, given
             elif code:
                 failed[trial.label] = code
                 tracker.artifact(trial.run_dir / LOG, f"failed/{trial.run_dir.name}")
-            for line in (
-                f"{trial.label}: {f'exit code {code}' if code else 'done'}",
-                *(f"    {line}" for line in said),
-            ):
-                _log(line)
+            _log("\n    ".join((f"{trial.label}: {f'exit code {code}' if code else 'done'}", *said)))
         done = sum(trial.done for trial in trials)
         begun = [trial.run_dir for trial in trials if identity_of(trial.run_dir)]
-        if begun and not (heard or stopped):
-            with contextlib.suppress(UserError):  # a trial that failed before it had anything
+        with contextlib.suppress(UserError):  # a trial that failed before it had anything
+            if begun and not (heard or stopped):
                 text = terminal([of_folder(run) for run in begun], width=shutil.get_terminal_size((120, 24)).columns)
                 print(f"\n{text}", flush=True)
                 replace_file(folder / COMPARISON, text.encode() + b"\n")

@@ -9,18 +9,15 @@ import glob
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.config.spec_file import parse_yaml
 from ddpm_ds.errors import SpecError
-from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, SPEC, read_text
-from ddpm_ds.tracking.run_folder import EVENTS, IDENTITY, begun, ending
-from ddpm_ds.tracking.runs import DERIVED, ExperimentError, RecordedRun, Run, columns, find_runs, mean_of_points
-from ddpm_ds.tracking.tracker import flatten
+from ddpm_ds.files import SPEC
+from ddpm_ds.tracking.run_folder import DERIVED, IDENTITY, RunFolder, mean_of_points
+from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, find_runs
 
 DEFAULT = (
     *("train/seen_images", "train/loss", "eval/loss", "perf/images_per_second", "usage/step_seconds"),
@@ -30,7 +27,7 @@ DEFAULT = (
 """Metrics that are compared by default, where any run has them."""
 SHARES = ("*_fraction", "perf/mfu")
 PACES = ("perf/*_per_second", "usage/*_seconds", "usage/*tflops*")
-"""Metrics compared by :func:`~ddpm_ds.tracking.runs.mean_of_points` instead of their last log point."""
+"""Metrics compared by :func:`~ddpm_ds.tracking.run_folder.mean_of_points` instead of their last log point."""
 UNITS = {
     "_bytes": ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")),
     "_seconds": ((1, " s"), (1e-3, " ms"), (1e-6, " µs")),
@@ -61,26 +58,12 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def of_folder(folder: Path) -> Compared:
     """Return the run in a folder, as its files have it; a run that is still going or was killed may lack some."""
-    start = begun(folder / EVENTS)
-    settings: dict[str, str] = {}
-    if start is not None:
-        tags = {name: value for name, value in start[0]["start"]["tags"].items() if name.startswith(DERIVED)}
-        settings |= start[0]["start"]["params"] | tags
+    run = RunFolder(folder)
     try:
-        settings |= flatten(parse_yaml(read_text(folder / SPEC), SPEC))
-        with suppress(FileNotFoundError):
-            settings |= flatten({"ds_config": Run(folder).ds_config})
-        metrics: dict[str, float] = {}
-        for file in (METRICS, EVALUATIONS, OBSERVATIONS):
-            found = columns(Run(folder).points(file))
-            for name, values in found.items():
-                points = [
-                    (int(step), value) for step, value in zip(found["step"], values, strict=True) if value == value
-                ]
-                metrics |= {name: _value(name, points)} if points else {}
+        metrics = {name: _value(name, points) for name, points in run.histories().items()}
+        return Compared(folder.resolve().name, run.status, run.settings, metrics)
     except (OSError, ValueError, AttributeError, SpecError) as error:
         raise ExperimentError(f"run {folder} can't be read ({error}); leave it out") from None
-    return Compared(folder.resolve().name, ending(folder / EVENTS) or "RUNNING", settings, metrics)
 
 
 def of_mlflow(run: RecordedRun) -> Compared:
@@ -144,9 +127,8 @@ def table_rows(runs: Sequence[Compared], metrics: Sequence[str] | None = None) -
         if len(set(values[name])) > 1 and values[name] != values.get(REPEATED.get(name, "")):
             rows.append([name, *(value or "-" for value in values[name])])
     for name in usual if metrics is None else dict.fromkeys(metrics):
-        base = runs[0].metrics.get(name, math.nan)
-        cells = [_cell(name, run.metrics.get(name), base if len(runs) > 1 else math.nan) for run in runs]
-        rows.append([name, *cells])
+        base = runs[0].metrics.get(name, math.nan) if len(runs) > 1 else math.nan
+        rows.append([name, *(_cell(name, run.metrics.get(name), base) for run in runs)])
     return [["".join(letter if letter.isprintable() else " " for letter in cell) for cell in row] for row in rows]
 
 

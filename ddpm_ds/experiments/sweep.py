@@ -97,9 +97,7 @@ def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
         if len(set(values)) < len(values) or (name := name.strip()) in variables:
             raise ExperimentError(f"--vary {item}: a value or {name} comes twice; write each value once, in one list")
         if (name not in OPTIONS and "." not in name) or name == "logging.experiment":
-            known = (
-                f"{', '.join(OPTIONS)}, a key of the spec (unet.channels) or of the JSON ({JSON_PREFIX}fp16.enabled)"
-            )
+            known = f"{', '.join(OPTIONS)}, a key of the spec (unet.channels) or the JSON ({JSON_PREFIX}fp16.enabled)"
             raise ExperimentError(f"--vary {item}: {name} can't be varied; use {known}")
         variables[name] = values
     return variables
@@ -128,15 +126,13 @@ def make_trials(
         values = dict(zip(variables, combination, strict=True))
         label = " ".join(f"{name}={value}" for name, value in values.items())
         short = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:NAME_CHARACTERS]
-        paths = (
-            folder.with_name(f"{folder.name}.{short}{'-' * (n > 1)}{n if n > 1 else ''}") for n in itertools.count(1)
-        )
+        again = (f"-{number}" if number > 1 else "" for number in itertools.count(1))
+        paths = (folder.with_name(f"{folder.name}.{short}{number}") for number in again)
         run_dir = next(path for path in paths if path not in made)
         try:
-            count = number_of_processes(values.get(PROCESSES, str(processes)))
-            config = Path(values.get(CONFIG, ds_config))
+            count, config = number_of_processes(values.get(PROCESSES, str(processes))), values.get(CONFIG, ds_config)
             options = {"world_size": count, "stages": stages, "device": device, "hosts": ("localhost",) * count}
-            plan = plan_run(spec, _overrides(values, overrides), config, **options)  # type: ignore[arg-type]
+            plan = plan_run(spec, _overrides(values, overrides), Path(config), **options)  # type: ignore[arg-type]
         except (UserError, argparse.ArgumentTypeError) as error:
             raise ExperimentError(*(f"trial {label}: {fault}" for fault in error.args)) from None
         made[run_dir] = Trial(values, run_dir, plan)
@@ -153,12 +149,10 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
 
     The command gets a session of its own, so that Ctrl-C in a terminal reaches it only once, from here.
     """
-    passed = 0
+    passed, nothing = 0, subprocess.DEVNULL
     with open_regular(log, "ab") as output:
         begin = output.tell()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdin=nothing, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None:
                 for number in heard[passed:]:

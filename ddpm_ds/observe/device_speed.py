@@ -214,9 +214,7 @@ class Device:
 
     memory_bytes: int | None = None
     startup: dict[str, LayerSeconds] = field(default_factory=dict)
-    """Seconds of a pass that do not depend on the number of images (kernel starts, Python, reading weights), by kind of
-    layer.
-    """
+    """Seconds of a pass that do not depend on the images, by kind of layer: kernel starts, Python, reading weights."""
 
     def startup_of(self, layers: Sequence[Layer]) -> LayerSeconds:
         """Return the seconds of one micro-batch's passes through ``layers`` that do not depend on its images."""
@@ -235,8 +233,9 @@ def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dty
 
 
 def _on_few_pixels(layer: Layer) -> Layer:
-    size_in = 2 * FEW_PIXELS if isinstance(layer, DownsampleLayer) else FEW_PIXELS
-    size_out = 2 * FEW_PIXELS if isinstance(layer, UpsampleLayer) else FEW_PIXELS
+    size_in, size_out = (
+        2 * FEW_PIXELS if isinstance(layer, kind) else FEW_PIXELS for kind in (DownsampleLayer, UpsampleLayer)
+    )
     return replace(layer, in_size=(size_in, size_in), out_size=(size_out, size_out))
 
 
@@ -254,8 +253,6 @@ def read_device(run_dir: Path) -> Device:
         OSError, ValueError, LookupError, TypeError, AttributeError: the file is damaged.
     """
     file = run_dir / FILE
-    if not file.is_file():
-        return Device()
-    values = read_json(file)
+    values = read_json(file) if file.is_file() else {"startup": {}}
     startup = {kind: LayerSeconds(**seconds) for kind, seconds in values.pop("startup").items()}
     return Device(**values, startup=startup)

@@ -127,14 +127,13 @@ class FlopsProfile(Observer):
                 self._report_found(sorted(whole, key=lambda stage: stage.stage))
 
     def _say_if_out_of_reach(self, steps: int) -> None:
-        done = self._engine.global_steps
+        done, why = self._engine.global_steps, ""
         if self._step > steps:
-            why, fix = f"the run has {steps:,} steps", f"a step up to {steps}"
+            why = f"the run has {steps:,} steps: nothing is profiled; write a step up to {steps}"
         elif self._step <= done and not (self._folder / "flops.json").exists():
-            why, fix = f"the run resumes after step {done:,}", f"a step from {done + 1} on"
-        else:
-            return
-        self._report.log(f"flops_profiler.profile_step = {self._step}, but {why}: nothing is profiled; write {fix}")
+            why = f"the run resumes after step {done:,}: nothing is profiled; write a step from {done + 1} on"
+        if why:
+            self._report.log(f"flops_profiler.profile_step = {self._step}, but {why}")
 
     def _around(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Profile the first forward pass of each of this rank's stages."""
@@ -184,15 +183,12 @@ class FlopsProfile(Observer):
             heading = f"stage {stage.stage} of {len(stages)}, on rank {stage.rank}: layers {names[0]} to {names[-1]}"
             texts[Path(f"{output}.stage{stage.stage}.txt")] = f"{heading}\n{stage.text}"
         texts[self._folder / "table.txt"] = table(stages, facts)
+        layers = [(stage.stage, name, cost) for stage in stages for name, cost in stage.layers.items()]
         numbers = {
             **facts,
             "total": asdict(summed(stage.total for stage in stages)),
             "stages": [{"stage": stage.stage, "rank": stage.rank, "total": asdict(stage.total)} for stage in stages],
-            "layers": [
-                {"stage": stage.stage, "name": name, "total": asdict(cost)}
-                for stage in stages
-                for name, cost in stage.layers.items()
-            ],
+            "layers": [{"stage": stage, "name": name, "total": asdict(cost)} for stage, name, cost in layers],
         }
         texts[self._folder / "flops.json"] = json.dumps(numbers, indent=2)
         for path, text in texts.items():
@@ -242,15 +238,10 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> str:
     columns = ("parameters", "MACs (M)", "flops (M)", "flops share", "latency (ms)", "latency share", "GFLOP/s")
 
     def cells(cost: Cost) -> tuple[str, ...]:
-        return (
-            f"{cost.parameters:,}",
-            f"{cost.macs / 1e6:,.3f}",
-            f"{cost.flops / 1e6:,.3f}",
-            f"{cost.flops / whole.flops:.1%}",
-            f"{cost.seconds * 1e3:,.3f}",
-            f"{cost.seconds / (whole.seconds or 1):.1%}",
-            f"{cost.flops / (cost.seconds or 1) / 1e9:,.1f}",
-        )
+        macs, flops, share = f"{cost.macs / 1e6:,.3f}", f"{cost.flops / 1e6:,.3f}", f"{cost.flops / whole.flops:.1%}"
+        took, time_share = f"{cost.seconds * 1e3:,.3f}", f"{cost.seconds / (whole.seconds or 1):.1%}"
+        rate = f"{cost.flops / (cost.seconds or 1) / 1e9:,.1f}"
+        return f"{cost.parameters:,}", macs, flops, share, took, time_share, rate
 
     totals = [(str(stage.stage), str(stage.rank), *cells(stage.total)) for stage in stages]
     layers = [(name, str(stage.stage), *cells(cost)) for stage in stages for name, cost in stage.layers.items()]

@@ -12,9 +12,10 @@ import atexit
 import contextlib
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
@@ -32,9 +33,7 @@ from ddpm_ds.pipeline.schedule import Instruction
 TABLE_ROWS, WIDEST_NAME = 100, 60
 SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
-"""Names of our own ranges in a profile: an instruction of the pipeline's schedule, work between two steps, and a wait
-of the host for a message or a collective.
-"""
+"""Our own ranges in a profile: an instruction of the schedule, work between two steps, and a wait of the host."""
 OF_HOST = ("synchronisation", "launch_overhead")
 """Groups whose time is the host's also where there is a device, beside whose work it runs."""
 GROUPS = {
@@ -55,42 +54,39 @@ GROUPS = {
     "other": re.compile(""),
 }
 """Pattern of each group; the first is no training, and is not reported."""
-Shares = dict[str, dict[str, float]]
-"""Seconds of each name of an event, by group; every group has an entry."""
 
 
-def group_of(names: Sequence[str]) -> str:
+def group_of(*names: str) -> str:
     """Return the group of an event by its name and those of the events around it."""
     return next(group for group, pattern in GROUPS.items() if any(map(pattern.match, names)))
 
 
-def shares(events: Iterable[Any], *, on_device: bool) -> Shares:
-    """Return the self times of ``torch.profiler.profile.events()`` by group and name.
+def shares(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
+    """Return the self seconds of ``torch.profiler.profile.events()`` by group.
 
     Without a device an operator's time is the host's. With one it is that of the kernels that it launched; kernels that
     no operator launched count under their own names.
     """
-    found: Shares = {group: defaultdict(float) for group in GROUPS}
-    kernels: dict[str, float] = defaultdict(float)
+    found, kernels, host = dict.fromkeys(GROUPS, 0.0), defaultdict[str, float](float), list[Any]()
     for event in events:
-        if event.device_type.name != "CPU" and not event.is_user_annotation:
-            kernels[event.name] += event.self_device_time_total * 1e-6
-    for event in events:
-        if event.device_type.name != "CPU" or event.is_async:
-            continue
+        if event.device_type.name == "CPU":
+            host.append(event)
+        elif not event.is_user_annotation:
+            kernels[event.name] += event.self_device_time_total
+    for event in host:
         names, above = [event.name], event.cpu_parent
         while above is not None:
             names.append(above.name)
             above = above.cpu_parent
-        group = group_of(names)
-        if not on_device or group_of(names[:1]) in OF_HOST:
-            found[group][event.name] += event.self_cpu_time_total * 1e-6
-        for kernel in event.kernels:
+        group = group_of(*names)
+        if not event.is_async and (not on_device or group_of(event.name) in OF_HOST):
+            found[group] += event.self_cpu_time_total * 1e-6
+        for kernel in () if event.is_async else event.kernels:
             if kernel.name in kernels:  # others are ranges, which have kernels of their own
-                found[group][event.name] += kernel.duration * 1e-6
-                kernels[kernel.name] -= kernel.duration * 1e-6
-    for name, seconds in kernels.items():
-        found[group_of([name])][name] += max(seconds, 0.0)
+                found[group] += kernel.duration * 1e-6
+                kernels[kernel.name] -= kernel.duration
+    for name, microseconds in kernels.items():
+        found[group_of(name)] += max(microseconds, 0.0) * 1e-6
     del found["left_out"]
     return found
 
@@ -106,16 +102,14 @@ class KernelProfile(Observer):
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
         self._engine, self._steps, self._folder, self._report = engine, steps, folder, report
         self._profiler: profile | None = None
-        self._recorded = self._last = 0
-        self._on_device = False
+        self._recorded, self._last, self._on_device = 0, 0, False
         self._labels = contextlib.ExitStack()
 
     def begin_step(self, step: int) -> None:
-        if self._profiler is not None:
-            if step in self._steps and step == self._profiler.step_num + 1:
-                self._profiler.step()
-            else:
-                self._stop()
+        if self._profiler is not None and step in self._steps and step == self._profiler.step_num + 1:
+            self._profiler.step()
+        elif self._profiler is not None:
+            self._stop()
         if self._profiler is None and not self._recorded and (step in self._steps or step + 1 == self._steps.start):
             self._start(step)
         if self._profiler is not None and step in self._steps:
@@ -128,10 +122,8 @@ class KernelProfile(Observer):
         if self._profiler is not None:
             self._stop()
         if self._steps and not self._recorded:
-            self._report.log(
-                f"--profile-kernels {self._steps[0]}-{self._steps[-1]}: none of these steps was taken since the run "
-                "was started or resumed"
-            )
+            which = f"--profile-kernels {self._steps[0]}-{self._steps[-1]}"
+            self._report.log(f"{which}: none of these steps was taken since the run was started or resumed")
 
     def _start(self, step: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
@@ -140,8 +132,8 @@ class KernelProfile(Observer):
         def action(step: int) -> ProfilerAction:
             return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
 
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
-        self._profiler = profile(activities=activities, schedule=action, profile_memory=True)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
+        self._profiler = profile(activities=kinds, schedule=action, profile_memory=True)
         self._profiler.step_num = step  # by which steps are named in the trace
         self._profiler.current_action = action(step)  # type: ignore[assignment]
         for labels in (instructions_wrapped(self._engine, _labelled), labelled_waits(), self._engine.watched()):
@@ -159,35 +151,28 @@ class KernelProfile(Observer):
         if not self._recorded:
             return
         keep(self._report, "kernels", lambda: self._write(profiler))
-        ranks = gather_objects(shares(profiler.events() or (), on_device=self._on_device), Shares)
+        ranks = gather_objects(shares(profiler.events() or (), on_device=self._on_device), dict[str, float])
         if ranks is not None:
             with fault_said("kernel profile", self._report.log):
                 self._report_ranks(ranks)
 
-    def _report_ranks(self, ranks: Sequence[Shares]) -> None:
-        steps = f"steps {self._last - self._recorded + 1}-{self._last}"
-        seconds = {group: [sum(rank[group].values()) / self._recorded for rank in ranks] for group in list(GROUPS)[1:]}
-        seconds["total"] = [sum(of_rank) for of_rank in zip(*seconds.values(), strict=True)]
-        means = {group: sum(of_ranks) / len(ranks) for group, of_ranks in seconds.items()}
-        rows = [("self time, seconds per step", "mean", "share", "least", "most", "largest")]
-        for group in sorted(means, key=lambda group: (group == "total", -means[group])):
-            names: Counter[str] = Counter()
-            for rank in ranks:
-                names.update(rank.get(group, {}))
-            largest = ", ".join(name[:WIDEST_NAME] for name, seconds in names.most_common(3) if seconds > 0)
-            share = "" if group == "total" else f"{means[group] / (means['total'] or 1):.1%}"
-            bounds = (f"{min(seconds[group]):.4f}", f"{max(seconds[group]):.4f}")
-            rows.append((group.replace("_", " "), f"{means[group]:.4f}", share, *bounds, largest))
-        groups = self._folder / "groups.txt"
+    def _report_ranks(self, ranks: Sequence[dict[str, float]]) -> None:
+        steps, file = f"steps {self._last - self._recorded + 1}-{self._last}", self._folder / "groups.txt"
+        means = {group: fmean(rank[group] for rank in ranks) / self._recorded for group in ranks[0]}
+        total = sum(means.values())
+        rows = [("self time, seconds per step", "mean", "share")]
+        for group in sorted(means, key=lambda group: -means[group]):
+            rows.append((group.replace("_", " "), f"{means[group]:.4f}", f"{means[group] / (total or 1):.1%}"))
+        table = "\n".join(aligned([*rows, ("total", f"{total:.4f}", "")], left={0}))
 
         def write() -> list[Path]:
-            table = "\n".join(aligned(rows, left={0, 5}))
-            replace_file(groups, f"{steps}, all ranks\n\n{table}\n".encode())
+            replace_file(file, f"{steps}, all ranks\n\n{table}\n".encode())
             return sorted(self._folder.iterdir())
 
         if keep(self._report, "kernels", write):
-            self._report.log(f"kernels of {steps}: {groups}")
-        self._report.observed({f"kernels/{group}_seconds": mean for group, mean in means.items()}, self._last)
+            self._report.log(f"kernels of {steps}: {file}")
+        values = {f"kernels/{group}_seconds": mean for group, mean in {**means, "total": total}.items()}
+        self._report.observed(values, self._last)
 
     def _write(self, profiler: profile) -> Sequence[Path]:
         """Write this rank's table and trace, which rank 0 keeps with the run."""

@@ -190,11 +190,8 @@ class PauseClock(Observer):
         if self._run_dir is None or self._begin is None:
             return
         after = self._since_step["checkpoint"] + self._since_step["sampling"]
-        pauses = Pauses(
-            seconds=self._clock() - self._begin - after,
-            checkpoint_seconds=self._paused["checkpoint"],
-            sampling_seconds=self._paused["sampling"],
-        )
+        whole = self._clock() - self._begin - after
+        pauses = Pauses(whole, self._paused["checkpoint"], self._paused["sampling"])
         file = self._run_dir / FILE
         with contextlib.suppress(OSError):  # a full disk: the run ends all the same
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -208,9 +205,7 @@ def read_pauses(run_dir: Path) -> Pauses:
         OSError, ValueError, TypeError: the file is damaged.
     """
     file = run_dir / FILE
-    if not file.is_file():
-        return Pauses()
-    return Pauses(**{name.replace("inspection", "sampling"): value for name, value in read_json(file).items()})  # 0.2's
+    return Pauses(**read_json(file)) if file.is_file() else Pauses()
 
 
 class Barrier(NamedTuple):
@@ -419,9 +414,7 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     traces = sorted(traces, key=lambda trace: trace.rank)
     offsets, errors = zip(*(clock_offset(trace.barriers, traces[0].barriers) for trace in traces), strict=True)
     start = min(trace.steps[0].start - offset for trace, offset in zip(traces, offsets, strict=True))
-    moved = [
-        [step.moved(offset + start) for step in trace.steps] for trace, offset in zip(traces, offsets, strict=True)
-    ]
+    moved = [[step.moved(shift + start) for step in trace.steps] for trace, shift in zip(traces, offsets, strict=True)]
     shared_by = [
         ("ReduceGrads", [rank for rank, trace in enumerate(traces) if trace.pipeline_rank == number])
         for number in sorted({trace.pipeline_rank for trace in traces})

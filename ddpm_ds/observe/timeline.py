@@ -147,13 +147,14 @@ class Timeline(Observer):
         if dist.get_rank() == 0:
             self._seconds_before = self._summary_of_last["step_seconds"]
             file = self._folder.parent / PROGRAMS
-            if keep(self._report, "", lambda: self._write_programs(file)):
+
+            def write() -> list[Path]:
+                replace_file(file, written(self._engine.programs).encode())
+                return [file]
+
+            if keep(self._report, "", write):
                 self._report.log(f"from here on the passes follow an order made from the traced steps: {file}")
         return True
-
-    def _write_programs(self, file: Path) -> list[Path]:
-        replace_file(file, written(self._engine.programs).encode())
-        return [file]
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
@@ -162,8 +163,7 @@ class Timeline(Observer):
         """Write the trace, if one is being recorded; collective."""
         if self._recording is None:
             return
-        own = self._recording.close()
-        self._recording, self._done = None, True
+        own, self._recording, self._done = self._recording.close(), None, True
         peak = shared_peak(self._engine.device, self._precision)
         traces = gather_objects(own, RankTrace)
         if traces is not None:
@@ -207,9 +207,9 @@ class Timeline(Observer):
 
     def _write(self, ranks: Sequence[RankTrace], summary: Mapping[str, Any]) -> list[Path]:
         replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
-        micro_batches = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
         tensor = f" x {summary['tensor_size']} tensor ranks" if summary["tensor_size"] > 1 else ""
-        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{tensor}{replicas}, {micro_batches}"
+        passes = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
+        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{tensor}{replicas}, {passes}"
         name = f"steps-{summary['first_step']}-{summary['last_step']}"
         trace, picture = (self._folder / f"{name}.{suffix}" for suffix in ("json", "png"))
         facts = self._folder / "summary.json"
@@ -309,10 +309,8 @@ def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[st
         "perf/data_wait_fraction": max(rank["data_wait_seconds"] / rank["step_seconds"] for rank in ranks),
     }
     for pause in PAUSES:
-        share = fmean(
-            rank[f"{pause}_seconds"] / (rank["step_seconds"] + sum(rank[f"{kind}_seconds"] for kind in PAUSES))
-            for rank in ranks
-        )
+        whole = (rank["step_seconds"] + sum(rank[f"{kind}_seconds"] for kind in PAUSES) for rank in ranks)
+        share = fmean(rank[f"{pause}_seconds"] / seconds for rank, seconds in zip(ranks, whole, strict=True))
         if share > NOTICEABLE:
             values[f"perf/{pause}_fraction"] = share
     return values

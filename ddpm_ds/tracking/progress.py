@@ -42,13 +42,10 @@ class ProgressLine:
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._total = total_images
-        self._stream = stream or sys.stderr
-        self._clock = clock
+        self._total, self._stream, self._clock = total_images, stream or sys.stderr, clock
         self._lock = threading.RLock()
         self._images: int | None = None
-        self._images_per_second = 0.0
-        self._has_log_point = False
+        self._images_per_second, self._has_log_point = 0.0, False
         self._loss: float | None = None
         self._scale: float | None = None
         self._activity: tuple[str, float] | None = None
@@ -184,7 +181,7 @@ def summary(
     """Return the summary at the end of a run, in a few lines.
 
     ``loss`` is the mean over the last log interval, ``images_per_second`` that of
-    :func:`~ddpm_ds.tracking.runs.mean_of_points`; times and shares are those of the verdict.
+    :func:`~ddpm_ds.tracking.run_folder.mean_of_points`; times and shares are those of the verdict.
     """
     shares = f"sampling and validation {pauses.sampling_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
     rows = {

@@ -13,9 +13,9 @@ from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted, fault_said
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS, replace_file
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import ANIMATION, SAMPLES_KEY, RunFolder, labels
-from ddpm_ds.tracking.runs import DERIVED, RATE, VARIED_TAG, Run
-from ddpm_ds.tracking.tracker import RunLink, Status, Tracker, flatten
+from ddpm_ds.tracking.run_folder import ANIMATION, DERIVED, POINTS, RATE, SAMPLES_KEY, RunFolder, flatten, labels
+from ddpm_ds.tracking.runs import VARIED_TAG
+from ddpm_ds.tracking.tracker import RunLink, Status, Tracker
 from ddpm_ds.version import __version__
 
 PARAMETERS = (
@@ -40,8 +40,7 @@ class Recorder:
         spec: RunSpec | None = None,
     ) -> None:
         self.line, self.tracker, self.folder, self._spec = line, tracker, folder, spec
-        names = (METRICS, EVALUATIONS, OBSERVATIONS)
-        self._logged = {name: folder.logged_step(name) if folder else 0 for name in names}
+        self._logged = {name: folder.logged_step(name) if folder else 0 for name in POINTS}
 
     def step(self, images_seen: int) -> None:
         """Show that a step has ended."""
@@ -75,7 +74,7 @@ class Recorder:
 
     def images_per_second(self) -> float:
         """Return the speed of the whole run; 0 on ranks other than 0."""
-        return Run(self.folder.path).images_per_second if self.folder is not None else 0.0
+        return self.folder.images_per_second if self.folder is not None else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that a checkpoint was begun and blocked training for ``seconds``."""
@@ -86,19 +85,17 @@ class Recorder:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
         if self.tracker is None or self.folder is None or self._spec is None or drawn is None:
             return
-        spec, run = self._spec, self.folder.path.resolve().name
-        path = self.folder.samples(images_seen)
+        spec, path = self._spec, self.folder.samples(images_seen)
         try:
             if path.exists():
                 return
             path.parent.mkdir(exist_ok=True)
-            title = grid_title(run, images_seen, spec.sampler, spec.diffusion, "ema")
+            title = grid_title(self.folder.folder.resolve().name, images_seen, spec.sampler, spec.diffusion, "ema")
             names = drawn.prompts or class_names(spec)
             labels = [names[i % len(names)] for i in range(len(drawn.images)) if names]
             write_png(drawn.picture(title, labels), path)
         except OSError as error:
-            self.log(f"{path} can't be written ({error.strerror}); training continues")
-            return
+            return self.log(f"{path} can't be written ({error.strerror}); training continues")
         self.tracker.image(path, SAMPLES_KEY, step)
         self.tracker.metrics({"usage/samples_seconds": seconds}, step)
 
@@ -136,23 +133,17 @@ class Recorder:
 
     def finish(self, status: Status) -> RunLink | None:
         """End the line and the MLflow run; return where the run is, on rank 0."""
-        if self.line is None or self.tracker is None:
+        if self.line is None or self.tracker is None or self.folder is None:
             return None
-        self._animate()
+        path = self.folder.folder / ANIMATION
+        with fault_said(str(path), self.log):
+            if len(files := self.folder.all_samples()) >= 2:
+                write_animation(files, path)  # all are drawn from the same noise
+                self.tracker.artifact(path)
         with self.line.doing("sending the last numbers to MLflow"):
             link = self.tracker.finish(status)
         self.line.close()
         return link
-
-    def _animate(self) -> None:
-        """Write and keep the run's pictures so far as an animation; all are drawn from the same noise."""
-        if self.tracker is None or self.folder is None:
-            return
-        path = self.folder.path / ANIMATION
-        with fault_said(str(path), self.log):
-            if len(files := self.folder.all_samples()) >= 2:
-                write_animation(files, path)
-                self.tracker.artifact(path)
 
     def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
         if self.tracker is None or self.folder is None or step <= self._logged[name]:

@@ -1,5 +1,5 @@
-"""Small files of a run's folder: state kept between two processes, the identity of its MLflow run, the events that it
-writes for MLflow, and how much of them MLflow has.
+"""A run's folder: its one reader and writer, its lock, the events that it keeps for MLflow, and how much of them MLflow
+has. Imports no torch.
 
 An event is a JSON object on a line, appended by rank 0, with the ``time`` in milliseconds:
 
@@ -18,6 +18,7 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import re
 import shlex
 import tempfile
@@ -29,12 +30,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from statistics import fmean, harmonic_mean
 from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
 from ddpm_ds import files
-from ddpm_ds.checkpoint.folder import PROBE, checkpoint_name, images_of
+from ddpm_ds.checkpoint.folder import PROBE, checkpoint_name, images_of, names
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.errors import OutputError
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import resolve_uri
@@ -65,12 +69,19 @@ START_TAG = "ddpm_ds.start"
 PARENT_TAG = "mlflow.parentRunId"
 """Tag by which MLflow shows a run under another one."""
 FOLDER_TAG = "run_dir"
+RATE = "perf/images_per_second"
+"""Metric of a log point's speed over the steps since the previous point, without pauses."""
+DERIVED = "derived."
+"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
+TEXT_CHARACTERS = 6000  # MLflow's limit for the value of a param
 NOTE_TAG = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""
 Record = dict[str, Any]
 
 EVENTS = "events.jsonl"
 """File of a training run's events; that of another kind of run is ``events-KIND-IDENTITY.jsonl``."""
+POINTS = (files.METRICS, files.EVALUATIONS, files.OBSERVATIONS)
+"""Files of a run's points."""
 SYSTEM_METRICS = "system_metrics"  # folder of a run's folder with a file of metrics for each host
 LAST_BYTES = 100  # of a file, which hold the whole record of a run's end
 _POSITIONS = TypeAdapter(dict[str, int])
@@ -235,18 +246,144 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     return tags
 
 
-@dataclass
-class RunFolder:
-    """Files that outlive a process; used on rank 0."""
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Return nested mappings as dotted names (``unet.channels``) and text, with values cut to MLflow's limit."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[f"{prefix}{name}"] = text[:TEXT_CHARACTERS]
+    return flat
 
-    path: Path
+
+def settings_of(
+    params: Mapping[str, str], tags: Mapping[str, str], spec: bytes | None, ds_config: bytes | None
+) -> dict[str, str]:
+    """Return all settings of a run: parameters, derived settings, and the content of spec and DeepSpeed JSON.
+
+    Raises:
+        SpecError, ValueError, AttributeError: a file is damaged.
+    """
+    found = {**params, **{name: value for name, value in tags.items() if name.startswith(DERIVED)}}
+    found |= flatten(parse_yaml(spec.decode(), files.SPEC)) if spec else {}
+    return found | (flatten({"ds_config": files.parse_json(ds_config)}) if ds_config else {})
+
+
+def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
+    """Return the mean over a run of a time or rate, from the (step, value) of each log point.
+
+    The first point, which includes the start, is left out unless it is the only one. Times are weighted by the steps
+    since the previous point and rates by seconds, so that images per second are all images over all seconds.
+    """
+    if len(points) < 2:
+        return points[0][1]
+    steps = [after - before for (before, _), (after, _) in itertools.pairwise(points)]
+    return (fmean if name.endswith("_seconds") else harmonic_mean)([value for _, value in points[1:]], steps)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Files of a run, also while it trains: every property reads them anew. Rank 0 writes them.
+
+    A file that is not there yet raises OSError unless the property says otherwise.
+    """
+
+    folder: Path
+
+    @property
+    def spec(self) -> RunSpec:
+        """Run spec; raises SpecError if it can't be read."""
+        return load_spec(self.folder / files.SPEC)
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """DeepSpeed JSON that the run trains with, every ``auto`` resolved."""
+        config: dict[str, Any] = files.read_json(self.folder / files.DS_CONFIG)
+        return config
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """All settings of the last start, by dotted names; raises as :func:`settings_of`."""
+        config, last = self.folder / files.DS_CONFIG, begun(self.folder / EVENTS)
+        start = last[0]["start"] if last else {"params": {}, "tags": {}}
+        json_text = files.read_bytes(config) if config.exists() else None
+        return settings_of(start["params"], start["tags"], files.read_bytes(self.folder / files.SPEC), json_text)
+
+    @property
+    def status(self) -> str:
+        """How the run has ended, in MLflow's words; RUNNING if it has not."""
+        return ending(self.folder / EVENTS) or "RUNNING"
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """First layer of each stage and, last, the number of layers: the cuts of the last start, measured or not."""
+        table = files.read_text(self.folder / files.STAGES)
+        rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", table, re.MULTILINE)
+        return tuple(itertools.accumulate(map(int, rows), initial=0))
+
+    def points(self, name: str) -> list[dict[str, float]]:
+        """Return the points of :data:`ddpm_ds.files.METRICS` or a file like it, as they were written."""
+        return files.read_points(self.folder / name)
+
+    def columns(self, name: str) -> dict[str, list[float]]:
+        """Return :meth:`points` by metric and ``step``, in the order of their steps, all of one length.
+
+        Points that a rollback has left are not among them; a value is NaN if its point has none of this name.
+        """
+        points: list[dict[str, float]] = []
+        for point in self.points(name):
+            while points and points[-1]["step"] >= point["step"]:
+                points.pop()
+            points.append(point)
+        every = dict.fromkeys(key for point in points for key in point)
+        return {key: [point.get(key, math.nan) for point in points] for key in every}
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """Columns of the log points, by the metrics' names in MLflow."""
+        return self.columns(files.METRICS)
+
+    @property
+    def evaluations(self) -> dict[str, list[float]]:
+        """Columns of the held-out losses."""
+        return self.columns(files.EVALUATIONS)
+
+    def histories(self) -> dict[str, list[tuple[int, float]]]:
+        """Return every metric's points (step, value), of all files."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for columns in map(self.columns, POINTS):
+            for name, values in columns.items():
+                both = zip(map(int, columns["step"]), values, strict=True)
+                found |= {name: points} if (points := [one for one in both if one[1] == one[1]]) else {}
+        return found
+
+    @property
+    def images_per_second(self) -> float:
+        """Speed of the whole run without pauses, as :func:`mean_of_points` says; 0 before the first log point."""
+        metrics = self.metrics
+        points = list(zip(map(int, metrics.get("step", ())), metrics.get(RATE, ()), strict=True))
+        return mean_of_points(RATE, points) if points else 0.0
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of the complete checkpoints on this host, oldest first; their checksums are not verified."""
+        folder = checkpoints_of(self.folder)
+        return [folder / name for name in names(folder)]
+
+    @property
+    def verdict(self) -> str | None:
+        """Text on where the time went and what to change; None before the end, or if no step was traced."""
+        file = self.folder / files.VERDICT
+        return file.read_text() if file.is_file() else None
 
     def identity(self) -> str:
         """Return the identity of the folder's MLflow run, made once."""
-        found = identity_of(self.path)
+        found = identity_of(self.folder)
         if found is None:
             found = uuid.uuid4().hex
-            files.write_file(self.path / IDENTITY, f"{found}\n".encode())
+            files.write_file(self.folder / IDENTITY, f"{found}\n".encode())
         return found
 
     def logged_step(self, name: str) -> int:
@@ -254,48 +391,44 @@ class RunFolder:
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
-        points = files.read_points(self.path / name)
+        points = self.points(name)
         return int(points[-1]["step"]) if points else 0
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
-        files.append_line(self.path / name, json.dumps({"step": step, **values}).encode())
+        files.append_line(self.folder / name, json.dumps({"step": step, **values}).encode())
 
     def samples(self, images_seen: int) -> Path:
         """Return the path of the picture drawn after ``images_seen`` images."""
-        return self.path / "samples" / f"{checkpoint_name(images_seen)}.png"
+        return self.folder / "samples" / f"{checkpoint_name(images_seen)}.png"
 
     def all_samples(self) -> list[Path]:
         """Return the paths of the pictures that exist, in the order of their images."""
-        return [self.samples(images_seen) for images_seen in self._sampled_after()]
-
-    def _sampled_after(self) -> list[int]:
-        """Return the numbers of images after which the existing pictures were drawn, in order."""
-        found = (images_of(path.stem) for path in (self.path / "samples").glob("images-*.png"))
-        return sorted(images_seen for images_seen in found if images_seen is not None)
+        found = (images_of(path.stem) for path in (self.folder / "samples").glob("images-*.png"))
+        return [self.samples(images_seen) for images_seen in sorted(one for one in found if one is not None)]
 
     def forget_samples(self, images_seen: int) -> None:
         """Remove the pictures drawn after more than ``images_seen``: the run has discarded those steps."""
-        for drawn_after in self._sampled_after():
-            if drawn_after > images_seen:
-                self.samples(drawn_after).unlink(missing_ok=True)
+        for path in self.all_samples():
+            if (images_of(path.stem) or 0) > images_seen:
+                path.unlink(missing_ok=True)
 
     def forget_after(self, step: int, images_seen: int) -> None:
         """Remove the points after ``step`` and the pictures drawn after ``images_seen``; a later start makes others."""
-        for name in (files.METRICS, files.EVALUATIONS, files.OBSERVATIONS):
-            points = files.read_points(self.path / name)
+        for name in POINTS:
+            points = self.points(name)
             kept = [point for point in points if point["step"] <= step]
             if len(kept) < len(points):
-                files.replace_file(self.path / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
+                files.replace_file(self.folder / name, "".join(json.dumps(point) + "\n" for point in kept).encode())
         self.forget_samples(images_seen)
 
     def forget_identity(self) -> None:
         """Let the folder's next start be an MLflow run of its own."""
-        (self.path / IDENTITY).unlink(missing_ok=True)
+        (self.folder / IDENTITY).unlink(missing_ok=True)
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
         """Add a resume and its changed settings to :data:`RESUMES`; return the number of resumes."""
-        file, now = self.path / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
+        file, now = self.folder / RESUMES, datetime.now(UTC).isoformat(timespec="seconds")
         record = {"at": now, "from": checkpoint.name, "path": str(checkpoint.resolve()), "changed": list(changed)}
         files.append_line(file, json.dumps(record).encode())
         return len(files.read_text(file).splitlines())

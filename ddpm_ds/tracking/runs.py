@@ -1,4 +1,4 @@
-"""Runs read back from their folders and from MLflow, found by folder, id or name. Imports no torch, and MLflow only
+"""Runs read back from MLflow, found by folder, id or name. Imports no torch, and MLflow only
 when needed.
 """
 
@@ -8,37 +8,20 @@ import argparse
 import contextlib
 import difflib
 import functools
-import itertools
 import logging
-import math
 import os
 import re
-import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ddpm_ds.checkpoint import folder as checkpoint_folder
 from ddpm_ds.command_line import file_path
-from ddpm_ds.config.spec import FilePath, GivenPath, RunSpec
-from ddpm_ds.config.spec_file import load_spec, parse_yaml
+from ddpm_ds.config.spec import FilePath, GivenPath
 from ddpm_ds.errors import OutputError, SpecError, UserError
-from ddpm_ds.files import (
-    DS_CONFIG,
-    EVALUATIONS,
-    METRICS,
-    SPEC,
-    STAGES,
-    VERDICT,
-    expanded,
-    parse_json,
-    read_json,
-    read_points,
-    read_text,
-)
+from ddpm_ds.files import DS_CONFIG, SPEC, expanded
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, reason, resolve_uri, sqlite_file, uri_fault
 from ddpm_ds.tracking.run_folder import (
@@ -48,27 +31,27 @@ from ddpm_ds.tracking.run_folder import (
     OUTPUT_ROOT,
     PARENT_TAG,
     START_TAG,
-    checkpoints_of,
+    RunFolder,
     identity_of,
+    settings_of,
 )
-from ddpm_ds.tracking.tracker import flatten, numbers_of
+from ddpm_ds.tracking.tracker import numbers_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run as MlflowRun
 
-RATE = "perf/images_per_second"
-"""Metric of a log point's speed over the steps since the previous point, without pauses."""
 SWEEP = "sweep"
 """Kind of the run whose children are the trials of a sweep."""
 VARIED_TAG = "sweep.keys"
 """Tag of a trial with the settings that its sweep varies, separated by spaces."""
-DERIVED = "derived."
-"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
 NOTE_CHARACTERS = 8000  # MLflow's limit for the value of a tag
 SHORTEST_ID = 6  # hexadecimal digits that are taken for the beginning of an id
 NEAR_NAMES = 3
 MOST_FOUND = 50_000  # runs, or experiments, that MLflow returns for one question
+
+
+Run = RunFolder
 
 
 class ExperimentError(UserError):
@@ -83,94 +66,7 @@ class Point(NamedTuple):
     value: float
 
 
-def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
-    """Return the mean over a run of a time or rate, from the (step, value) of each log point.
-
-    The first point, which includes the start, is left out unless it is the only one. Times are weighted by the steps
-    since the previous point and rates by seconds, so that images per second are all images over all seconds.
-    """
-    if len(points) < 2:
-        return points[0][1]
-    steps = [after - before for (before, _), (after, _) in itertools.pairwise(points)]
-    mean = statistics.fmean if name.endswith("_seconds") else statistics.harmonic_mean
-    return mean([value for _, value in points[1:]], steps)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Run as recorded in its folder, also while it trains: every property reads the files anew.
-
-    A file that is not there yet raises OSError unless the property says otherwise.
-    """
-
-    folder: Path
-
-    @property
-    def spec(self) -> RunSpec:
-        """Run spec; raises SpecError if it can't be read."""
-        return load_spec(self.folder / SPEC)
-
-    @property
-    def ds_config(self) -> dict[str, Any]:
-        """DeepSpeed JSON that the run trains with, every ``auto`` resolved."""
-        config: dict[str, Any] = read_json(self.folder / DS_CONFIG)
-        return config
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """First layer of each stage and, last, the number of layers: the cuts of the last start, measured or not."""
-        rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", read_text(self.folder / STAGES), re.MULTILINE)
-        return tuple(itertools.accumulate(map(int, rows), initial=0))
-
-    def points(self, name: str) -> list[dict[str, float]]:
-        """Return the points of :data:`ddpm_ds.files.METRICS` or a file like it, as they were written."""
-        return read_points(self.folder / name)
-
-    @property
-    def metrics(self) -> dict[str, list[float]]:
-        """Columns of the log points, all of one length, by the metrics' names in MLflow and ``step``.
-
-        They are in the order of the steps; a value is NaN if its point has none of this name.
-        """
-        return columns(self.points(METRICS))
-
-    @property
-    def images_per_second(self) -> float:
-        """Speed of the whole run without pauses, as :func:`mean_of_points` says; 0 before the first log point."""
-        metrics = self.metrics
-        points = list(zip(map(int, metrics.get("step", ())), metrics.get(RATE, ()), strict=True))
-        return mean_of_points(RATE, points) if points else 0.0
-
-    @property
-    def evaluations(self) -> dict[str, list[float]]:
-        """Columns of the held-out losses, as in :attr:`metrics`."""
-        return columns(self.points(EVALUATIONS))
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """Folders of the complete checkpoints on this host, oldest first; their checksums are not verified."""
-        folder = checkpoints_of(self.folder)
-        return [folder / name for name in checkpoint_folder.names(folder)]
-
-    @property
-    def verdict(self) -> str | None:
-        """Text on where the time went and what to change; None before the end, or if no step was traced."""
-        file = self.folder / VERDICT
-        return file.read_text() if file.is_file() else None
-
-
-def columns(written: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Return points by name, in the order of their steps and without those that a rollback has left; NaN is none."""
-    points: list[dict[str, float]] = []
-    for point in written:
-        while points and points[-1]["step"] >= point["step"]:  # of a course that a rollback has left
-            points.pop()
-        points.append(point)
-    names = dict.fromkeys(name for point in points for name in point)
-    return {name: [point.get(name, math.nan) for point in points] for name in names}
-
-
-def open_run(run: GivenPath, *, root: FilePath = OUTPUT_ROOT) -> Run:
+def open_run(run: GivenPath, *, root: FilePath = OUTPUT_ROOT) -> RunFolder:
     """Return the run in a folder or, of that id or name, in MLflow as :func:`find_run` finds it.
 
     Raises:
@@ -178,7 +74,7 @@ def open_run(run: GivenPath, *, root: FilePath = OUTPUT_ROOT) -> Run:
     """
     name = os.path.expanduser(run)
     if os.path.isfile(Path(name) / SPEC):  # False also for a name that is too long for a path
-        return Run(Path(name))
+        return RunFolder(Path(name))
     return find_run(name, root=expanded(root)).open()
 
 
@@ -212,15 +108,13 @@ class RecordedRun:
     @functools.cached_property
     def settings(self) -> dict[str, str]:
         """All settings of the run: its parameters, derived settings, spec and DeepSpeed JSON."""
-        derived = {name: value for name, value in self.tags.items() if name.startswith(DERIVED)}
         spec, config = (self.read_artifact(name) for name in (SPEC, DS_CONFIG))
         try:
-            written = flatten(parse_yaml(spec.decode(), SPEC)) if spec else {}
-            return self.params | derived | written | (flatten({"ds_config": parse_json(config)}) if config else {})
+            return settings_of(self.params, self.tags, spec, config)
         except (ValueError, AttributeError, SpecError) as error:
             raise ExperimentError(f"run {self.name} has a damaged artifact ({error}); leave it out") from None
 
-    def open(self) -> Run:
+    def open(self) -> RunFolder:
         """Return the run as recorded in its folder.
 
         Raises:
@@ -230,7 +124,7 @@ class RecordedRun:
             raise ExperimentError(
                 f"the folder of run {self.name} is not on this machine; go on where it was trained, or copy it here"
             )
-        return Run(self.folder)
+        return RunFolder(self.folder)
 
     def history(self, name: str) -> list[Point]:
         """Return all values of a metric in the order of their steps; for a step repeated after a rollback, the last."""
@@ -378,20 +272,10 @@ def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = N
 
 def _read(run: MlflowRun, experiment: str, uri: str) -> RecordedRun:
     info, data = run.info, run.data
-    return RecordedRun(
-        id=info.run_id,
-        name=info.run_name,
-        experiment=experiment,
-        experiment_id=info.experiment_id,
-        status=info.status,
-        start_ms=info.start_time,
-        params=dict(data.params),
-        metrics=numbers_of(data.tags) | data.metrics,
-        tags=dict(data.tags),
-        folder=_folder(data.tags, info.run_name, uri),
-        parent=data.tags.get(PARENT_TAG),
-        tracking_uri=uri,
-    )
+    tags, parent = dict(data.tags), data.tags.get(PARENT_TAG)
+    where, values = (info.run_id, info.run_name, experiment, info.experiment_id), numbers_of(tags) | data.metrics
+    params, folder = dict(data.params), _folder(tags, info.run_name, uri)
+    return RecordedRun(*where, info.status, info.start_time, params, values, tags, folder, parent, uri)
 
 
 def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:

@@ -40,6 +40,7 @@ from ddpm_ds.tracking.run_folder import (
     Record,
     discard,
     end_killed,
+    flatten,
     now_ms,
     send_command,
     unsent,
@@ -51,7 +52,6 @@ SENDER = "ddpm_ds.tracking.sender"
 COMPUTING_SECONDS = 1.0  # CPU time during a wait from which on the child counts as at work, and is waited for again
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is down
 USER_TAG = "mlflow.user"
-PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,6 @@ class RunLink:
     def open_with(self) -> str:
         """Everything needed to see the run, in one line."""
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
-
-
-def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return nested mappings as dotted names (``unet.channels``) and text, with values cut to MLflow's limit."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            flat[f"{prefix}{name}"] = text[:PARAM_CHARACTERS]
-    return flat
 
 
 def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:

@@ -30,9 +30,7 @@ from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, parse_json, path_fault, read_text
 from ddpm_ds.predict.finished_run import SUMMARY
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder
-from ddpm_ds.tracking.runs import Run
-from ddpm_ds.tracking.tracker import flatten
+from ddpm_ds.tracking.run_folder import RESUMES, RunFolder, checkpoints_of, claim_folder, flatten
 from ddpm_ds.unet.shards import Shard
 from ddpm_ds.unet.tensor_group import read_part
 
@@ -282,16 +280,15 @@ def remove_abandoned_points(
         A line for the user, or None if nothing had to be removed.
     """
     try:
-        before = Run(run_dir)
-        old, new = ({name: each.get(name) for name in NUMBERS} for each in (before.ds_config, ds_config))
-        found = changes(before.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
+        folder = RunFolder(run_dir)
+        old, new = ({name: each.get(name) for name in NUMBERS} for each in (folder.ds_config, ds_config))
+        found = changes(folder.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
     except (OSError, ValueError, AttributeError, SpecError):  # a new folder, or files that were cut off
         return None
     found = [change for change in found if not change.startswith(MAY_CHANGE)]
     found += [f"ds_config.{change}" for change in changes(old, new)]
     if not found:
         return None
-    folder = RunFolder(run_dir)
     what = f"the last start in {run_dir} trained something else ({'; '.join(found)})"
     if checkpoint is not None:
         folder.forget_after(checkpoint.state.steps, checkpoint.state.images_seen)

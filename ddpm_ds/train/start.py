@@ -34,8 +34,7 @@ from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.watchdog import DeviceWork, Watchdog, make_store
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import disk_errors_said
-from ddpm_ds.tracking.tracker import flatten
+from ddpm_ds.tracking.run_folder import disk_errors_said, flatten
 from ddpm_ds.train.resume import (
     Claim,
     InitialWeights,

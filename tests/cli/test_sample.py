@@ -20,8 +20,7 @@ from ddpm_ds.evaluate.sampling import draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, Planted, arrays, draw_ensembles, field_spec, plant_fields, plant_on
-from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb
-from tests.launching import REPOSITORY, run_ranks
+from tests.evaluate.planted import FAST_SAMPLER, UNLABELLED, Sample, plant, sample_verb
 
 SAMPLER = FAST_SAMPLER.model_copy(update={"clip": "none"})
 

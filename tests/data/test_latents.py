@@ -349,7 +349,10 @@ def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, s
             "data.channels = 4 should be 1 .grey. or 3 .RGB.; other .* which is null",
         ),
         (["data.crop_from=12"], "data.crop_from = 12 is used only with data.autoencoder: null; remove it, or use null"),
-        (["data.horizontal_flips=true"], "data.horizontal_flips = true is used only with data.autoencoder: null; remove it, or use false"),
+        (
+            ["data.horizontal_flips=true"],
+            "data.horizontal_flips = true is used only with data.autoencoder: null; remove it, or use false",
+        ),
         (["sampler.clip=static"], "sampler.clip = static keeps pixels in .* use none"),
         (["data.channels=257"], "data.channels = 257 should be a whole number from 1 to 256"),
     ],

@@ -251,7 +251,9 @@ def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(
 
 
 def test_prompts_of_pictures_without_text_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"samples\.prompts = \[a\] is used only with data\.text; remove it, or use \[\]"):
+    with pytest.raises(
+        ValueError, match=r"samples\.prompts = \[a\] is used only with data\.text; remove it, or use \[\]"
+    ):
         tiny_spec(samples={"prompts": ["a"]})
 
 

@@ -20,8 +20,9 @@ from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
 from ddpm_ds.tracking.recorder import parameters
+from ddpm_ds.tracking.run_folder import flatten
 from ddpm_ds.tracking.runs import VARIED_TAG, find_run, find_runs
-from ddpm_ds.tracking.tracker import Tracker, flatten
+from ddpm_ds.tracking.tracker import Tracker
 from tests.forking import Forked
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
 from tests.train.ranks import QUIET, TINY

@@ -235,7 +235,7 @@ def test_steps_are_profiled_once_on_all_ranks(name: str, steps: int, last: int, 
     assert [file for file in told["artifacts"] if file.startswith("kernels")] == [f"kernels/{file}" for file in files]
     text = (folder / "groups.txt").read_text()
     assert text.startswith(f"steps {last - steps + 1}-{last}, all ranks")
-    assert "convolution backward" in text and "aten::convolution_backward" in text
+    assert "convolution backward" in text
     for rank in range(2):
         table = (folder / f"rank{rank}.txt").read_text()
         for column in ("Self CPU", "CPU total", "Self CPU Mem", "# of Calls", "instruction BackwardPass"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_ds.observe import timeline
@@ -67,40 +64,6 @@ def test_picture_is_of_the_median_step_and_waiting_is_grey(tmp_path: Path) -> No
     forward, waiting = ((pixels == (*colour, 255)).all(2).sum() for colour in ((143, 188, 240), (228, 228, 228)))
     assert 0.9 < forward / waiting < 1, "half of the rows; a number is written into the forwards"
     assert (pixels[..., 3] == 255).all() and np.median(pixels[..., :3]) == 255, "legible on dark pages too"
-
-
-def test_letters_of_a_picture_can_be_read_400_pixels_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-
-    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
-        drawn.append(figure)
-        save(figure, *arguments, **options)
-
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", keep)
-    kinds: list[Any] = ["BackwardPass", "InputGradients", "WeightGradients", "DataWait", "ReduceGrads", "sampling"]
-    events = [
-        Event(kind, 1 if number == 1 else 0, 3, 0.1 * number, 0.1 * number + 0.1) for number, kind in enumerate(kinds)
-    ]
-    for ranks in (1, 40):
-        names = [str(rank) for rank in range(ranks)]
-        draw_step([events] * ranks, 0.9, names, "step 3: " + "words " * 20, tmp_path / "x.png")
-        figure = drawn.pop()
-        words = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
-        inches = float(figure.get_size_inches()[0])
-        assert min(float(text.get_fontsize()) / 72 for text in words) / inches * 400 >= 8.8, "pixels"
-        said = " ".join(text.get_text() for text in words)
-        for phrase in (
-            "pipeline rank",
-            "seconds since the start of the step",
-            "waiting",
-            "input gradients, decoder half",
-        ):
-            assert phrase in said
-        boxes = [text.get_window_extent() for text in words]
-        assert min(box.x0 for box in boxes) >= 0 and max(box.x1 for box in boxes) <= figure.bbox.width
-        sides = sorted((side.y0, side.y1) for side in map(Text.get_window_extent, figure.axes[0].get_yticklabels()))
-        assert all(below[1] <= above[0] for below, above in pairwise(sides))
 
 
 def test_a_trace_has_as_many_steps_as_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

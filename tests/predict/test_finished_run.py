@@ -56,8 +56,8 @@ def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
     lines = [json.dumps(point) for point in points]
     (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3']))
     (run_dir / "evaluations.jsonl").write_text('{"step": 20, "usage/evaluation_seconds": 1.5}\n' * 3)
-    of_version_02 = {"seconds": 50.0, "checkpoint_seconds": 2.0, "inspection_seconds": 4.0}
-    (run_dir / "trace" / "pauses.json").write_text(json.dumps(of_version_02))
+    pauses = {"seconds": 50.0, "checkpoint_seconds": 2.0, "sampling_seconds": 4.0}
+    (run_dir / "trace" / "pauses.json").write_text(json.dumps(pauses))
     facts = facts_of(run_dir)
     assert facts.job.precision == "fp16" and facts.job.stored_bytes == 2
     assert facts.overflows == Overflows(4, 20, 4096.0, 128.0)

@@ -133,18 +133,6 @@ def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
     assert stream.screen()[-1] == ""
 
 
-def test_steps_rewrite_the_line_a_few_times_per_second_at_most(
-    line_on: Callable[[io.StringIO], ProgressLine], clock: Clock
-) -> None:
-    stream = Terminal()
-    line = line_on(stream)
-    before = stream.getvalue().count("\r")
-    for images in range(1, 100):
-        clock.now = images * 0.01
-        line.step(images)
-    assert stream.getvalue().count("\r") - before <= 6
-
-
 def test_a_clock_moves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
     stream = Terminal()

@@ -115,30 +115,33 @@ class Counter:
         self.read.clear()
 
 
-def test_readings_are_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SAMPLES, "3")
-    monkeypatch.setattr(module, "_monitors", lambda log: [Counter()])
-    assert collected(tmp_path, monkeypatch, 2)[0] == [{"system/rack 1/b/cpu": 2.0}, {"system/rack 1/b/cpu": 5.0}]
+AVERAGED = [{"system/rack 1/b/cpu": 2.0}, {"system/rack 1/b/cpu": 5.0}]
 
 
-def test_a_reading_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_monitors", lambda log: [Mock(collect_metrics=lambda: 1 / 0)])
-    line = "system metrics of rack 1/b are no longer read (division by zero); training continues"
-    assert collected(tmp_path, monkeypatch, 1) == ([], [line])
-
-
-@pytest.mark.parametrize(("name", "value"), [(INTERVAL, "0"), (INTERVAL, "often"), (SAMPLES, "0")])
-def test_a_setting_that_is_no_number_in_range_is_named(
-    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "monitor", "points", "line"),
+    [
+        ({SAMPLES: "3"}, Counter, AVERAGED, ""),
+        ({}, lambda: Mock(collect_metrics=lambda: 1 / 0), [], "(division by zero); training continues"),
+        ({INTERVAL: "0"}, Counter, [], f"no longer read ({INTERVAL}: '0' is not a "),
+        ({INTERVAL: "often"}, Counter, [], f"no longer read ({INTERVAL}: 'often' is not a "),
+        ({SAMPLES: "0"}, Counter, [], f"no longer read ({SAMPLES}: '0' is not a "),
+        ({SWITCH: "false"}, Counter, [], ""),
+    ],
+)
+def test_readings_are_averaged_and_what_fails_is_one_line(
+    settings: dict[str, str],
+    monitor: Any,
+    points: list[dict[str, float]],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(name, value)
-    _, said = collected(tmp_path, monkeypatch, 1)
-    assert len(said) == 1 and f"no longer read ({name}: '{value}' is not a " in said[0]
-
-
-def test_nothing_is_read_where_it_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "false")
-    assert collected(tmp_path, monkeypatch, 1) == ([], []) and not any(tmp_path.iterdir())
+    monkeypatch.setattr(module, "_monitors", lambda log: [monitor()])
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    found, said = collected(tmp_path, monkeypatch, max(len(points), 1))
+    assert found == points and len(said) == bool(line) and line in "".join(said)
 
 
 @pytest.mark.parametrize(("device", "lines"), [("cuda", 1), ("cpu", 0)])

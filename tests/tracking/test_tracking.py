@@ -27,9 +27,18 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.address import uri_fault
-from ddpm_ds.tracking.run_folder import EVENTS, LOCK, NOTE_TAG, PARENT_TAG, START_TAG, SYSTEM_METRICS, lock, read
+from ddpm_ds.tracking.run_folder import (
+    EVENTS,
+    LOCK,
+    NOTE_TAG,
+    PARENT_TAG,
+    START_TAG,
+    SYSTEM_METRICS,
+    flatten,
+    lock,
+    read,
+)
 from ddpm_ds.tracking.sender import MlflowRun
-from ddpm_ds.tracking.tracker import RunLink, flatten
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import everything, history, read_run, start
 
@@ -155,19 +164,6 @@ def test_a_deleted_experiment_is_said_once_with_what_restores_it_and_training_go
     link = tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert history(root, "train/loss") == [(1, 1.0)] and "hush" not in f"{said} {link}"
     assert link.command == 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
-
-
-def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_is_down(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@{address}/")
-    monkeypatch.setattr(module, "COMPUTING_SECONDS", math.inf)
-    said: list[str] = []
-    tracker = start(root, log=said.append)
-    wait_for(lambda: said)
-    assert "Connection refused" in said[0] and address in said[0]
-    link = tracker.finish("FINISHED", timeout_seconds=math.inf)  # or this never ends
-    assert link == RunLink(None, f"http://{address}/", f"http://{address}", None)
-    assert said[-1].startswith(f"not sent: 2 records to MLflow at http://{address}/; ") and "secret" not in repr(said)
 
 
 def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_later(
@@ -447,22 +443,6 @@ def test_a_child_that_is_started_ahead_makes_the_database_before_there_is_a_run(
     tracker = start(root, sender=child, log=said.append)
     assert tracker._process is child
     assert tracker.finish("FINISHED", PATIENCE_SECONDS).run_id == read_run(root).info.run_id and said == []
-
-
-def test_a_store_that_does_not_open_ahead_of_the_run_is_said_once_by_the_run(root: Path) -> None:
-    (root / "mlflow.db").write_bytes(b"no database")
-    child, said = module.start_child(), list[str]()
-    module.tell(child, {"store": str(root)})
-    start(root, sender=child, log=said.append).finish("FINISHED", 1.0)
-    assert [line.split(" (")[0] for line in said] == [f"MLflow at sqlite:///{root}/mlflow.db fails", said[-1]]
-    assert said[-1].startswith("not sent: 2 records to MLflow")
-
-
-def test_a_child_that_is_told_of_no_run_ends_with_its_trainer(root: Path) -> None:
-    child = module.start_child()
-    assert child.stdin is not None
-    child.stdin.close()
-    assert child.wait(PATIENCE_SECONDS) == 1
 
 
 def test_params_are_flat_text() -> None:

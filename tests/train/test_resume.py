@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import CompleteCheckpoint
+from ddpm_ds.checkpoint.folder import CompleteCheckpoint, images_of
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
@@ -182,12 +182,12 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
 
     def left(
         checkpoint: CompleteCheckpoint | None, spec: RunSpec, config: dict[str, Any]
-    ) -> tuple[str | None, list[int], list[int], bool]:
+    ) -> tuple[str | None, list[int], list[int | None], bool]:
         """What is said, and the steps of the points, the images of the pictures and whether it is the same run."""
         identity = folder.identity()
         said = remove_abandoned_points(tmp_path, checkpoint, spec, config)
         steps = [int(point["step"]) for name in (METRICS, EVALUATIONS) for point in read_points(tmp_path / name)]
-        return said, steps, folder._sampled_after(), identity_of(tmp_path) == identity
+        return said, steps, [images_of(path.stem) for path in folder.all_samples()], identity_of(tmp_path) == identity
 
     assert remove_abandoned_points(tmp_path, None, slow, config) is None, "a new folder"
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tiny_spec().model_dump(mode="json"), sort_keys=False))

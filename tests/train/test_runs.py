@@ -16,7 +16,8 @@ import pytest
 from PIL import Image, ImageSequence
 
 from ddpm_ds.tracking.recorder import PARAMETERS
-from ddpm_ds.tracking.runs import find_run, mean_of_points
+from ddpm_ds.tracking.run_folder import mean_of_points
+from ddpm_ds.tracking.runs import find_run
 from ddpm_ds.tracking.tracker import numbers_of
 from tests.forking import ONE_THREAD
 from tests.launching import REPOSITORY, place_digits, place_empty_store, run_ranks
