@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -79,25 +78,24 @@ def test_a_run_that_is_watched_in_every_way_does_not_lock(
 
 
 @pytest.mark.long
-def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tmp_path: Path) -> None:
-    """It asks for the parts that a host lacks, and goes on once they are copied."""
+def test_a_resume_on_another_layout_does_not_lock_and_hosts_with_folders_of_their_own_end_at_the_start(
+    tmp_path: Path,
+) -> None:
+    log, length = tmp_path / "log", ("data.store_root=data", *DEEP, *LENGTH)
+    first = arguments(tmp_path / "run", length, config_of(tmp_path, "1f1b"), ("-p", "4"))
+    assert run(4, str(TRAIN), *first, log=log) == [0] * 4, log.read_text()[-6000:]
+    longer = (*length, "train.images=192")
+    second = arguments(tmp_path / "run", longer, "folded_zero2_fp16.json", ("-p", "2"))
+    assert run(4, str(TRAIN), *second, log=log) == [0] * 4, log.read_text()[-6000:]
+    assert points(tmp_path / "run")[-1]["train/seen_images"] == 192
+
     folders = [tmp_path / host for host in "aabb"]
     for folder in set(folders):
         folder.mkdir()
-    log, hosts = tmp_path / "log", {"STRICT_FOLDERS": ":".join(map(str, folders))}
-    length = ("data.store_root=data", *DEEP, *LENGTH)
-    first = arguments(Path("run"), length, config_of(tmp_path, "1f1b"), ("-p", "4"))
-    assert run(4, str(TRAIN), *first, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
-    longer = (*length, "train.images=192")
-    second = arguments(Path("run"), longer, "folded_zero2_fp16.json", ("-p", "2"))
-    assert run(4, str(TRAIN), *second, log=log, **hosts) == [2] * 4, log.read_text()[-6000:]
-    assert "bring the parts together: rsync -a HOST:" in log.read_text()
-    for one, other in ("ab", "ba"):
-        shutil.copytree(
-            tmp_path / one / "run" / "checkpoints", tmp_path / other / "run" / "checkpoints", dirs_exist_ok=True
-        )
-    assert run(4, str(TRAIN), *second, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
-    assert points(tmp_path / "a" / "run")[-1]["train/seen_images"] == 192
+    apart = arguments(Path("run"), length, config_of(tmp_path, "1f1b"), ("-p", "4"))
+    hosts = {"STRICT_FOLDERS": ":".join(map(str, folders))}
+    assert run(4, str(TRAIN), *apart, log=log, **hosts) == [2] * 4, log.read_text()[-6000:]
+    assert "name a --run-dir that all hosts share" in log.read_text()
 
 
 @pytest.mark.long

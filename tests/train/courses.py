@@ -115,7 +115,7 @@ class Courses:
         return checkpoints_of(self.run_dir(course, source)) / checkpoint_name(BATCH * steps)
 
     def run_dir(self, course: str, source: str = WHOLE) -> Path:
-        """The folder of a course's checkpoints, snapshots, and weights of every step."""
+        """The folder of a course's checkpoints."""
         return self._folder / course / source
 
     def end(self, course: str, source: str = WHOLE) -> Reader:
