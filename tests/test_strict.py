@@ -116,7 +116,7 @@ def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
     """The rows of this project's engines; DistributedDataParallel can't use a process group written in Python."""
     bench, log = REPOSITORY / "launch" / "bench.py", tmp_path / "log"
     words = arguments(tmp_path / "run", FEW, "zero1_fp32.json", ("-p", "2"))[2:]
-    effort = ("--rows", "1f1b,folded,traced", "--rounds", "1", "--steps-per-round", "1", "--compared-steps", "3")
+    effort = ("--rows", "1f1b,folded,planned", "--rounds", "1", "--steps-per-round", "1", "--compared-steps", "3")
     assert run(2, str(bench), *words, *effort, log=log) == [0] * 2, log.read_text()[-6000:]
 
 
