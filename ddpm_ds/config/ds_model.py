@@ -16,7 +16,6 @@ from ddpm_ds.config.section import (
     Format,
     Section,
     broken_rule,
-    conditions_of,
     is_off,
     no_number,
     no_switch,
@@ -522,5 +521,3 @@ UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(fi
 """Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)
 """The DeepSpeed JSON as a kind of file."""
-ZERO_ONLY_KEYS = [key for key in DS_CONFIG.all_keys() if WITH_ZERO in conditions_of(DS_CONFIG.field_at(key))]
-"""Keys that DeepSpeed ignores without ZeRO."""
