@@ -17,7 +17,7 @@ from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
-from ddpm_ds.tracking.runs import Run
+from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 SUMMARY = Path("trace") / "summary.json"
@@ -198,7 +198,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    run, summary = Run(run_dir), read_json(run_dir / SUMMARY)
+    run, summary = RunFolder(run_dir), read_json(run_dir / SUMMARY)
     config, points = run.ds_config, run.points(METRICS)
     last = points[-1] if points else {}
     job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
@@ -247,7 +247,7 @@ def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
     return replace(whole, phases=phases)
 
 
-def _layout(run: Run, job: Workload, summary: Mapping[str, Any]) -> Layout:
+def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout:
     """Return the layout of the traced step.
 
     Raises:

@@ -51,9 +51,6 @@ NEAR_NAMES = 3
 MOST_FOUND = 50_000  # runs, or experiments, that MLflow returns for one question
 
 
-Run = RunFolder
-
-
 class ExperimentError(UserError):
     """Error: a named run or experiment can't be found, read or made."""
 
