@@ -31,7 +31,8 @@ def plant(folder: Path, points: Mapping[str, list[float]], *, stages: list[int],
     (folder / "identity").write_text(f"identity-of-{folder.name}\n")
     events = EventFile(folder / EVENTS, print)
     for count in stages:
-        params, tags = {"derived.world_size": str(stages[0])}, {"derived.world_size": str(count)}
+        params = {"derived.world_size": str(stages[0]), "derived.node": f"node-of-{folder.name}"}
+        tags = {"derived.world_size": str(count)}
         events.append({"start": {"params": params, "tags": tags, "trackers": []}})
         (folder / "spec.yaml").write_text(yaml.safe_dump({"unet": {"channels": 8}, "train": {"seed": 3}}))
         (folder / "ds_config.json").write_text(json.dumps({"pipeline": {"stages": count}}))
@@ -59,6 +60,7 @@ def test_folders_are_compared_without_mlflow_and_the_last_start_counts(
         "status": ["FINISHED", "RUNNING"],
         "ds_config.pipeline.stages": ["2", "1"],
         "derived.world_size": ["2", "1"],
+        "derived.node": ["node-of-slow", "node-of-fast"],
         "train/loss": ["0.4", "(1x)", "0.2", "(0.5x)"],
         "eval/loss": ["0.3", "(1x)", "0.3", "(1x)"],
         # all images over all seconds: three equal intervals of 1, 2 and 1 seconds, say
