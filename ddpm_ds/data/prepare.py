@@ -105,8 +105,10 @@ FEW_IMAGES = 256
 """Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES, SMALL_BYTES = 64, 2**25
 """Number of images by which a source is recognised; and size of a source of which all images count."""
-LOOKED_AT = 1000
-"""Number of a source's folders, and of its files, whose sizes and times are compared before training."""
+LOOKED_AT = 10_000
+"""Number of a source's folders, and of its files, whose sizes and times are compared before training; below its double
+all are. A look at 100,000 files takes 0.3 s on a local disk, but may take minutes over a network.
+"""
 
 
 def cache_path(spec: DataSpec) -> Path:

@@ -462,3 +462,10 @@ def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
             prepare(spec_of(source="folder", path=root))
     finally:
         context.set_executable(executable)
+
+
+def test_each_file_of_a_folder_of_3000_has_a_look(tmp_path: Path) -> None:
+    names = {f"{number}.png" for number in range(3000)}
+    for name in names:
+        (tmp_path / name).touch()
+    assert prepare_module.looks_of(tmp_path, whole=False).keys() == names | {"."}
