@@ -23,7 +23,7 @@ from ddpm_ds.data.cache import CONSTANTS, FieldFacts
 from ddpm_ds.data.latents import Autoencoder
 from ddpm_ds.data.text import DOWNLOADED as ENCODERS
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.evaluate.diffusers.scheduler import Arguments, process_from_scheduler, refused
+from ddpm_ds.evaluate.diffusers.scheduler import Arguments, process_from_scheduler
 from ddpm_ds.evaluate.diffusers.unet import (
     AVERAGED,
     CLASS_EMBEDDING,
@@ -182,17 +182,18 @@ class _PipelineArguments(Arguments):
     """Settings of a pipeline, whose parts are lists of library and class."""
 
     class_names: ClassVar = ("pipeline",)
+    kind: ClassVar = "setting of a pipeline"
+    ignored: ClassVar = ("requires_safety_checker", "add_watermarker")
 
     force_zeros_for_empty_prompt: bool | None = None
     """Where it is missing, pipelines of SDXL, which have a second text encoder, take true."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        for key, value in config.items():
-            known = key.startswith("_") or key in (*cls.model_fields, "requires_safety_checker", "add_watermarker")
-            if not known and not isinstance(value, list) and value is not None and value is not False:
-                raise refused(key, value, "no such setting of a pipeline is known here; only null can be read")
-        return super().read({**config, "_class_name": cls.class_names[0]})
+        settings = {
+            key: value for key, value in config.items() if key in cls.model_fields or not isinstance(value, list)
+        }
+        return super().read({**settings, "_class_name": cls.class_names[0]})
 
 
 class DiffusersFolder:

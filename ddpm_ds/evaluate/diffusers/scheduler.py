@@ -3,7 +3,7 @@ scheduler: ``DDPMScheduler`` or, for EDM, ``EDMEulerScheduler``. Does not need d
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -27,6 +27,10 @@ class Arguments(BaseModel):
 
     class_names: ClassVar[tuple[str, ...]]
     """Names of the classes that take these arguments."""
+    kind: ClassVar[str] = ""
+    """What a message calls an argument; empty is ``argument of`` the first class."""
+    ignored: ClassVar[Collection[str]] = ()
+    """Other keys that nothing here depends on; any that are neither known nor ignored are refused."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -42,13 +46,18 @@ class Arguments(BaseModel):
         arguments = {key: value for key, value in config.items() if not key.startswith("_")}
         try:
             # By JSON's rules a list may be a tuple, but "64" is no number.
-            return cls.model_validate_json(json.dumps(arguments))
+            found = cls.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
             first, *more = error.errors()
             key = str(first["loc"][0])
             of_key = (each for each in more if each["loc"][0] == key)
             problem = max((first, *of_key), key=lambda each: len(each["loc"]))  # of a list, its entry's
             raise refused(key, config[key], problem["msg"].replace("Input should be", "it should be")) from None
+        for key, value in (found.model_extra or {}).items():
+            if key not in cls.ignored and value is not None and value is not False:
+                kind = cls.kind or f"argument of {cls.class_names[0]}"
+                raise refused(key, value, f"no such {kind} is known here; only null can be read")
+        return found
 
 
 def refused(key: str, value: Any, why: str) -> ValueError:
@@ -169,13 +178,8 @@ OF_SAMPLING = {
 class _Noise(Arguments):
     """Arguments of a scheduler; those that are neither fields nor of sampling are refused."""
 
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Self:
-        found = super().read(config)
-        for key, value in (found.model_extra or {}).items():
-            if key not in OF_SAMPLING and value is not None and value is not False:
-                raise refused(key, value, "no such argument of a scheduler is known here; only null can be read")
-        return found
+    kind: ClassVar = "argument of a scheduler"
+    ignored: ClassVar = OF_SAMPLING
 
 
 class _SchedulerArguments(_Noise):

@@ -33,10 +33,14 @@ CLASS_NAME = "UNet2DConditionModel"
 ZERO = "diffusers divides by zero in its sinusoidal embedding; only 4 and more can be held"
 ValueOf = TypeVar("ValueOf")
 Depths = Annotated[int, Field(ge=1, le=64)]
+AVERAGE = {"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"}
+"""Keys that diffusers' EMAModel adds to the configuration of the averaged model that it saves."""
 
 
 class UnetArguments(Arguments):
     """Arguments that both families take, as far as our U-Net has them."""
+
+    ignored: ClassVar = AVERAGE
 
     sample_size: Pixels | tuple[Pixels, Pixels] | None = None
     in_channels: Channels
@@ -62,9 +66,6 @@ class UnetArguments(Arguments):
 
 
 ArgumentsOf = TypeVar("ArgumentsOf", bound=UnetArguments)
-
-AVERAGE = {"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"}
-"""Keys that diffusers' EMAModel adds to the configuration of the averaged model that it saves."""
 
 
 def shared_config(unet: UnetSpec, interface: Interface, class_name: str) -> dict[str, Any]:
@@ -117,10 +118,6 @@ def read_arguments(kind: type[ArgumentsOf], config: Mapping[str, Any]) -> tuple[
         ValueError: one line with the key, its value and what is possible.
     """
     found = kind.read(config)
-    for key, value in (found.model_extra or {}).items():
-        if value is not None and value is not False and key not in AVERAGE:
-            name = kind.class_names[0]
-            raise refused(key, value, f"no such argument of {name} is known here; only null can be read")
     size_of(found)
     attends = _attention(found)
     _check_widths(found)
