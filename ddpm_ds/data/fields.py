@@ -118,10 +118,11 @@ class FieldSource:
         ]
         constants = b"" if self.constants is None else self.constants.tobytes()
         digest = sha256(repr(known).encode() + self.labels.tobytes() + constants)
-        files = [(path, name) for path in paths for name in (files_below(path) if path.is_dir() else ("",))]
-        if sum((path / name).stat().st_size for path, name in files) <= WHOLE_BYTES:
-            for path, name in files:
-                digest.update(os.fsencode(name) + sha256_of(path / name).encode())
+        found = [(path, files_below(path) if path.is_dir() else {"": path.stat()}) for path in paths]
+        if sum(status.st_size for _, files in found for status in files.values()) <= WHOLE_BYTES:
+            for path, files in found:
+                for name in files:
+                    digest.update(os.fsencode(name) + sha256_of(path / name).encode())
             return digest.hexdigest()
         for i in self._sampled:
             for part in self.parts.values():

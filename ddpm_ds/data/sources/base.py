@@ -117,8 +117,12 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
 
 
-def texts_of(block: Mapping[str, Any], key: str, place: str) -> list[str] | dict[str, str]:
-    """Return the captions under ``key`` of an image's block, or else its other keys of texts, with their ``place``."""
+def texts_of(block: Any, key: str, place: str) -> list[str] | dict[str, str]:
+    """Return the captions under ``key`` of an image's block of JSON, or else its other keys of texts, with their
+    ``place``; none for what is no block.
+    """
+    if not isinstance(block, dict):
+        return {}
     if (captions := captions_in(block.get(key))) is not None:
         return captions
     others = (name for name, value in block.items() if _are_texts(value) and value and name != "file_name")

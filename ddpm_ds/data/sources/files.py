@@ -164,8 +164,7 @@ def _caption_file(path: Path, key: str) -> list[str] | dict[str, str]:
         text = read_text(path)
         if not path.name.lower().endswith(".json"):
             return [text.strip()]
-        block = parse_json(text)
-        return texts_of(block, key, path.name) if isinstance(block, dict) else {}
+        return texts_of(parse_json(text), key, path.name)
     except (OSError, ValueError) as error:
         raise DataError(f"data.path: {path} can't be read ({one_line(error)}); mend it") from error
 

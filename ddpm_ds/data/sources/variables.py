@@ -233,7 +233,8 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
         raise DataError(f"{key} = {path} can't be read by source {spec.source} ({one_line(error)})") from error
     if spec.missing_chunks == "fill":
         found = {name: replace(each, lacks=lambda: (0, 0)) for name, each in found.items()}
-    watched = {name: _watched(each, path, path.stat()) for name, each in found.items()}
+    before = path.stat()
+    watched = {name: _watched(each, path, before) for name, each in found.items()}
     return Arrays(key, path, {name: _finished(each, watched) for name, each in watched.items()})
 
 

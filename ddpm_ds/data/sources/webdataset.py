@@ -204,8 +204,7 @@ def _texts(name: str, content: bytes, key: str) -> list[str] | dict[str, str]:
     try:
         if not name.lower().endswith("json"):
             return [content.decode("utf-8-sig").strip()]
-        block = parse_json(content)
-        return texts_of(block, key, name) if isinstance(block, dict) else {}
+        return texts_of(parse_json(content), key, name)
     except ValueError as error:
         raise ValueError(f"{name}: {one_line(error)}") from error
 
