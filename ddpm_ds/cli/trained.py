@@ -208,19 +208,16 @@ def _evaluate(options: argparse.Namespace) -> None:
         _refuse(options, OF_DRAWN, " is of images that are drawn, and --metrics loss draws none")
     kinds, guidances = options.sampler or (None,), options.guidance or (None,)
     changes = [{"sampler": kind, "guidance": guidance} for kind in kinds for guidance in guidances]
-    work: Callable[..., Any] | None = None
-    found: list[Any] = []
-    losses: list[Any] = []
     trained, samplers, guide = load(options, changes)
     check_recordable(trained)
     if measures:
         held_out = held_out_images(trained, "--metrics loss", options.dataset, instead="leave it out")
     if draws:
         work = (_of_ensembles if trained.is_conditioned else _of_images)(options, trained)
+    losses: list[Any] = []
     if measures:
         losses.append(evaluate_losses(trained, held_out, options.out, options.batch_images))
-    if work is not None:
-        found += [work(trained, sampler, guide) for sampler in samplers]
+    found: list[Any] = [work(trained, sampler, guide) for sampler in samplers] if draws else []
     tables = (losses, loss_table), (found, ensemble_table if trained.is_conditioned else table)
     print(*(f"\n{said(results)}" for results, said in tables if results), sep="\n")
 

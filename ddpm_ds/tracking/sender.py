@@ -52,7 +52,6 @@ from ddpm_ds.command_line import limited_seconds, positive
 from ddpm_ds.errors import SpecError, UserError, print_to_stderr
 from ddpm_ds.files import open_regular
 from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
-from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import (
     DATABASES,
     MLFLOW,
@@ -235,10 +234,9 @@ class MlflowRun:
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"finish": status, "time": at}:
                 if self._alone and not self._join_parent():
-                    place = f"MLflow at {public_address(resolve_uri(self._start['output_root']))}"
-                    self._log(
-                        "orphan", f"{place} does not have the parent of {self._start['run_dir']}; it stands alone"
-                    )
+                    place = place_of({"start": self._start})
+                    line = f"{place} does not have the parent of {self._start['run_dir']}; it stands alone"
+                    self._log("orphan", line)
                 client.set_terminated(run, status, at)
 
     def _step(self, point: Record) -> int:
