@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import levels_of
-from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.staged import Give, Take
 from ddpm_ds.train import validation
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, channel_names
@@ -104,6 +103,22 @@ def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list
             assert values == pytest.approx(expected, rel=LOSS_TOLERANCE[look.precision]), look
 
 
+def engine_of(micro_batch_size: int, **module: object) -> Any:
+    """What pictures and losses ask an engine of one process; ``module`` is about its part of the U-Net."""
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    return SimpleNamespace(
+        micro_batch_size=micro_batch_size,
+        num_stages=1,
+        dp_world_size=1,
+        grid=grid,
+        device=CPU,
+        is_first_stage=lambda: True,
+        module=SimpleNamespace(tensor=ALONE, **module),
+        images_seen=8,
+        global_steps=0,
+    )
+
+
 def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions are channels-last, and a prediction of x0 is the image itself."""
 
@@ -126,18 +141,8 @@ def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pyte
     monkeypatch.setattr(validation, "ForwardPipeline", Forward)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
-    engine = SimpleNamespace(
-        micro_batch_size=2,
-        num_stages=1,
-        dp_world_size=1,
-        grid=grid,
-        device=CPU,
-        is_first_stage=lambda: True,
-        module=SimpleNamespace(tensor=ALONE),
-    )
     spec = tiny_spec(data={"channels": 3}, diffusion={"objective": "x0"}, sampler={"steps": 2}, samples={"count": 4})
-    drawn = Previews(spec, cast(UnetPipelineEngine, engine), WATCHDOG).draw()
+    drawn = Previews(spec, engine_of(2), WATCHDOG).draw()
     assert drawn is not None and drawn.images.shape == (4, 3, 8, 8)
 
 
@@ -155,18 +160,7 @@ def test_pictures_and_held_out_loss_end_between_two_parts_when_the_run_is_asked_
     monkeypatch.setattr(validation, "ForwardPipeline", lambda engine, images: SimpleNamespace(run=run))
     monkeypatch.setattr(dist, "all_reduce", lambda sums, group: None)
     spec = tiny_spec(samples={"every_images": 8, "count": 4}, evaluation={"every_images": 8}, sampler={"steps": 20})
-    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
-    engine: Any = SimpleNamespace(
-        micro_batch_size=4,
-        num_stages=1,
-        dp_world_size=1,
-        grid=grid,
-        device=CPU,
-        is_first_stage=lambda: True,
-        module=SimpleNamespace(tensor=ALONE, sized_layers=[None]),
-        images_seen=8,
-        global_steps=0,
-    )
+    engine = engine_of(4, sized_layers=[None])
     losses = Mock(calls=20, images=4, **{"inputs.return_value": (torch.zeros(1),)})
     for polls, parts in ((0, []), (2, [8, 8]), (4, [8, 8, 4, 8])):  # 20 steps of a picture, and then 20 calls
         asked, averages, recorder = iter([False] * polls), MagicMock(), MagicMock()
