@@ -186,7 +186,7 @@ def predicted(plan: RunPlan, device: str, device_bytes: int) -> int:
     from ddpm_ds.predict.decisions import fitted
     from ddpm_ds.predict.memory import peak_bytes
 
-    job = workload(plan.spec, plan.ds.as_json(), device == "cpu", counted=True)
+    job = workload(plan.spec, plan.ds.config, device == "cpu", counted=True)
     return peak_bytes(job, fitted(job, plan.ds.layout, plan.bounds, device_bytes), plan.bounds)
 
 

@@ -28,11 +28,11 @@ from ddpm_ds.config.ds_config import (
     check_ds_config,
     divisors,
     leaves_layout_open,
-    precision,
     read_ds_config,
     resolve,
     with_split,
 )
+from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import ALL_SIGMAS, GivenPath, RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
@@ -139,7 +139,7 @@ class RunPlan:
 
     def predictor(self, timed: torch.device | None = None) -> Predictor:
         """Return a predictor of the run on hosts like this one, with times of a device that is ``timed``."""
-        return _predictor_here(self.spec, self.ds.as_json(), self.ds.layout.world_size, self.hosts, timed)
+        return _predictor_here(self.spec, self.ds.config, self.ds.layout.world_size, self.hosts, timed)
 
     def replanned(self, summary: Mapping[str, Any]) -> tuple[Program, ...]:
         """Return the programs of a planned schedule by the seconds of a trace's summary."""
@@ -177,16 +177,15 @@ def plan_run(
         from ddpm_ds.diffusion.levels import check_guidance  # it imports PyTorch
 
         check_guidance(spec.sampler, spec.diffusion)
-    config, chosen = read_ds_config(ds_path, overrides), None
+    config, chosen = check_ds_config(read_ds_config(ds_path, overrides), ds_path, spec), None
     names = ("0",) * world_size if hosts is None else tuple(hosts)
-    checked = check_ds_config(config, ds_path, spec)
-    if leaves_layout_open(checked, world_size, stages):
+    if leaves_layout_open(config, world_size, stages):
         from ddpm_ds.device import choose_device
 
         choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
         from ddpm_ds.predict.decisions import choose_layout
 
-        chosen = choose_layout(_predictor_here(spec, checked, world_size, names), ds_path, names, stages)
+        chosen = choose_layout(_predictor_here(spec, config, world_size, names), ds_path, names, stages)
         stages = chosen.stages
         config = config if chosen.tensor is None else with_split(config, chosen.tensor)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
@@ -206,9 +205,9 @@ def decided(plan: RunPlan, device: torch.device) -> RunPlan:
     from ddpm_ds.device import memory_bytes
     from ddpm_ds.predict.decisions import fitted
 
-    if plan.ds.graphs is True and device.type == "cpu":
+    if plan.ds.config.graphs is True and device.type == "cpu":
         raise DsConfigError("graphs = true needs a GPU; use --set ds.graphs=auto, which takes graphs where they can be")
-    job = workload(plan.spec, plan.ds.as_json(), device.type == "cpu", counted=False)
+    job = workload(plan.spec, plan.ds.config, device.type == "cpu", counted=False)
     layout = fitted(job, plan.ds.layout, plan.bounds, memory_bytes(device))
     return replace(plan, ds=replace(plan.ds, layout=replace(layout, across_hosts=plan.across)))
 
@@ -236,7 +235,7 @@ def memory_need(plan: RunPlan, device: torch.device, rank: int) -> Need:
     from ddpm_ds.predict.memory import pipeline_memory
 
     on_cpu, size = device.type == "cpu", memory_bytes(device)
-    job = workload(plan.spec, plan.ds.as_json(), on_cpu, counted=False)
+    job = workload(plan.spec, plan.ds.config, on_cpu, counted=False)
     memory = pipeline_memory(job, fitted(job, plan.ds.layout, plan.bounds, size), plan.bounds)
     here = [number for number, host in enumerate(plan.hosts) if host == plan.hosts[rank]]
     own = [memory[plan.grid().coordinates(number)[0]] for number in here]
@@ -315,7 +314,7 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
 
 def _predictor_here(
     spec: RunSpec,
-    config: Mapping[str, Any],
+    config: DsConfig,
     world_size: int,
     hosts: Sequence[str],
     timed: torch.device | None = None,
@@ -330,7 +329,7 @@ def _predictor_here(
     sizes = set(Counter(hosts).values())
     nodes = len(set(hosts)) if len(sizes) == 1 else 1  # unknown, or of different sizes
     name, memory = described(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    devices = machine_like(name, memory, half=precision(config) != "fp32", devices=world_size, nodes=nodes)
+    devices = machine_like(name, memory, half=config.precision != "fp32", devices=world_size, nodes=nodes)
     job = workload(spec, config, devices.is_cpu, counted=False)  # alike on all hosts
     times = measured_times(timed, job.precision) if timed is not None else None
     return Predictor(job, devices, times)
@@ -363,8 +362,7 @@ def plan(
         DsConfigError: the JSON can't be read, or training would refuse it.
         LayoutError: no layout divides devices, layers and batch, or none fits; or the devices are unknown.
     """
-    config = read_ds_config(ds_config, overrides)
-    check_ds_config(config, ds_config, spec)
+    config = check_ds_config(read_ds_config(ds_config, overrides), ds_config, spec)
     if device_kind is None:
         from ddpm_ds.device import described
 
@@ -372,7 +370,7 @@ def plan(
         device_kind, device_memory = kind_of(name), device_memory or here
     if device_kind is None:
         raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
-    devices = machine(device_kind, half=precision(config) != "fp32", devices=processes, nodes=nodes)
+    devices = machine(device_kind, half=config.precision != "fp32", devices=processes, nodes=nodes)
     rates = {"flops": flops, "link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
     given: dict[str, Any] = {"memory_bytes": device_memory, **rates}
     devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
@@ -390,7 +388,7 @@ def plan(
     return search(predictor, top, among, itertools.chain.from_iterable(ways))
 
 
-def workload(spec: RunSpec, config: Mapping[str, Any], on_cpu: bool, *, counted: bool) -> Workload:
+def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:
     """Return a run to plan for, with its buckets of aspect, weighed by images that preparation has ``counted``, and the
     encoders of captions that are encoded while training.
 

@@ -16,13 +16,14 @@ import pytest
 from ddpm_ds import load_spec, load_trained, open_run
 from ddpm_ds.cli.main import make_parser
 from ddpm_ds.command_line import bandwidth, cache_folder, counted, file_path, gib, memory_size, teraflops
-from ddpm_ds.config.ds_config import check_ds_config, read_ds_config, resolve, set_key
+from ddpm_ds.config.ds_config import check_ds_config, read_ds_config, set_key
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED
 from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import ConditionSpec, RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SPEC, SPECS, SYNONYMS
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.errors import SpecError, UserError
+from tests.ds_json import laid_out
 from tests.forking import REPOSITORY
 
 
@@ -117,8 +118,8 @@ def test_every_path_in_files_in_overrides_and_in_python_may_begin_with_a_home_fo
     with pytest.raises(SpecError, match=r'data.store_root = "~nobody-of-this-name" can\'t be a path: no home folder'):
         load_spec("digits", ["data.store_root=~nobody-of-this-name"])
     profiled = read_ds_config("zero2_fp16", ["ds.flops_profiler.enabled=true", "ds.flops_profiler.output_file=~/x"])
-    resolved = resolve(profiled, spec, world_size=1, stages=1, path="zero2_fp16")
-    assert resolved.blocks["flops_profiler"]["output_file"] == str(home / "x")
+    resolved = laid_out(profiled, spec, world_size=1, stages=1, path="zero2_fp16")
+    assert resolved.config.flops_profiler.output_file == home / "x"
     assert cache_folder() == home / ".cache" / "ddpm_ds"
     home.mkdir()
     (home / "spec.yaml").write_text((SPECS / "digits.yaml").read_text())

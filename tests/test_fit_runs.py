@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.fit import Task, try_size
 from tests.cli.test_fit import fit
+from tests.ds_json import laid_out
 from tests.launching import REPOSITORY, write_json
 from tests.test_fit import DIGITS
 
@@ -56,5 +57,5 @@ def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     best = layout["best"]
     assert f"--set train.batch_images={4 * best}" in said and "does not fit: rank" in said
     spec = load_spec(DIGITS, [*WIDE, f"train.batch_images={4 * best}", "train.accumulation=auto"])
-    used = resolve(read_ds_config(tmp_path / "fit.json"), spec, world_size=2, stages=None, path="fit.json").layout
+    used = laid_out(read_ds_config(tmp_path / "fit.json"), spec, world_size=2, stages=None, path="fit.json").layout
     assert (used.stages, used.micro_batch_images, used.micro_batches) == (2, best, 4)

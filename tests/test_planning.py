@@ -41,7 +41,7 @@ def test_graphs_that_are_asked_for_without_a_gpu_are_refused_and_the_advice_is_a
     )
     with pytest.raises(DsConfigError, match=r"graphs = true needs a GPU; use --set ds\.graphs=auto"):
         decided(asked, torch.device("cpu"))
-    assert decided(advised, torch.device("cpu")).ds.graphs == "auto"
+    assert decided(advised, torch.device("cpu")).ds.config.graphs == "auto"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_graphs_of_what_no_graph_can_hold_are_refused_unless_they_are_off(change
     config = [change, "ds.bf16.enabled=false"]
     with pytest.raises(DsConfigError, match="set graphs to false"):
         plan_run(DIGITS, [*config, "ds.graphs=true"], ZERO_2, world_size=1, stages=1)
-    assert plan_run(DIGITS, [*config, "ds.graphs=false"], ZERO_2, world_size=1, stages=1).ds.graphs is False
+    assert plan_run(DIGITS, [*config, "ds.graphs=false"], ZERO_2, world_size=1, stages=1).ds.config.graphs is False
 
 
 def test_what_a_device_decides_is_an_integer_and_an_axis_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

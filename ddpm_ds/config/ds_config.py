@@ -8,20 +8,29 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, counted
-from ddpm_ds.config.ds_model import DS_CONFIG, EIGHT_BIT, UNUSED, CutMethod, DsConfig, given_at
-from ddpm_ds.config.section import shown, unused
+from ddpm_ds.config.ds_model import (
+    DS_CONFIG,
+    EIGHT_BIT,
+    REMOVED,
+    CutMethod,
+    DsConfig,
+    Pipeline,
+    Precision,
+    changed,
+    given_at,
+)
+from ddpm_ds.config.section import shown, unused, value_at
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, preset, presets, read_json
 
-Precision = Literal["fp32", "fp16", "bf16"]
-
+T = TypeVar("T")
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
     "WarmupLR": _WARMUP,
@@ -61,71 +70,33 @@ class _Faults:
             raise DsConfigError(*self._messages)
 
 
-HALF: tuple[Literal["fp16"], Literal["bf16"]] = ("fp16", "bf16")
-"""Names of the precisions that are blocks of the JSON."""
-
-
-def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> dict[str, Any]:
-    """Return a DeepSpeed JSON with its keys checked (docs/ds_configs.md) and its values in the types of their fields.
+def check_ds_config(config: dict[str, Any], path: Path | str, spec: RunSpec | None = None) -> DsConfig:
+    """Return a DeepSpeed JSON with its keys checked (docs/ds_configs.md).
 
     Raises:
         DsConfigError: keys are unknown or misspelt, have wrong values, would be ignored or break under a pipeline, or
             contradict each other or the spec; one line for each fault, naming file, key, value and fix.
     """
     faults = _Faults(path)
-    readable = _readable(config, faults)
-    blocks = readable.model_dump(mode="json", exclude_unset=True, exclude=UNUSED)
-    _check_together(readable, blocks, faults)
+    checked = _readable(config, faults)
+    _check_together(checked, faults)
     if spec is not None:
-        _check_beside_spec(blocks, spec, faults)
+        _check_beside_spec(checked, spec, faults)
     faults.check()
-    return blocks
+    return checked
 
 
-def precision(config: Mapping[str, Any]) -> Precision:
-    """Return the precision of a checked config."""
-    return next((name for name in HALF if config.get(name, {}).get("enabled")), "fp32")
-
-
-def zero_stage(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a checked config; 0 means off."""
-    return int(config.get("zero_optimization", {}).get("stage", 0))
-
-
-def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether a checked config keeps the optimizer in host memory."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    return bool(offload.get("device", "none") != "none")
-
-
-def tensor_split(config: Mapping[str, Any]) -> TensorSplit:
-    """Return which layers a checked config splits; nothing if that is left to the planner, and all levels if these
-    are.
-    """
-    given = config.get("pipeline", {}).get("tensor", {})
-    size = _given(given, "size", 1)
-    if size == 1:
+def tensor_split(config: DsConfig) -> TensorSplit:
+    """Return which layers a config splits; nothing if that is left to the planner, and all levels if these are."""
+    tensor = config.pipeline.tensor
+    if tensor.size == "auto" or tensor.size == 1:
         return TensorSplit()
-    levels = given.get("levels", "all")
-    return TensorSplit(size, "all" if isinstance(levels, str) else tuple(levels), tuple(given.get("layers", ())))
+    return TensorSplit(tensor.size, "all" if isinstance(tensor.levels, str) else tensor.levels, tensor.layers)
 
 
-def with_split(config: Mapping[str, Any], split: TensorSplit) -> dict[str, Any]:
+def with_split(config: DsConfig, split: TensorSplit) -> DsConfig:
     """Return a config with another answer to what is split."""
-    return {**config, "pipeline": {**config.get("pipeline", {}), "tensor": split.block}}
-
-
-def is_8bit(config: Mapping[str, Any]) -> bool:
-    """Return whether a config's Adam keeps its moments in 8 bits."""
-    return bool(config.get("optimizer", {}).get("type") == EIGHT_BIT)
-
-
-def fp16_needs_zero(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is one of fp16 that ZeRO must train: with DeepSpeed's own Adam, whose fp16 optimizer
-    without ZeRO flattens all weights into one.
-    """
-    own = not is_8bit(config) and not config.get("optimizer", {}).get("params", {}).get("torch_adam")
-    return precision(config) == "fp16" and own
+    return changed(config, {"pipeline.tensor": split.block})
 
 
 def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
@@ -150,20 +121,19 @@ def _readable(config: dict[str, Any], faults: _Faults) -> DsConfig:
             del inside[location[-1]]
 
 
-def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) -> None:
-    """Find keys that contradict each other, among those that have no fault of their own; ``given`` has no defaults."""
+def _check_together(config: DsConfig, faults: _Faults) -> None:
+    """Find keys that contradict each other, among those that have no fault of their own."""
     zero, params = config.zero_optimization, config.optimizer.params
     for key, fault, others in unused(config):
         faults.add(key, fault, *others)
-    eight_bit = config.optimizer.type == EIGHT_BIT
     if config.fp16.enabled and config.bf16.enabled:
         faults.add("fp16.enabled", "and bf16.enabled are both true; switch one off")
     stage, with_zero = "zero_optimization.stage", "set zero_optimization.stage to 1 or 2"
     if zero.stage == 0:
-        if config.fp16.enabled and given_at(given, "fp16.hysteresis") not in (None, 1):
+        if config.fp16.enabled and "hysteresis" in config.fp16.model_fields_set and config.fp16.hysteresis != 1:
             fault = f"= {config.fp16.hysteresis} is ignored without ZeRO; write 1 or {with_zero}"
             faults.add("fp16.hysteresis", fault, stage, "fp16.enabled")
-        if config.fp16.enabled and not params.torch_adam and not eight_bit:
+        if config.fp16_needs_zero:
             fault = (
                 "= false, the default, needs ZeRO in fp16, since this project can't read what DeepSpeed's own Adam "
                 f"then keeps; write true or {with_zero}"
@@ -175,16 +145,16 @@ def _check_together(config: DsConfig, given: dict[str, Any], faults: _Faults) ->
     if config.optimizer.type is None:
         faults.add("optimizer.type", "is missing; use --set ds.optimizer.type=AdamW")
     for variant in ("fused", "foreach"):  # DeepSpeed's Adam fails on them whatever their value
-        if variant in params.model_fields_set and not params.torch_adam and not eight_bit:
+        if variant in params.model_fields_set and not params.torch_adam and not config.is_8bit:
             needs = "it needs torch_adam = true, or remove it" if getattr(params, variant) else "remove it"
             faults.add(f"optimizer.params.{variant}", f"is PyTorch's; {needs}", "optimizer.params.torch_adam")
-    for variant in ("torch_adam", "fused") if zero.offload_optimizer.device != "none" else ():
+    for variant in ("torch_adam", "fused") if config.offloads else ():
         if getattr(params, variant) is False and variant in params.model_fields_set:
             fault = "= false, but PyTorch's fused AdamW steps what is offloaded; remove it"
             faults.add(f"optimizer.params.{variant}", fault, device)
     if params.fused and params.foreach:
         faults.add("optimizer.params.fused", "and foreach are both true; keep one")
-    if eight_bit and zero.offload_optimizer.device != "none":
+    if config.is_8bit and config.offloads:
         fault = f"= {EIGHT_BIT} steps on the device; write AdamW, or remove zero_optimization.offload_optimizer"
         faults.add("optimizer.type", fault, device)
     if config.graphs is True:
@@ -203,10 +173,10 @@ def _check_graphs(config: DsConfig, faults: _Faults) -> None:
     """Find keys of which no step can be captured as a CUDA graph."""
     zero, params = config.zero_optimization, config.optimizer.params
     needs = {
-        "zero_optimization.offload_optimizer.device": (zero.offload_optimizer.device == "none", "no offload"),
+        "zero_optimization.offload_optimizer.device": (not config.offloads, "no offload"),
         "zero_optimization.stage": (zero.stage > 0 or config.bf16.enabled, "zero_optimization.stage = 1 or 2"),
         "optimizer.params.fused": (
-            config.optimizer.type == EIGHT_BIT or (params.torch_adam and params.fused),
+            config.is_8bit or (params.torch_adam and params.fused),
             "optimizer.params.torch_adam and fused = true",
         ),
         "wall_clock_breakdown": (not config.wall_clock_breakdown, "no wall_clock_breakdown"),
@@ -243,12 +213,13 @@ class _Decided:
     """Images in one of the JSON's units, where the spec counts images."""
 
 
-def _decided_by_spec(config: Mapping[str, Any], spec: RunSpec) -> dict[str, _Decided]:
+def _decided_by_spec(config: DsConfig, spec: RunSpec) -> dict[str, _Decided]:
     """Return what the spec decides about a JSON that has no fault of its own, by dotted key.
 
     Images are turned into steps of the JSON's own batch if it gives one, so that the fixes of several keys fit.
     """
-    train, optimizer, batch = spec.train, spec.optimizer, _batch(config, spec)
+    train, optimizer = spec.train, spec.optimizer
+    batch = _given(config.train_batch_size, train.batch_images)
 
     def decided(value: Any, key: str) -> _Decided:
         return _Decided(value, key, key)
@@ -256,11 +227,10 @@ def _decided_by_spec(config: Mapping[str, Any], spec: RunSpec) -> dict[str, _Dec
     def steps(images: int, key: str) -> _Decided:
         return _Decided(-(-images // batch), f"{key} / batch", key, batch)
 
-    betas = list(optimizer.betas)
     values = {
         "train_batch_size": decided(train.batch_images, "train.batch_images"),
         "optimizer.params.lr": decided(optimizer.learning_rate, "optimizer.learning_rate"),
-        "optimizer.params.betas": decided(betas, "optimizer.betas"),
+        "optimizer.params.betas": decided(optimizer.betas, "optimizer.betas"),
         "optimizer.params.eps": decided(optimizer.epsilon, "optimizer.epsilon"),
         "optimizer.params.weight_decay": decided(optimizer.weight_decay, "optimizer.weight_decay"),
     }
@@ -274,16 +244,11 @@ def _decided_by_spec(config: Mapping[str, Any], spec: RunSpec) -> dict[str, _Dec
         "warmup_type": _Decided("linear", "the form of every warm-up"),
         "total_num_steps": steps(train.images, "train.images"),
     }
-    names = SCHEDULER_PARAMS.get(config.get("scheduler", {}).get("type"), ())
+    names = SCHEDULER_PARAMS.get(config.scheduler.type, ())
     return values | {f"scheduler.params.{name}": of_scheduler[name] for name in names if name in of_scheduler}
 
 
-def _batch(config: Mapping[str, Any], spec: RunSpec) -> int:
-    """Return the images of a step, by the JSON or else by the spec."""
-    return int(_given(config, "train_batch_size", spec.train.batch_images))
-
-
-def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -> None:
+def _check_beside_spec(config: DsConfig, spec: RunSpec, faults: _Faults) -> None:
     """Find keys that contradict the spec, among those that have no fault of their own."""
     most, levels = len(spec.unet.multipliers) - 1, tensor_split(config).levels
     if levels != "all" and (beyond := [level for level in levels if level > most]):
@@ -293,8 +258,8 @@ def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -
         fault = f"= {shown(levels)} names level {beyond[0]}, but the U-Net has {there}; {fix}"
         faults.add("pipeline.tensor.levels", fault)
     warmup, decay = spec.optimizer.warmup_images, spec.optimizer.decay
-    kind = config.get("scheduler", {}).get("type")
-    if "scheduler" not in config and warmup and decay is None:
+    kind = config.scheduler.type
+    if "scheduler" not in config.model_fields_set and warmup and decay is None:
         fault = f"is missing, but optimizer.warmup_images = {warmup}; use --set ds.scheduler.type=WarmupLR or --set "
         faults.add("scheduler", f"{fault}optimizer.warmup_images=0")
     if kind not in (None, "WarmupLR") and decay is not None:
@@ -305,13 +270,13 @@ def _check_beside_spec(config: dict[str, Any], spec: RunSpec, faults: _Faults) -
         )
         faults.also_about("scheduler.params")
     elif kind not in (None, "WarmupLR") and not warmup:
-        steps = _given(config["scheduler"].get("params", {}), "warmup_num_steps", 1)
-        images = int(steps) * _batch(config, spec)
+        steps = _given(config.scheduler.params.warmup_num_steps, 1)
+        images = steps * _given(config.train_batch_size, spec.train.batch_images)
         faults.add("scheduler.type", f"= {kind} needs a warm-up; use --set optimizer.warmup_images={images}")
         faults.also_about("scheduler.params.warmup_num_steps")
     for dotted, decided in _decided_by_spec(config, spec).items():
-        given = given_at(config, dotted)
-        if given not in (None, "auto", decided.value):
+        given = value_at(config, dotted)
+        if given not in ("auto", decided.value):
             fix = f"use --set ds.{dotted}=auto"
             if decided.spec_key is not None:
                 images = given if decided.images is None else int(given) * decided.images
@@ -359,10 +324,6 @@ class TensorSplit:
         levels = self.levels if self.levels == "all" else list(self.levels)
         what = {"layers": list(self.layers)} if self.layers else {"levels": levels}
         return {"size": self.size, **what}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the key of the JSON's block ``pipeline``; nothing if nothing is split."""
-        return {"tensor": self.block} if self.size > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -426,6 +387,20 @@ class Layout:
         return self.checkpoint_interval
 
     @property
+    def keys(self) -> dict[str, Any]:
+        """Dotted keys of the JSON that ask for this layout, but for those of ZeRO."""
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch_images,
+            "gradient_accumulation_steps": self.micro_batches,
+            "pipeline.stages": self.stages,
+            "pipeline.schedule": self.schedule,
+            "pipeline.in_flight": self.in_flight,
+            "pipeline.across_hosts": self.across_hosts,
+            "pipeline.activation_checkpoint_interval": self.checkpoint_interval,
+            "pipeline.tensor": self.tensor.block if self.tensor.size > 1 else REMOVED,
+        }
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Numbers of the layout, by the names under which runs and checkpoints keep them."""
         names = ("world_size", "stages", "replicas", "batch_images", "micro_batch_images", "micro_batches")
@@ -454,32 +429,31 @@ class Layout:
 class ResolvedDsConfig:
     """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
 
-    A field that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.decided`),
+    A value that is still "auto" is decided once a process has its device (:func:`ddpm_ds.planning.decided`),
     kernels when the engine is built.
     """
 
     layout: Layout
-    partition: CutMethod | list[int]
-    replan: bool
-    """Whether a planned schedule is recomputed from traced steps."""
-    use_reentrant: bool
-    kernels: Literal["fused", "reference", "auto"]
-    compile: bool
-    blocks: Mapping[str, Any]
-    """Keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging, and its own part of ``pipeline``."""
-    graphs: Literal["auto"] | bool = "auto"
+    config: DsConfig
+    """The JSON with all values that the spec decides; the keys of the layout are :attr:`layout`'s."""
 
     @property
     def precision(self) -> Precision:
         """Type of weights, activations and messages."""
-        return precision(self.blocks)
+        return self.config.precision
+
+    @property
+    def partition(self) -> CutMethod | list[int]:
+        """Method by which the U-Net is cut into stages, or the cuts."""
+        cuts = self.config.pipeline.partition
+        return list(cuts) if isinstance(cuts, tuple) else _given(cuts, "flops")
 
     @property
     def eight_bit_settings(self) -> dict[str, Any]:
         """Settings of Adam in 8 bits, which is this project's own; empty with another optimizer."""
-        if not is_8bit(self.blocks):
+        if not self.config.is_8bit:
             return {}
-        return {name: self.blocks["optimizer"]["params"][name] for name in ("lr", "betas", "eps", "weight_decay")}
+        return {name: getattr(self.config.optimizer.params, name) for name in ("lr", "betas", "eps", "weight_decay")}
 
     @property
     def is_ordered(self) -> bool:
@@ -496,29 +470,10 @@ class ResolvedDsConfig:
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as one JSON, as runs and checkpoints store it."""
-        layout = self.layout
-        pipeline = {
-            **self.blocks.get("pipeline", {}),
-            "stages": layout.stages,
-            "partition": self.partition,
-            "schedule": layout.schedule,
-            "in_flight": layout.in_flight,
-            "replan": self.replan,
-            "across_hosts": layout.across_hosts,
-            "activation_checkpoint_interval": layout.checkpoint_interval,
-            "use_reentrant": self.use_reentrant,
-            **layout.tensor.as_json(),
-        }
-        return {
-            "train_batch_size": layout.batch_images,
-            "train_micro_batch_size_per_gpu": layout.micro_batch_images,
-            "gradient_accumulation_steps": layout.micro_batches,
-            **self.blocks,
-            "pipeline": pipeline,
-            "compile": self.compile,
-            "kernels": self.kernels,
-            "graphs": self.graphs,
-        }
+        layout, config = self.layout, self.config
+        always = ("compile", "kernels", "graphs", "pipeline.replan", "pipeline.use_reentrant")
+        keys = layout.keys | {"train_batch_size": layout.batch_images, "pipeline.partition": self.partition}
+        return changed(config, keys | {key: value_at(config, key) for key in always}).given
 
     def for_deepspeed(self) -> dict[str, Any]:
         """Return the JSON for ``deepspeed.initialize``.
@@ -527,15 +482,19 @@ class ResolvedDsConfig:
         (:mod:`ddpm_ds.observe.flops`). Activation checkpointing that is still undecided is off.
         """
         ours = ("compile", "kernels", "graphs", "flops_profiler")
-        undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
-        config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
+        config = {name: value for name, value in self.as_json().items() if name not in ours}
         for name in ("in_flight", "replan", "tensor"):
             config["pipeline"].pop(name, None)
-        config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
-        if self.eight_bit_settings:
+        for name, decided in {"activation_checkpoint_interval": 0, "across_hosts": "stages"}.items():
+            config["pipeline"][name] = _given(config["pipeline"][name], decided)
+        if self.config.is_8bit:
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True
         return config
+
+    def with_keys(self, values: Mapping[str, Any]) -> ResolvedDsConfig:
+        """Return the configuration with other values at dotted keys that are not the layout's."""
+        return replace(self, config=changed(self.config, values))
 
     def with_layout(self, **changes: Any) -> ResolvedDsConfig:
         """Return the configuration with some fields of its layout replaced."""
@@ -544,7 +503,7 @@ class ResolvedDsConfig:
     def without_reports(self) -> ResolvedDsConfig:
         """Return the configuration without timers, profilers and reports, for steps that are timed from outside."""
         reports = ("flops_profiler", "wall_clock_breakdown", "steps_per_print")
-        return replace(self, blocks={name: block for name, block in self.blocks.items() if name not in reports})
+        return self.with_keys(dict.fromkeys(reports, REMOVED))
 
 
 DS_CONFIGS = presets("ds_configs")
@@ -603,39 +562,24 @@ def _read(path: Path | str) -> dict[str, Any]:
 
 
 def resolve(
-    config: dict[str, Any], spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
+    config: DsConfig, spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
 ) -> ResolvedDsConfig:
-    """Check a DeepSpeed JSON and resolve every "auto" for this spec and world size.
+    """Resolve every "auto" of a checked DeepSpeed JSON for this spec and world size.
 
-    `stages` comes from the command line and overrides the JSON. Raises :class:`DsConfigError` if the JSON contradicts
-    the spec, :class:`LayoutError` if the processes or the batch can't be divided evenly.
+    `stages` comes from the command line and overrides the JSON. Raises :class:`DsConfigError` if keys are of no use in
+    this layout, :class:`LayoutError` if the processes or the batch can't be divided evenly.
     """
-    blocks = check_ds_config(config, path, spec)
     if not 1 <= world_size <= MOST_PROCESSES:
         raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
-    _fill_from_spec(blocks, spec)
-    layout = _layout(config, blocks, spec, world_size, stages)
+    decided = {key: one.value for key, one in _decided_by_spec(config, spec).items()}
+    filled = changed(config, decided | _filled(config, spec))
+    layout = _layout(config, filled, spec, world_size, stages)
     _check_buckets(spec, layout)
-    faults = _Faults(path)
-    laid_out = {**blocks.get("pipeline", {}), "schedule": layout.schedule, "stages": layout.stages}
-    for key, fault, _ in unused(DS_CONFIG.read({"pipeline": laid_out})):
+    faults, laid_out = _Faults(path), {"pipeline.schedule": layout.schedule, "pipeline.stages": layout.stages}
+    for key, fault, _ in unused(changed(filled, laid_out)):
         faults.add(key, fault)
     faults.check()
-    _fill_rest(blocks, spec)
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        blocks.pop(name, None)
-    pipeline = blocks.pop("pipeline", {})
-    own = {name: value for name, value in pipeline.items() if name in ("pipe_partitioned", "grad_partitioned")}
-    return ResolvedDsConfig(
-        layout=layout,
-        partition=_given(pipeline, "partition", "flops"),
-        replan=pipeline.get("replan", False),
-        use_reentrant=pipeline.get("use_reentrant", False),
-        kernels=blocks.pop("kernels", "auto"),
-        compile=blocks.pop("compile", False),
-        graphs=blocks.pop("graphs", "auto"),
-        blocks={**blocks, "pipeline": own} if own else blocks,
-    )
+    return ResolvedDsConfig(layout, filled)
 
 
 def _check_buckets(spec: RunSpec, layout: Layout) -> None:
@@ -649,49 +593,46 @@ def _check_buckets(spec: RunSpec, layout: Layout) -> None:
         )
 
 
-def _schedule(pipeline: dict[str, Any], stages: int) -> Schedule:
+def _schedule(pipeline: Pipeline, stages: int) -> Schedule:
     """Return the JSON's schedule, by default planned if the cuts allow it; a planned schedule of one stage is 1F1B."""
-    cuts = pipeline.get("partition")
-    line = stages == 1 or (isinstance(cuts, list) and len(cuts) == stages - 1)
-    schedule: Schedule = _given(pipeline, "schedule", "1f1b" if line else "planned")
+    cuts = pipeline.partition
+    line = stages == 1 or (isinstance(cuts, tuple) and len(cuts) == stages - 1)
+    schedule: Schedule = _given(pipeline.schedule, "1f1b" if line else "planned")
     return "1f1b" if stages == 1 and schedule == "planned" else schedule
 
 
-def leaves_stages_open(config: Mapping[str, Any], world_size: int) -> bool:
+def leaves_stages_open(config: DsConfig, world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
-    pipeline = config.get("pipeline", {})
-    given = _given(pipeline, "stages", None) is not None or isinstance(pipeline.get("partition"), list)
+    given = config.pipeline.stages != "auto" or isinstance(config.pipeline.partition, tuple)
     return world_size > tensor_split(config).size and not given
 
 
-def leaves_tensor_open(config: Mapping[str, Any]) -> bool:
+def leaves_tensor_open(config: DsConfig) -> bool:
     """Return whether a checked DeepSpeed JSON leaves tensor groups, or the levels that they split, to the planner."""
-    tensor = config.get("pipeline", {}).get("tensor", {})
-    return tensor.get("size") == "auto" or (tensor.get("levels") == "auto" and tensor.get("size", 1) > 1)
+    tensor = config.pipeline.tensor
+    return tensor.size == "auto" or (tensor.levels == "auto" and tensor.size > 1)
 
 
-def leaves_layout_open(config: Mapping[str, Any], world_size: int, stages: int | None) -> bool:
+def leaves_layout_open(config: DsConfig, world_size: int, stages: int | None) -> bool:
     """Return whether the planner chooses something of a run with ``stages``, if these are given beside the JSON."""
     if world_size == 1:
         return False
     return leaves_tensor_open(config) or (stages is None and leaves_stages_open(config, world_size))
 
 
-def _layout(
-    original: dict[str, Any], config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None
-) -> Layout:
+def _layout(original: DsConfig, config: DsConfig, spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
     """Return the layout of a JSON into which the spec's values have been written, from the ``original``."""
-    pipeline, tensor = config.get("pipeline", {}), tensor_split(config)
+    pipeline, tensor = config.pipeline, tensor_split(config)
     if world_size % tensor.size:
         raise LayoutError(
             f"pipeline.tensor.size = {tensor.size} does not divide {counted(world_size, 'process')}; use --set "
             f"ds.pipeline.tensor.size={divisors(world_size, tensor.size)[-1]}"
         )
-    stages = _stages(config, world_size // tensor.size, tensor.size, asked_stages)
+    stages = _stages(pipeline, world_size // tensor.size, tensor.size, asked_stages)
     schedule = _schedule(pipeline, stages)
     replicas, batch = world_size // (stages * tensor.size), spec.train.batch_images
     if batch % replicas:
-        also = " --set ds.train_batch_size=auto" if _given(original, "train_batch_size", None) is not None else ""
+        also = " --set ds.train_batch_size=auto" if original.train_batch_size != "auto" else ""
         parts = f"{world_size} processes in {stages} stages"
         parts += f" of {tensor.size} ranks" if tensor.size > 1 else ""
         raise LayoutError(
@@ -703,7 +644,7 @@ def _layout(
     if micro * micro_batches != share:
         given = ["train.accumulation"] if spec.train.accumulation != "auto" else []
         counts = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        given += [f"ds.{name}" for name in counts if _given(original, name, None) is not None]
+        given += [f"ds.{name}" for name in counts if getattr(original, name) != "auto"]
         raise LayoutError(
             f"train.batch_images = {batch} gives each of {replicas} replicas {share} images, which are not "
             f"{micro_batches} micro-batches of {micro}; use {' '.join(f'--set {name}=auto' for name in given)}"
@@ -725,37 +666,36 @@ def _layout(
         schedule=schedule,
         micro_batch_images=micro,
         micro_batches=micro_batches,
-        checkpoint_interval=pipeline.get("activation_checkpoint_interval", "auto"),
-        zero_stage=zero_stage(config),
-        offload=offloads(config),
-        across_hosts=pipeline.get("across_hosts", "auto"),
-        in_flight=pipeline.get("in_flight", "auto"),
+        checkpoint_interval=pipeline.activation_checkpoint_interval,
+        zero_stage=config.zero_optimization.stage,
+        offload=config.offloads,
+        across_hosts=pipeline.across_hosts,
+        in_flight=pipeline.in_flight,
         tensor=tensor,
     )
 
 
-def _nearest_batch(config: dict[str, Any], spec: RunSpec, replicas: int) -> int:
+def _nearest_batch(config: DsConfig, spec: RunSpec, replicas: int) -> int:
     """Return the batch of images, at least the spec's if possible, that replicas share in the micro-batches asked
     for.
     """
-    micro = _given(config, "train_micro_batch_size_per_gpu", None)
-    count = _given(config, "gradient_accumulation_steps", None)
-    unit = int(replicas * (micro or 1) * (count or 1))
+    micro = _given(config.train_micro_batch_size_per_gpu, 0)
+    count = _given(config.gradient_accumulation_steps, 0)
+    unit = replicas * (micro or 1) * (count or 1)
     times = 1 if micro and count else -(-spec.train.batch_images // unit)
     return max(min(times, MOST_BATCH // unit), 1) * unit
 
 
-def _stages(config: dict[str, Any], groups: int, ranks: int, asked: int | None) -> int:
+def _stages(pipeline: Pipeline, groups: int, ranks: int, asked: int | None) -> int:
     """Return the number of stages for so many tensor ``groups`` of ``ranks``; groups of one are processes."""
-    pipeline = config.get("pipeline", {})
-    stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
-    per_rank = {None: (1, 2), "1f1b": (1,)}.get(_given(pipeline, "schedule", None), (2,))
+    partition = pipeline.partition
+    per_rank = {"auto": (1, 2), "1f1b": (1,)}.get(pipeline.schedule, (2,))
     if asked is not None:
         name, stages = f"-p {asked}", asked
-    elif stages is not None:
-        name = f"pipeline.stages = {stages}"
-    elif isinstance(partition, list):
-        name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank[0]
+    elif pipeline.stages != "auto":
+        name, stages = f"pipeline.stages = {pipeline.stages}", pipeline.stages
+    elif isinstance(partition, tuple):
+        name, stages = f"pipeline.partition = {shown(partition)}", (len(partition) + 1) // per_rank[0]
     elif groups == 1:
         name, stages = "one process", 1
     else:
@@ -766,11 +706,10 @@ def _stages(config: dict[str, Any], groups: int, ranks: int, asked: int | None) 
         what = f"{groups} processes" if ranks == 1 else f"{groups * ranks} processes in tensor groups of {ranks}"
         raise LayoutError(f"{name} makes {stages} stages, which don't divide {what}; use {fitting} stages{more}")
     cuts = [count * stages - 1 for count in per_rank]
-    if isinstance(partition, list) and len(partition) not in cuts:
-        raise LayoutError(
-            f"{name} needs {' or '.join(map(str, cuts))} cuts, but pipeline.partition = {partition}; change one of them"
-        )
-    return int(stages)
+    if isinstance(partition, tuple) and len(partition) not in cuts:
+        needs = f"{name} needs {' or '.join(map(str, cuts))} cuts"
+        raise LayoutError(f"{needs}, but pipeline.partition = {shown(partition)}; change one of them")
+    return stages
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -778,46 +717,35 @@ def divisors(number: int, most: int | None = None) -> list[int]:
     return [count for count in range(1, min(number, most or number) + 1) if number % count == 0]
 
 
-def _micro_batches(config: dict[str, Any], share: int, stages: int) -> tuple[int, int]:
+def _micro_batches(config: DsConfig, share: int, stages: int) -> tuple[int, int]:
     """Return the images and the number of micro-batches of a replica's share of the batch, at least 1 each."""
-    micro = _given(config, "train_micro_batch_size_per_gpu", None)
-    count = _given(config, "gradient_accumulation_steps", None)
-    if count is None and micro is not None:
-        count = max(share // micro, 1)
-    if count is None:
-        several = (count for count in range(4 * stages, share) if share % count == 0)  # for a small bubble
-        count = 1 if stages == 1 else next(several, share)
-    if micro is None:
-        micro = max(share // count, 1)
-    return int(micro), int(count)
+    micro, count = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if count != "auto":
+        return (max(share // count, 1) if micro == "auto" else micro), count
+    if micro != "auto":
+        return micro, max(share // micro, 1)
+    several = (count for count in range(4 * stages, share) if share % count == 0)  # for a small bubble
+    filling = 1 if stages == 1 else next(several, share)
+    return max(share // filling, 1), filling
 
 
-def _fill_from_spec(config: dict[str, Any], spec: RunSpec) -> None:
-    """Write what the spec decides into a JSON, and remove a scheduler that has nothing to do."""
-    for dotted, decided in _decided_by_spec(config, spec).items():
-        *blocks, name = dotted.split(".")
-        place = config
-        for block in blocks:
-            place = place.setdefault(block, {})
-        place[name] = decided.value
+def _filled(config: DsConfig, spec: RunSpec) -> dict[str, Any]:
+    """Return values of keys that are open whatever the spec decides, without a scheduler that has nothing to do."""
+    values: dict[str, Any] = {}
     if spec.optimizer.decay is not None or not spec.optimizer.warmup_images:
-        config.pop("scheduler", None)
-
-
-def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
-    zero = config.get("zero_optimization", {})
+        values["scheduler"] = REMOVED
+    zero = config.zero_optimization
     for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        if zero_stage(config) == 0:
-            zero.pop(name, None)
-        elif zero.setdefault(name, "auto") == "auto":
-            zero[name] = BUCKET_ELEMENTS
-    if offloads(config):
-        config["optimizer"].setdefault("params", {}).update(torch_adam=True, fused=True)
-    timed = config.get("wall_clock_breakdown", False)
-    if config.get("steps_per_print", "auto" if timed else None) == "auto":
-        config["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
+        elements = _given(getattr(zero, name), BUCKET_ELEMENTS)
+        values[f"zero_optimization.{name}"] = elements if zero.stage else REMOVED
+    if config.offloads:
+        values |= {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}
+    asked = "steps_per_print" in config.model_fields_set
+    if config.steps_per_print == "auto" or (config.wall_clock_breakdown and not asked):
+        values["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
+    return values
 
 
-def _given(block: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    value = block.get(name, "auto")
-    return otherwise if value == "auto" else value
+def _given(value: T | Literal["auto"] | None, otherwise: T) -> T:
+    """Return a value, or another one if it is open."""
+    return otherwise if value is None or value == "auto" else value

@@ -35,6 +35,7 @@ Rate = Annotated[float, Field(ge=0.0, le=MOST_LEARNING_RATE)]
 PositiveRate = Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
 MOST_BUCKET = 2**31
 """Maximum elements of a bucket: 8 GiB of fp32."""
+Precision = Literal["fp32", "fp16", "bf16"]
 CutMethod = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
@@ -435,6 +436,36 @@ class DsConfig(Section):
     disable_allgather: Annotated[No, _why("DeepSpeed reads it and never uses it")] = False
     memory_breakdown: Annotated[No, _why("DeepSpeed logs it in hooks that this engine replaces")] = False
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that were given, as a JSON, without the blocks that are off."""
+        return self.model_dump(mode="json", exclude_unset=True, exclude=UNUSED)
+
+    @property
+    def precision(self) -> Precision:
+        """Type of weights, activations and messages."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether Adam's state is in host memory."""
+        return self.zero_optimization.offload_optimizer.device != "none"
+
+    @property
+    def is_8bit(self) -> bool:
+        """Whether Adam keeps the moments of weights in 8 bits."""
+        return self.optimizer.type == EIGHT_BIT
+
+    @property
+    def fp16_needs_zero(self) -> bool:
+        """Whether fp16 is trained by ZeRO alone: DeepSpeed's own Adam without ZeRO flattens all weights into one."""
+        return self.precision == "fp16" and not self.is_8bit and not self.optimizer.params.torch_adam
+
+    @property
+    def adds_in_fp32(self) -> bool:
+        """Whether the gradients of micro-batches are added up in fp32, whatever the precision."""
+        return self.data_types.grad_accum_dtype == "fp32"
+
 
 _REMOVED = "DeepSpeed removed it"
 _ZERO3 = "only ZeRO-3 reads it, which a pipeline can't use"
@@ -490,6 +521,21 @@ def given_at(values: Mapping[str, Any], key: str) -> Any:
     return values.get(name)
 
 
+def changed(config: DsConfig, values: Mapping[str, Any]) -> DsConfig:
+    """Return a JSON with other values at dotted keys; a value of :data:`REMOVED` takes the key away."""
+    given = config.given
+    for key, value in values.items():
+        *blocks, name = key.split(".")
+        place = given
+        for block in blocks:
+            place = place.setdefault(block, {})
+        if value is REMOVED:
+            place.pop(name, None)
+        else:
+            place[name] = value
+    return DS_CONFIG.read(given)
+
+
 def nested(key: str, value: object) -> str:
     """Return a dotted key and its value as they are written at the top of a JSON."""
     for name in reversed(key.split(".")):
@@ -517,6 +563,7 @@ def _instead(key: str, value: object, values: Mapping[str, Any]) -> str:
     return f"write {nested(new, value if on is None else on)} instead"
 
 
+REMOVED = object()
 UNUSED = {name for name, field in DsConfig.model_fields.items() if isinstance(field.default, Off)}
 """Blocks that are off, and not handed to DeepSpeed, which may not know what is in them."""
 DS_CONFIG = Format(DsConfig, SYNONYMS, _unknown, section="a block", lists_known=False)

@@ -87,7 +87,7 @@ def conditions_of(field: FieldInfo) -> list[str]:
 
 def unused(root: Section, within: str = "") -> Iterator[tuple[str, str, list[str]]]:
     """Yield dotted keys whose values have no effect beside the others, each with its message and the keys it needs."""
-    section = _value(root, within.rstrip("."))
+    section = value_at(root, within.rstrip("."))
     for name, about in type(section).model_fields.items():
         key, value = within + name, getattr(section, name)
         for condition in conditions_of(about) if value != about.default else ():
@@ -109,11 +109,11 @@ def _condition(way: str, within: str) -> tuple[str, list[str]]:
 
 
 def _holds(root: Section, key: str, choices: Sequence[str]) -> bool:
-    value = _value(root, key)
+    value = value_at(root, key)
     return plain(value) in choices if choices else bool(value) or isinstance(value, Section)
 
 
-def _value(root: Any, key: str) -> Any:
+def value_at(root: Any, key: str) -> Any:
     """Return the value of a dotted key; None in a section that is null."""
     for name in filter(None, key.split(".")):
         root = getattr(root, name, None)

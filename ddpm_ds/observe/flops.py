@@ -27,6 +27,7 @@ from deepspeed.profiling.flops_profiler.profiler import get_module_duration
 from torch import nn
 
 from ddpm_ds.command_line import aligned
+from ddpm_ds.config import ds_model
 from ddpm_ds.errors import fault_said
 from ddpm_ds.files import replace_file
 from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
@@ -86,7 +87,7 @@ class FlopsProfile(Observer):
         self,
         engine: UnetPipelineEngine,
         layers: Sequence[Layer],
-        settings: Mapping[str, Any],
+        settings: ds_model.FlopsProfiler,
         folder: Path,
         report: Report,
         *,
@@ -94,8 +95,8 @@ class FlopsProfile(Observer):
     ) -> None:
         self._engine, self._layers, self._settings = engine, layers, settings
         self._folder, self._report = folder, report
-        self._step = int(settings.get("profile_step", 1))
-        self._waits = bool(settings.get("enabled", False))
+        self._step = settings.profile_step
+        self._waits = settings.enabled
         self._found: list[StageProfile] | None = None
         self._watching = contextlib.ExitStack()
         if self._waits:
@@ -176,7 +177,7 @@ class FlopsProfile(Observer):
             "tensor_size": engine.module.tensor.size,
             "deepspeed": version("deepspeed"),
         }
-        output = self._settings.get("output_file") or self._folder / "flops"
+        output = self._settings.output_file or self._folder / "flops"
         texts = {}
         for stage in stages:
             names = list(stage.layers)
@@ -202,7 +203,7 @@ class UnetStage(nn.ModuleDict):
 
 
 def profile_layers(
-    modules: Mapping[int, nn.Module], forward: Callable[[], None], settings: Mapping[str, Any], *, step: int
+    modules: Mapping[int, nn.Module], forward: Callable[[], None], settings: ds_model.FlopsProfiler, *, step: int
 ) -> tuple[list[float], str]:
     """Run ``forward``, which calls each of ``modules`` once, under DeepSpeed's profiler.
 
@@ -215,13 +216,13 @@ def profile_layers(
         profiler.start_profile()
         forward()
         profiler.stop_profile()
-        levels, depth = _levels(stage), settings.get("module_depth", -1)
+        levels, depth = _levels(stage), settings.module_depth
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             profiler.print_model_profile(
                 profile_step=step,
                 module_depth=levels if depth == -1 else min(depth + 1, levels),
-                top_modules=settings.get("top_modules", 1),
-                detailed=settings.get("detailed", True),
+                top_modules=settings.top_modules,
+                detailed=settings.detailed,
             )
         return [get_module_duration(module) for module in modules.values()], printed.getvalue()
     finally:

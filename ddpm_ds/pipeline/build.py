@@ -103,10 +103,10 @@ def build_engine(
         engine.basic_optimizer.own(insides.owned_pieces(engine))
     engine.objective, engine.schedule, engine.rate = objective, resolved.layout.schedule, rate
     engine.gradients = gradients_of(engine, engine.wanted_gradients)
-    engine.graph = StepGraph(engine, resolved.graphs)
+    engine.graph = StepGraph(engine, resolved.config.graphs)
     modules = list(engine.own_layers().values())
-    use_kernels(modules, choose_kernels(resolved.kernels, engine.device, captured=not engine.graph.why_eager))
-    if resolved.compile:
+    use_kernels(modules, choose_kernels(resolved.config.kernels, engine.device, captured=not engine.graph.why_eager))
+    if resolved.config.compile:
         engine.compiled = True
         compile_layers(modules, cache_folder() / "compiled")
     if programs is None:

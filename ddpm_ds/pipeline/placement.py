@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, AcrossHosts, ResolvedDsConfig, Schedule
+from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.pipeline.cuts import folds, segments, sent_elements
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.shards import sums_of
@@ -118,13 +119,7 @@ class Sharing:
     """Bytes of a gathered element; 0 if every replica steps all weights itself."""
 
 
-def sharing(
-    config: Mapping[str, Any],
-    *,
-    precision: Literal["fp32", "fp16", "bf16"],
-    zero_stage: int,
-    micro_batches: int,
-) -> Sharing:
+def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int) -> Sharing:
     """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
     Without ZeRO gradients are all-reduced once, as by DeepSpeed's optimizer for bf16, which ZeRO-1 has that adds bf16
@@ -132,14 +127,13 @@ def sharing(
     ``use_multi_rank_bucket_allreduce`` is off; under ZeRO-1 gradients are scattered. ZeRO gathers the weights
     that each replica has stepped, as the optimizer for bf16 does without it.
     """
-    zero = config.get("zero_optimization", {})
-    wide = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    to_owner = zero_stage == 1 or not zero.get("use_multi_rank_bucket_allreduce", True)
-    everywhere = zero_stage == 0 or (zero_stage == 1 and precision == "bf16" and wide)
+    zero, precision = config.zero_optimization, config.precision
+    to_owner = zero_stage == 1 or not zero.use_multi_rank_bucket_allreduce
+    everywhere = zero_stage == 0 or (zero_stage == 1 and precision == "bf16" and config.adds_in_fp32)
     return Sharing(
         reductions=micro_batches if zero_stage == 2 else 1,
-        passes=1 if not everywhere and to_owner and zero.get("reduce_scatter", True) else 2,
-        gradient_bytes=ELEMENT_BYTES[config.get("communication_data_type") or precision],
+        passes=1 if not everywhere and to_owner and zero.reduce_scatter else 2,
+        gradient_bytes=ELEMENT_BYTES[config.communication_data_type or precision],
         weight_bytes=ELEMENT_BYTES[precision] if zero_stage or precision == "bf16" else 0,
     )
 
@@ -261,18 +255,13 @@ def run_exchange(
         replicas=layout.replicas,
         images=layout.batch_images // layout.replicas,
         precision=ds.precision,
-        shared=sharing(
-            ds.blocks,
-            precision=ds.precision,
-            zero_stage=layout.zero_stage,
-            micro_batches=layout.micro_batches,
-        ),
+        shared=sharing(ds.config, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches),
         reductions=reductions,
         grouping=Grouping(
             layout.tensor.size,
             arithmetic_bytes or ELEMENT_BYTES[ds.precision],
             0 if layout.checkpoint_interval == "auto" else layout.checkpoint_interval,
-            ds.use_reentrant,
+            ds.config.pipeline.use_reentrant,
             gives_gradients,
         ),
     )

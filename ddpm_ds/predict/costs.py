@@ -278,12 +278,7 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
 
 def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
-    return sharing(
-        job.config,
-        precision=job.precision,
-        zero_stage=layout.zero_stage,
-        micro_batches=layout.micro_batches,
-    )
+    return sharing(job.config, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches)
 
 
 def step_traffic(

@@ -21,6 +21,7 @@ from ddpm_ds.config.ds_config import (
     Layout,
     ResolvedDsConfig,
     TensorSplit,
+    check_ds_config,
     divisors,
     leaves_stages_open,
     leaves_tensor_open,
@@ -212,7 +213,8 @@ def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserErro
     """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
-        resolve(config, predictor.job.spec, world_size=layout.world_size, stages=None, path=path)
+        spec = predictor.job.spec
+        resolve(check_ds_config(config, path, spec), spec, world_size=layout.world_size, stages=None, path=path)
     except UserError as error:
         return error
     return None

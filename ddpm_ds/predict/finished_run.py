@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ddpm_ds.config.ds_config import Layout, offloads, tensor_split, zero_stage
+from ddpm_ds.config.ds_config import Layout, tensor_split
+from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import EVALUATIONS, METRICS, SPEC, STAGES, read_json
@@ -199,7 +200,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 def _read(run_dir: Path) -> FinishedRun:
     run, summary = RunFolder(run_dir), read_json(run_dir / SUMMARY)
-    config, points = run.ds_config, run.points(METRICS)
+    config, points = DS_CONFIG.read(run.ds_config), run.points(METRICS)
     last = points[-1] if points else {}
     job = Workload(run.spec, config, on_cpu=summary["device"] == "cpu")
     layout = _layout(run, job, summary)
@@ -208,7 +209,6 @@ def _read(run_dir: Path) -> FinishedRun:
     if replayed := bool(own_seconds and summary.get("graphs")):
         step_seconds = median(own_seconds)
         ranks = tuple(_replayed(rank, summary["step_seconds"], step_seconds) for rank in ranks)
-    fp16 = config.get("fp16", {})
     return FinishedRun(
         job=job,
         layout=layout,
@@ -219,7 +219,7 @@ def _read(run_dir: Path) -> FinishedRun:
         overflows=Overflows(
             skipped=int(last.get("train/skipped_steps", 0)),
             steps=max(int(last.get("step", 1)), 1),
-            first_scale=float(fp16.get("loss_scale") or 2 ** fp16.get("initial_scale_power", FIRST_SCALE_POWER)),
+            first_scale=config.fp16.loss_scale or 2.0**config.fp16.initial_scale_power,
             last_scale=last.get("train/loss_scale", 1.0),
         ),
         pauses=read_pauses(run_dir),
@@ -254,8 +254,7 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
         ValueError: stages.txt is of another U-Net.
         OutputError: the trace is from before the run was resumed on another layout, ZeRO stage or precision.
     """
-    config, pipeline = job.config, job.config["pipeline"]
-    bounds = run.bounds
+    config, bounds = job.config, run.bounds
     if bounds[-1] != len(job.layers):
         raise ValueError(f"{STAGES} has {bounds[-1]} layers, the U-Net {len(job.layers)}")
     layout = Layout(
@@ -264,10 +263,10 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
         schedule=summary["schedule"],
         micro_batch_images=summary["micro_batch_images"],
         micro_batches=summary["micro_batches"],
-        checkpoint_interval=pipeline["activation_checkpoint_interval"],
-        zero_stage=zero_stage(config),
-        offload=offloads(config),
-        in_flight=pipeline.get("in_flight", "auto"),
+        checkpoint_interval=config.pipeline.activation_checkpoint_interval,
+        zero_stage=config.zero_optimization.stage,
+        offload=config.offloads,
+        in_flight=config.pipeline.in_flight,
         tensor=tensor_split(config),
     )
     unchanged = {"zero_stage": layout.zero_stage, "precision": job.precision, "tensor_size": layout.tensor.size}
@@ -275,9 +274,9 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
     traced = sum(len(rank["phases"]) for rank in first)
     if (traced, layout.micro_batches, layout.micro_batch_images, layout.schedule) != (
         len(bounds) - 1,
-        config["gradient_accumulation_steps"],
-        config["train_micro_batch_size_per_gpu"],
-        pipeline["schedule"],
+        config.gradient_accumulation_steps,
+        config.train_micro_batch_size_per_gpu,
+        config.pipeline.schedule,
     ) or any(summary.get(name, now) != now for name, now in unchanged.items()):  # older summaries lack some
         raise OutputError(
             f"{run.folder}: the run was traced before it was resumed on another layout, ZeRO stage or precision; "

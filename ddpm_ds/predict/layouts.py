@@ -3,12 +3,11 @@
 Does not import torch.
 """
 
-import copy
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,12 +22,10 @@ from ddpm_ds.config.ds_config import (
     Schedule,
     TensorSplit,
     divisors,
-    fp16_needs_zero,
-    is_8bit,
     leaves_tensor_open,
-    precision,
     tensor_split,
 )
+from ddpm_ds.config.ds_model import REMOVED, DsConfig, changed
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Stage, describe, stages_of
@@ -223,7 +220,7 @@ class Workload:
     """Run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
 
     spec: RunSpec
-    config: Mapping[str, Any]
+    config: DsConfig
     """Checked DeepSpeed JSON; a layout replaces some of its keys."""
     on_cpu: bool
     sizes: tuple[tuple[tuple[int, int], float], ...] = ()
@@ -274,7 +271,7 @@ class Workload:
     @functools.cached_property
     def precision(self) -> Precision:
         """Precision of the weights."""
-        return precision(self.config)
+        return self.config.precision
 
     @property
     def stored_bytes(self) -> int:
@@ -297,12 +294,11 @@ class Workload:
     @property
     def accumulated_bytes(self) -> int:
         """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
-        wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-        return 4 if wide else self.stored_bytes
+        return 4 if self.config.adds_in_fp32 else self.stored_bytes
 
     def takes_graphs(self, *, whole: bool) -> bool:
         """Return whether steps may be CUDA graphs, where each device has the ``whole`` U-Net or where it has a part."""
-        asked, able = self.config.get("graphs", "auto"), self.is_fused or self.is_8bit
+        asked, able = self.config.graphs, self.is_fused or self.is_8bit
         return able and not self.on_cpu and (asked is True or (asked == "auto" and whole))
 
     def is_replayed(self, layout: Layout) -> bool:
@@ -313,12 +309,12 @@ class Workload:
     @property
     def is_8bit(self) -> bool:
         """Whether Adam keeps the moments of weights in 8 bits."""
-        return is_8bit(self.config)
+        return self.config.is_8bit
 
     @property
     def is_fused(self) -> bool:
         """Whether PyTorch's fused Adam steps, in place."""
-        return not self.is_8bit and bool(self.config.get("optimizer", {}).get("params", {}).get("fused", False))
+        return not self.is_8bit and bool(self.config.optimizer.params.fused)
 
     @functools.cached_property
     def moment_bytes(self) -> tuple[int, ...]:
@@ -337,8 +333,8 @@ class Workload:
     @property
     def bucket_elements(self) -> int:
         """Number of gradient elements that ZeRO reduces at a time."""
-        given = self.config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
-        return BUCKET_ELEMENTS if given == "auto" else int(given)
+        given = self.config.zero_optimization.reduce_bucket_size
+        return BUCKET_ELEMENTS if given == "auto" else given
 
 
 def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
@@ -401,38 +397,24 @@ def layouts(
 
 def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
     """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
-    config = copy.deepcopy(dict(job.config))
-    config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
-    config["gradient_accumulation_steps"] = layout.micro_batches
-    pipeline = config.setdefault("pipeline", {})
-    if layout.schedule != "planned" and pipeline.get("replan"):
-        pipeline["replan"] = False  # only a planned schedule has it
-    pipeline.update(
-        stages=layout.stages,
-        schedule=layout.schedule,
-        in_flight=layout.in_flight,
-        partition=[int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops",
-        across_hosts=layout.across_hosts,
-        activation_checkpoint_interval=layout.checkpoint_interval,
-    )
-    pipeline.pop("tensor", None)
-    pipeline.update(layout.tensor.as_json())
+    keys: dict[str, Any] = layout.keys | {
+        "pipeline.partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops"
+    }
+    if layout.schedule != "planned" and job.config.pipeline.replan:
+        keys["pipeline.replan"] = False  # only a planned schedule has it
     if layout.zero_stage == 0:
-        config["zero_optimization"] = {"stage": 0}
-        for name in ("hysteresis", "consecutive_hysteresis"):  # only ZeRO's loss scaler has them
-            config.get("fp16", {}).pop(name, None)
-        return config
-    zero = config.setdefault("zero_optimization", {})
-    zero["stage"] = layout.zero_stage
-    zero.pop("offload_optimizer", None)
-    if layout.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    return config
+        keys["zero_optimization"] = {"stage": 0}
+        if "fp16" in job.config.model_fields_set:  # only ZeRO's loss scaler has these
+            keys |= dict.fromkeys(("fp16.hysteresis", "fp16.consecutive_hysteresis"), REMOVED)
+    else:
+        offload = {"device": "cpu", "pin_memory": True} if layout.offload else REMOVED
+        keys |= {"zero_optimization.stage": layout.zero_stage, "zero_optimization.offload_optimizer": offload}
+    return changed(job.config, keys).given
 
 
 def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int, bool]]:
     """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
-    needs_zero = "grad_accum_dtype" in job.config.get("data_types", {}) or fp16_needs_zero(job.config)
+    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
     # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
     needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]

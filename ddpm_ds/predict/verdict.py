@@ -229,7 +229,7 @@ def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Itera
 
 def _change(facts: FinishedRun, layout: Layout, bounds: tuple[int, ...], saved_seconds: float) -> Change:
     """Return the change of a run to a layout that saves so much of a step."""
-    given, wanted = facts.job.config, ds_config(facts.job, layout, bounds)
+    given, wanted = facts.job.config.given, ds_config(facts.job, layout, bounds)
     for same in ("across_hosts", *(["partition"] if bounds == facts.bounds else [])):
         del wanted["pipeline"][same]
     settings = dict(_differences(given, wanted, "ds."))

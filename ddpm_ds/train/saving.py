@@ -17,7 +17,7 @@ from ddpm_ds.checkpoint.folder import CompleteCheckpoint, agreed, newest
 from ddpm_ds.checkpoint.manifest import EMA, MASTER, MOMENTS, Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.config.ds_config import is_8bit
+from ddpm_ds.config.ds_model import DS_CONFIG
 from ddpm_ds.config.spec import CheckpointSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
@@ -181,7 +181,7 @@ class Saver:
             optimizer.set_steps(state.optimizer_steps)
         elif not moments:
             optimizer.state.clear()
-        was, now = is_8bit(checkpoint.manifest.ds_config), is_8bit(self._about.ds_config)
+        was, now = (DS_CONFIG.read(one.ds_config).is_8bit for one in (checkpoint.manifest, self._about))
         if moments and was != now:
             how = "rounded to 8 bits" if now else "in fp32 from here on; those of the checkpoint are of 8 bits"
             self._log(f"Adam's moments of weights are {how}")

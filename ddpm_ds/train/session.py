@@ -10,7 +10,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -278,7 +278,7 @@ def run_training(
         engine = build_engine(
             plan.layers,
             plan.bounds,
-            plan.ds if asked.steps is None else replace(plan.ds, graphs=False),  # each of a few steps is timed
+            plan.ds if asked.steps is None else plan.ds.with_keys({"graphs": False}),  # each of a few steps is timed
             Denoising(plan.spec, device, store.meta.statistics, store.constants, store.empty_text or encoders),
             seed=plan.spec.train.seed,
             programs=plan.programs,
@@ -297,7 +297,7 @@ def run_training(
         recording = _recorded(prepared, asked, progress, files, sender)
     with disk_errors_said(prepared.claim.run_dir), recording as recorder:
         engine.graph.say = recorder.log
-        if plan.ds.graphs == "auto" and asked.steps is None and device.type == "cuda":
+        if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
         if encoders is not None:
             recorder.log(said_of(encoders, plan))
@@ -394,9 +394,9 @@ def _train(
                 saver.load(prepared.checkpoint)
             elif prepared.initial is not None:
                 saver.start_from(prepared.initial)
-        flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
+        flops, precision, macs = plan.ds.config.flops_profiler, plan.ds.precision, plan.macs
         trace = run_dir / "trace"
-        replan = plan.replanned if plan.ds.replan and layout.schedule == "planned" else None
+        replan = plan.replanned if plan.ds.config.pipeline.replan and layout.schedule == "planned" else None
         observer: Observer = rehearsal or Observers(
             [
                 FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),

@@ -157,8 +157,8 @@ def _prepared(
     rank = rendezvous.rank
     check_alike(rendezvous, plan, device.type)
     mixed_gpus = check_gpus(rendezvous, device)
-    check_kernels(plan.ds.kernels, device)
-    if plan.ds.compile:
+    check_kernels(plan.ds.config.kernels, device)
+    if plan.ds.config.compile:
         check_compiler(device)
     check_text(plan.spec)
     check_steps(plan.spec)

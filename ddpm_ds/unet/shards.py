@@ -85,7 +85,7 @@ def check_split(layers: Sequence[Layer], layout: Layout, path: Path | str) -> No
     sizes = divisors(layout.world_size // layout.stages, tensor.size)
     fitting = [size for size in sizes if size == 1 or any(can_split(layer, size) for layer in asked)]
     raise DsConfigError(
-        f"{path}: pipeline.tensor = {shown(tensor.as_json()['tensor'])} splits no layer: {why}; use --set "
+        f"{path}: pipeline.tensor = {shown(tensor.block)} splits no layer: {why}; use --set "
         f"ds.pipeline.tensor.size={fitting[-1]}"
     )
 

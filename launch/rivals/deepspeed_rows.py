@@ -36,7 +36,7 @@ class OurPipeline:
     """This project's engine with the given DeepSpeed JSON, under one of its schedules."""
 
     def __init__(self, setting: Setting, schedule: Schedule, *, graphs: bool = True) -> None:
-        plan = setting.plan if graphs else replace(setting.plan, ds=replace(setting.plan.ds, graphs=False))
+        plan = setting.plan if graphs else replace(setting.plan, ds=setting.plan.ds.with_keys({"graphs": False}))
         how = ("1F1B" if schedule == "1f1b" else schedule) + ("" if graphs else ", eager")
         self.name = f"ddpm_ds {how}, {plan.ds.precision}, ZeRO-{plan.ds.layout.zero_stage}"
         self.note, self.comparable = "", True
@@ -143,7 +143,7 @@ class StockPipeline:
 
 def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
     """Return the ZeRO stage that the stock engine runs under, and the reason if the JSON asks for another one."""
-    asked, clips = plan.ds.layout.zero_stage, plan.ds.blocks.get("gradient_clipping", 1.0)
+    asked, clips = plan.ds.layout.zero_stage, plan.ds.config.gradient_clipping
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"
     if asked == 0 and (plan.ds.precision == "fp16" or (plan.ds.layout.stages > 1 and clips)):

@@ -88,14 +88,14 @@ class Optimizer:
     def __init__(
         self, setting: Setting, parameters: Iterable[nn.Parameter], *, fused: bool = False, scaled: bool = False
     ) -> None:
-        spec, config = setting.plan.spec.optimizer, setting.plan.ds.blocks
+        spec, config = setting.plan.spec.optimizer, setting.plan.ds.config
         self._parameters = list(parameters)
         narrow = self._parameters[0].dtype is not torch.float32
         self.masters = [nn.Parameter(one.detach().float()) for one in self._parameters] if narrow else []
         for master in self.masters:
             master.grad = torch.empty_like(master)
         self._trained = self.masters or self._parameters
-        self._clip_norm = float(config.get("gradient_clipping", 1.0))  # 1.0 is DeepSpeed's default too
+        self._clip_norm = config.gradient_clipping
         self._adamw = torch.optim.AdamW(
             self._trained,
             lr=spec.learning_rate,
@@ -105,15 +105,14 @@ class Optimizer:
             fused=True if fused else None,  # False would keep PyTorch from choosing foreach
         )
         self._scheduler = None
-        if scheduler := config.get("scheduler"):
+        if scheduler := config.given.get("scheduler"):
             with quiet_deepspeed(verbose=False):  # DeepSpeed's own learning rates
                 self._scheduler = getattr(lr_schedules, scheduler["type"])(self._adamw, **scheduler["params"])
-        fp16 = config.get("fp16", {}) if scaled else {}
-        fixed = float(fp16.get("loss_scale", 0))
+        fp16 = config.fp16
         self.scaler = torch.amp.GradScaler(
             setting.device.type,
-            init_scale=fixed or 2.0 ** fp16.get("initial_scale_power", 16),
-            growth_interval=2**31 - 1 if fixed else fp16.get("loss_scale_window", 1000),
+            init_scale=fp16.loss_scale or 2.0**fp16.initial_scale_power,
+            growth_interval=2**31 - 1 if fp16.loss_scale else fp16.loss_scale_window,
             enabled=scaled,
         )
 
@@ -192,11 +191,11 @@ def our_loop(setting: Setting, *, dim64: bool = False) -> Loop:
     if dim64:
         layers = unet_layers(load_spec(DIM64, []).unet, plan.spec.data.interface)
     unet = UNet(layers, plan.spec.train.seed).to(setting.device, DTYPES[ds.precision][1])
-    use_kernels(unet.layers, choose_kernels(ds.kernels, setting.device, captured=False))
-    if ds.compile:
+    use_kernels(unet.layers, choose_kernels(ds.config.kernels, setting.device, captured=False))
+    if ds.config.compile:
         compile_layers(list(unet.layers), cache_folder() / "compiled")
     name = f"plain PyTorch loop{', dim 64' if dim64 else ''}, {ds.precision}"
-    loop = Loop(setting, unet, name, fused=bool(ds.blocks["optimizer"]["params"].get("fused")))
+    loop = Loop(setting, unet, name, fused=bool(ds.config.optimizer.params.fused))
     loop.comparable = not dim64
     return loop
 

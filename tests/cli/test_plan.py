@@ -14,8 +14,9 @@ from PIL import Image
 
 from ddpm_ds.cli.plan import add_plan
 from ddpm_ds.command_line import OneLineParser
-from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
+from tests.ds_json import laid_out
 from tests.launching import tiny_spec, write_json
 from tests.predict.small import ADAMW
 
@@ -42,7 +43,7 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
     assert "2 x l4 in 2 nodes: 1 TFLOP/s reached, 4 GiB each, 0.001 GB/s between devices, 0.001" in printed
     assert "across nodes" in printed and "across nodes: " in printed and "\n3 " in printed and "\n4 " not in printed
     assert "1 is the fastest of" in printed
-    read = resolve(read_ds_config(out), SPEC, world_size=2, stages=None, path=out)
+    read = laid_out(read_ds_config(out), SPEC, world_size=2, stages=None, path=out)
     best = next(line.split() for line in printed.splitlines() if line.startswith("1 "))
     assert best[1:3] == [str(read.layout.stages), str(read.layout.replicas)]
     with Image.open(picture) as image:

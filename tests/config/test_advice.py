@@ -16,12 +16,13 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.config.ds_config import check_ds_config, resolve, set_key
+from ddpm_ds.config.ds_config import check_ds_config, set_key
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, RENAMED
 from ddpm_ds.config.ds_model import SYNONYMS as JSON_SYNONYMS
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX, SYNONYMS, load_spec
 from ddpm_ds.errors import MOST_FAULTS, DsConfigError, LayoutError, SpecError
+from tests.ds_json import laid_out
 from tests.evaluate.planted import UNLABELLED, plant
 
 PATH = Path("x.json")
@@ -31,7 +32,7 @@ OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "sc
 
 def faults(config: dict[str, Any], overrides: list[str]) -> list[str]:
     try:
-        resolve(config, load_spec(DEFAULT_SPEC, overrides), world_size=1, stages=None, path=PATH)
+        laid_out(config, load_spec(DEFAULT_SPEC, overrides), world_size=1, stages=None, path=PATH)
     except DsConfigError as error:
         return [line.removeprefix("x.json: ") for line in str(error).splitlines()]
     return []
@@ -395,14 +396,14 @@ def test_advice_about_a_layout_leads_to_one_that_resolves(
 ) -> None:
     config = {**copy.deepcopy(OPTIMIZER), **copy.deepcopy(config)}
     with pytest.raises(LayoutError) as caught:
-        resolve(config, load_spec(DEFAULT_SPEC, overrides), world_size=processes, stages=1, path=PATH)
+        laid_out(config, load_spec(DEFAULT_SPEC, overrides), world_size=processes, stages=1, path=PATH)
     typed = [shlex.split(item)[0].rstrip(",;") for item in re.findall(r"--set (\S+)", str(caught.value))]
     for item in typed:
         if item.startswith(JSON_PREFIX):
             key, _, value = item.removeprefix(JSON_PREFIX).partition("=")
             set_key(config, key, value, item)
     spec = load_spec(DEFAULT_SPEC, [*overrides, *(item for item in typed if not item.startswith(JSON_PREFIX))])
-    resolve(config, spec, world_size=processes, stages=1, path=PATH)
+    laid_out(config, spec, world_size=processes, stages=1, path=PATH)
 
 
 JSON = {**OPTIMIZER, "train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 1}

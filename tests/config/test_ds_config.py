@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, read_ds_config, resolve
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, read_ds_config
 from ddpm_ds.config.ds_model import DS_CONFIG, REFUSED, Off
 from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, SPECS, load_spec, spec_overrides
 from ddpm_ds.errors import DsConfigError, LayoutError, SpecError
+from tests.ds_json import laid_out
 from tests.launching import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -46,7 +47,7 @@ def spec(*overrides: str) -> RunSpec:
 
 
 def filled(config: dict[str, Any], *overrides: str, world_size: int = 1, stages: int | None = None) -> Any:
-    return resolve(config, spec(*overrides), world_size=world_size, stages=stages, path=Path("x.json"))
+    return laid_out(config, spec(*overrides), world_size=world_size, stages=stages, path=Path("x.json"))
 
 
 def refusal(config: dict[str, Any], *overrides: str, **layout: Any) -> str:
@@ -117,7 +118,7 @@ def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(p
     folded = path.stem.startswith("folded")  # which wants several ranks, and micro-batches for them
     run = load_spec(SPECS / f"{name}.yaml", ["train.accumulation=auto"] if folded else [])
     for world_size in (2, 4) if folded else (1, 2, 4):
-        resolved = resolve(read_ds_config(path), run, world_size=world_size, stages=world_size, path=path)
+        resolved = laid_out(read_ds_config(path), run, world_size=world_size, stages=world_size, path=path)
         assert "auto" not in list(values_of(resolved.for_deepspeed()))
         assert resolved.precision in path.stem and f"zero{resolved.layout.zero_stage}" in path.stem
         taken = DeepSpeedConfig(resolved.for_deepspeed())
@@ -163,8 +164,8 @@ def test_auto_takes_its_values_from_the_spec() -> None:
 def test_keys_that_are_left_out_are_filled_like_auto() -> None:
     short = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     resolved = filled(short, world_size=2, stages=2)
-    assert resolved.blocks["optimizer"]["params"]["lr"] == 1e-3
-    assert resolved.blocks["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
+    assert resolved.config.optimizer.params.lr == 1e-3
+    assert resolved.config.scheduler.params.warmup_type == "linear"  # DeepSpeed's own default is log
     assert (resolved.layout.stages, resolved.partition, resolved.layout.schedule) == (2, "flops", "planned")
     assert (resolved.precision, resolved.layout.zero_stage, resolved.layout.checkpoint_interval) == ("fp32", 0, "auto")
     pipeline = resolved.as_json()["pipeline"]
@@ -182,19 +183,19 @@ def test_what_memory_and_hosts_decide_stays_auto_until_they_are_known(interval: 
 
 
 def test_without_a_warm_up_there_is_no_scheduler() -> None:
-    assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").blocks
+    assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").config.given
     message = refusal(config(scheduler__params__warmup_num_steps=10), "optimizer.warmup_images=0")
     assert "warmup_num_steps = 10 contradicts the spec: optimizer.warmup_images / batch is 0" in message
 
 
 def test_a_decay_of_the_spec_drops_a_warm_up_that_agrees_with_it() -> None:
     for agreeing in (config(), config(scheduler=REMOVED), config(scheduler__params__warmup_num_steps=100)):
-        assert "scheduler" not in filled(agreeing, "optimizer.decay=cosine").blocks
+        assert "scheduler" not in filled(agreeing, "optimizer.decay=cosine").config.given
 
 
 def test_a_learning_rate_has_one_range_in_spec_and_json() -> None:
     most = config(optimizer__params__lr=1e6)
-    assert filled(most, "optimizer.learning_rate=1e6").blocks["optimizer"]["params"]["lr"] == 1e6
+    assert filled(most, "optimizer.learning_rate=1e6").config.optimizer.params.lr == 1e6
     message = refusal(config(optimizer__params__lr=1e6 + 1))
     assert 'optimizer.params.lr = 1000001 should be a number > 0 and <= 1,000,000 or "auto"' in message
 
@@ -211,12 +212,12 @@ def test_a_learning_rate_has_one_range_in_spec_and_json() -> None:
 )
 def test_a_decay_ends_with_the_run(kind: str, params: dict[str, float]) -> None:
     resolved = filled(config(scheduler={"type": kind}))
-    assert resolved.blocks["scheduler"]["params"] == {**params, "warmup_type": "linear"}
+    assert resolved.config.given["scheduler"]["params"] == {**params, "warmup_type": "linear"}
 
 
 def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
-    assert "steps_per_print" not in filled(config()).blocks
-    assert filled(config(wall_clock_breakdown=True)).blocks["steps_per_print"] == 50
+    assert "steps_per_print" not in filled(config()).config.given
+    assert filled(config(wall_clock_breakdown=True)).config.steps_per_print == 50
 
 
 # -------------------------------------------------------------------------------- layout
@@ -279,10 +280,10 @@ def test_a_count_may_be_written_with_a_point_or_an_exponent_and_is_an_int() -> N
         "zero_optimization__reduce_bucket_size": 5e8,
     }
     resolved = filled(config(**counts, pipeline__activation_checkpoint_interval=2.0), world_size=2, stages=2)
-    bucket = resolved.blocks["zero_optimization"]["reduce_bucket_size"]
+    bucket = resolved.config.zero_optimization.reduce_bucket_size
     numbers = [*resolved.partition, resolved.layout.in_flight, resolved.layout.checkpoint_interval, bucket]
     assert numbers == [2, 9, 12, 2, 2, 500_000_000] and all(type(number) is int for number in numbers)
-    assert type(resolved.blocks["gradient_clipping"]) is float, "what is no count stays as it is written"
+    assert type(resolved.config.gradient_clipping) is float, "what is no count stays as it is written"
 
 
 def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
@@ -432,7 +433,7 @@ def test_what_contradicts_the_spec_is_named_with_both_values(
 
 def test_numbers_that_agree_with_the_spec_are_taken() -> None:
     agreeing = config(train_batch_size=64, optimizer__params__lr=0.001, scheduler__params__warmup_num_steps=100)
-    assert filled(agreeing).blocks == filled(config()).blocks
+    assert filled(agreeing).config.given == filled(config()).config.given
 
 
 @pytest.mark.parametrize(
@@ -518,7 +519,7 @@ def test_adam_in_8_bits_needs_none_of_pytorchs_settings_and_deepspeed_is_not_ask
     plain = config(optimizer={"type": "AdamW8bit"}, zero_optimization={"stage": 0}, fp16__hysteresis=1)
     for changed in (plain, config(optimizer__type="adamw8bit", graphs=True)):
         found = filled(changed)
-        assert found.blocks["optimizer"]["type"] == "AdamW8bit"
+        assert found.config.optimizer.type == "AdamW8bit"
         assert set(found.eight_bit_settings) == {"lr", "betas", "eps", "weight_decay"}
         given = found.for_deepspeed()
         assert "optimizer" not in given and given["zero_allow_untested_optimizer"] is True

@@ -16,24 +16,23 @@ from ddpm_ds.config.ds_config import (
     leaves_layout_open,
     leaves_stages_open,
     read_ds_config,
-    resolve,
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError, UserError
 from ddpm_ds.planning import RunPlan, plan_run
+from tests.ds_json import config_of, laid_out
 from tests.launching import write_json
 
 
-def config_of(tensor: Any, **changes: Any) -> dict[str, Any]:
+def json_of(tensor: Any, **changes: Any) -> dict[str, Any]:
     """A JSON in fp32 with a value of ``pipeline.tensor``."""
     config = read_ds_config("zero1_fp32.json") | changes
     return config | {"pipeline": {**config.get("pipeline", {}), "tensor": tensor}}
 
 
 def with_tensor(tensor: Any, world_size: int = 4, stages: int | None = 1, **changes: Any) -> ResolvedDsConfig:
-    return resolve(
-        config_of(tensor, **changes), load_spec(DEFAULT_SPEC), world_size=world_size, stages=stages, path="x.json"
-    )
+    spec = load_spec(DEFAULT_SPEC)
+    return laid_out(json_of(tensor, **changes), spec, world_size=world_size, stages=stages, path="x.json")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_tensor_groups_are_part_of_the_layout_and_hidden_from_deepspeed(tensor: 
     assert f"1 stage x {split.size} tensor ranks x" in found.layout.words() or split.size == 1
     assert found.layout.sizes["tensor_size"] == split.size
     assert "tensor" not in found.for_deepspeed().get("pipeline", {})
-    again = resolve(found.as_json(), load_spec(DEFAULT_SPEC), world_size=4, stages=None, path="x.json")
+    again = laid_out(found.as_json(), load_spec(DEFAULT_SPEC), world_size=4, stages=None)
     assert again.layout == found.layout and ("tensor" in found.as_json()["pipeline"]) is (split.size > 1)
 
 
@@ -82,8 +81,8 @@ def test_tensor_groups_that_do_not_divide_the_processes_are_refused(
 
 def test_stages_of_one_tensor_group_need_no_answer() -> None:
     assert with_tensor({"size": 4}, 4, None).layout.stages == 1
-    assert not leaves_stages_open({"pipeline": {"tensor": {"size": 4}}}, 4)
-    assert leaves_stages_open({"pipeline": {"tensor": {"size": 2}}}, 4)
+    assert not leaves_stages_open(config_of(pipeline={"tensor": {"size": 4}}), 4)
+    assert leaves_stages_open(config_of(pipeline={"tensor": {"size": 2}}), 4)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,8 @@ def test_stages_of_one_tensor_group_need_no_answer() -> None:
     [({}, False), ({"size": 2}, False), ({"size": "auto"}, True), ({"size": 2, "levels": "auto"}, True)],
 )
 def test_the_planner_is_asked_for_groups_only_where_they_are_auto(tensor: dict[str, Any], is_open: bool) -> None:
-    assert leaves_layout_open({"pipeline": {"tensor": tensor}}, 4, 2) is is_open
-    assert not leaves_layout_open({"pipeline": {"tensor": tensor}}, 1, None)
+    assert leaves_layout_open(config_of(pipeline={"tensor": tensor}), 4, 2) is is_open
+    assert not leaves_layout_open(config_of(pipeline={"tensor": tensor}), 1, None)
 
 
 def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
@@ -101,7 +100,7 @@ def test_levels_that_the_planner_chose_are_in_the_plan_and_its_description(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    file = write_json(tmp_path / "ds.json", config_of({"size": 2, "levels": "auto"}))
+    file = write_json(tmp_path / "ds.json", json_of({"size": 2, "levels": "auto"}))
     plan = plan_run(DEFAULT_SPEC, [], file, world_size=4, stages=2, device="cpu")
     assert plan.chosen is not None and plan.chosen.tensor == plan.ds.layout.tensor
     levels = plan.ds.layout.tensor.levels
@@ -166,7 +165,7 @@ OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cp
 def test_advice_about_tensor_groups_is_right_when_it_is_typed(
     tensor: Any, changes: dict[str, Any], stages: int | None, said: str, tmp_path: Path
 ) -> None:
-    file = write_json(tmp_path / "ds.json", config_of(tensor, **changes))
+    file = write_json(tmp_path / "ds.json", json_of(tensor, **changes))
     with pytest.raises(UserError) as found:
         planned(file, [], stages)
     (line,) = str(found.value).splitlines()
@@ -178,11 +177,11 @@ def test_advice_about_tensor_groups_is_right_when_it_is_typed(
 
 
 def test_layers_that_do_not_divide_stay_whole_and_bring_no_error(tmp_path: Path) -> None:
-    found = planned(write_json(tmp_path / "ds.json", config_of({"size": 4})), [], 1)
+    found = planned(write_json(tmp_path / "ds.json", json_of({"size": 4})), [], 1)
     split = {layer.name for layer in found.layers if layer.shards > 1}
     assert split == {layer.name for layer in found.layers if ".block." in layer.name}, "attention has one head"
     heads = ["unet.head_channels=16"]
-    found = planned(write_json(tmp_path / "ds.json", config_of({"size": 4, "levels": [1]})), heads, 1)
+    found = planned(write_json(tmp_path / "ds.json", json_of({"size": 4, "levels": [1]})), heads, 1)
     assert {layer.name for layer in found.layers if layer.shards > 1} == {
         layer.name for layer in found.layers if re.match(r"(down\.1|middle|up\.1)\.(block|attention)", layer.name)
     }

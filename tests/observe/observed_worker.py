@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.config.ds_model import FlopsProfiler
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
@@ -35,7 +36,7 @@ SPEC = tiny_spec(unet={"multipliers": [1], "attention_resolutions": [], "dropout
 read."""
 LAYERS = unet_layers(SPEC.unet, SPEC.data.interface)
 FLOPS_STEP, TRACED, PROFILED = 1, range(2, 4), range(5, 7)
-SETTINGS = {"enabled": True, "profile_step": FLOPS_STEP, "module_depth": -1, "top_modules": 2, "detailed": True}
+SETTINGS = FlopsProfiler(enabled=True, profile_step=FLOPS_STEP, top_modules=2)
 
 
 class Told:

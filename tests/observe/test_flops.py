@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddpm_ds.config.ds_model import FlopsProfiler
 from ddpm_ds.observe.flops import FlopsProfile, profile_layers
 from ddpm_ds.observe.observer import instructions_wrapped
 from ddpm_ds.pipeline.schedule import Instruction
@@ -26,11 +27,11 @@ from tests.unet.variants import VARIANTS, batch, context, layers_of, random_unet
 @pytest.mark.parametrize(("depth", "levels"), [(-1, 3), (0, 1), (1, 2), (9, 3)])
 def test_module_depth_counts_from_the_stage_to_the_innermost(depth: int, levels: int) -> None:
     unet = random_unet(layers_of("bare"))
-    settings = {"module_depth": depth, "detailed": depth == -1}
+    settings = FlopsProfiler(module_depth=depth, detailed=depth == -1)
     seconds, text = profile_layers(dict(enumerate(unet.layers)), lambda: unet(*batch("bare")), settings, step=7)
     assert len(seconds) == len(unet.layers) and min(seconds) > 0
     assert [line for line in text.splitlines() if line.startswith("depth")] == [f"depth {d}:" for d in range(levels)]
-    assert "Profile Summary at step 7" in text and ("(norm1): GroupNorm(" in text) == settings["detailed"]
+    assert "Profile Summary at step 7" in text and ("(norm1): GroupNorm(" in text) == settings.detailed
 
 
 class OneStage:
@@ -59,7 +60,7 @@ class OneStage:
         self.messages_by_host = False
 
 
-def observe(folder: Path, steps: list[int], settings: dict[str, Any], *, engine: OneStage | None = None) -> Told:
+def observe(folder: Path, steps: list[int], settings: FlopsProfiler, *, engine: OneStage | None = None) -> Told:
     """Take steps, of a run of 10, under an observer."""
     engine, told = engine or OneStage(), Told()
     observer = FlopsProfile(engine, engine.layers, settings, folder, told, steps=10)  # type: ignore[arg-type]
@@ -78,7 +79,7 @@ def observe(folder: Path, steps: list[int], settings: dict[str, Any], *, engine:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_table_is_what_pytorch_counts(name: str, tmp_path: Path) -> None:
     engine = OneStage(name=name)
-    told = observe(tmp_path, [1], {"enabled": True}, engine=engine)
+    told = observe(tmp_path, [1], FlopsProfiler(enabled=True), engine=engine)
     plain = sdpa_kernel(SDPBackend.MATH)  # PyTorch's counter does not know the one for CPUs
     with FlopCounterMode(display=False) as counter, torch.no_grad(), plain:
         engine.forward()
@@ -103,7 +104,7 @@ def test_compiled_layers_are_profiled_as_they_are_written(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_is_profiled_once(tmp_path: Path) -> None:
-    second = SETTINGS | {"profile_step": 2}
+    second = SETTINGS.model_copy(update={"profile_step": 2})
     told = observe(tmp_path, [1, 2, 3, 1, 2, 3], second)  # a rollback
     assert [step for step, _ in told.metrics] == [2] and len(told.logged) == 1
     assert len(json.loads((tmp_path / "flops.json").read_text())["stages"]) == 1  # of two micro-batches
@@ -114,11 +115,11 @@ def test_a_run_is_profiled_once(tmp_path: Path) -> None:
         "flops_profiler.profile_step = 2, but the run resumes after step 4: nothing is profiled; write a step from 5 on"
     ]
     assert not told.metrics and not (tmp_path / "other").exists()
-    told = observe(tmp_path / "other", [1, 10], SETTINGS | {"profile_step": 11})
+    told = observe(tmp_path / "other", [1, 10], SETTINGS.model_copy(update={"profile_step": 11}))
     assert told.logged == [
         "flops_profiler.profile_step = 11, but the run has 10 steps: nothing is profiled; write a step up to 10"
     ]
-    assert vars(observe(tmp_path, [1, 2, 3], SETTINGS | {"enabled": False})) == vars(Told())
+    assert vars(observe(tmp_path, [1, 2, 3], SETTINGS.model_copy(update={"enabled": False}))) == vars(Told())
 
 
 @pytest.mark.usefixtures("alone")
@@ -154,7 +155,9 @@ def test_an_instruction_that_another_observer_has_wrapped_meanwhile_stays_wrappe
 
 @pytest.mark.usefixtures("alone")
 def test_output_file_is_where_the_texts_go_and_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
-    told = observe(tmp_path / "run", [1], SETTINGS | {"output_file": str(tmp_path / "mine" / "profile")})
+    told = observe(
+        tmp_path / "run", [1], SETTINGS.model_copy(update={"output_file": str(tmp_path / "mine" / "profile")})
+    )
     assert "stage 0 of 1" in (tmp_path / "mine" / "profile.stage0.txt").read_text()
     assert told.artifacts == ["flops/profile.stage0.txt", "flops/table.txt", "flops/flops.json"]
     (tmp_path / "file").touch()

@@ -50,6 +50,7 @@ from ddpm_ds.unet.layers import SIZES, Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import part_of, shard_of
+from tests.ds_json import config_of
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, micro_batches, objective_of, parts_of
 from tests.pipeline.random_programs import random_programs
@@ -124,6 +125,9 @@ class Case:
         zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
         adamw = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": self.fused or self.offload}
         blocks: dict[str, Any] = {
+            "pipeline": {"use_reentrant": self.reentrant},
+            "kernels": self.kernels,
+            "compile": self.compile,
             "optimizer": {"type": "AdamW8bit", "params": EIGHT_BIT}
             if self.eight_bit
             else {"type": "AdamW", "params": adamw},
@@ -154,12 +158,7 @@ class Case:
                 self.across,
                 tensor=TensorSplit(self.tensor, layers=self.split),
             ),
-            partition="flops",
-            replan=False,
-            use_reentrant=self.reentrant,
-            kernels=self.kernels,
-            compile=self.compile,
-            blocks=blocks,
+            config=config_of(**blocks),
         )
 
     def bounds(self, layers: tuple[Layer, ...]) -> tuple[int, ...]:
@@ -174,7 +173,7 @@ class Case:
         engine = build_engine(
             layers,
             self.bounds(layers_of(spec)),
-            replace(resolved, blocks={**resolved.blocks, **blocks}),
+            resolved.with_keys(blocks),
             objective_of(spec),
             seed=spec.train.seed,
             others=others,

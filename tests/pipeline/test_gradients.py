@@ -213,7 +213,7 @@ def holds() -> tuple[int, int, int]:
     """
     spec = SPEC
     case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
-    zero = case.resolved(spec.train.batch_images).blocks["zero_optimization"]
+    zero = case.resolved(spec.train.batch_images).config.given["zero_optimization"]
     engine = case.engine(spec, zero_optimization={**zero, "reduce_bucket_size": 1})
     engine.follow([accumulated(1, 1)])
     give, held = engine.gradients.give, []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig, Schedule, resolve
+from ddpm_ds.config.ds_config import ResolvedDsConfig, Schedule
 from ddpm_ds.config.spec import Interface
 from ddpm_ds.pipeline.cuts import partition, segments, sent_shapes
 from ddpm_ds.pipeline.placement import (
@@ -26,6 +26,7 @@ from ddpm_ds.pipeline.placement import (
 )
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.unet.layers import unet_layers
+from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec(unet={"blocks_per_level": 2})
@@ -153,7 +154,7 @@ def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
 def resolved(stages: int, world_size: int = 4, **config: Any) -> ResolvedDsConfig:
     spec = tiny_spec(train={"batch_images": config.pop("batch_images", 16)})
     values = {"optimizer": ADAMW, **config, "pipeline": {"schedule": "1f1b", **config.get("pipeline", {})}}
-    return resolve(values, spec, world_size=world_size, stages=stages, path="ds.json")
+    return laid_out(values, spec, world_size=world_size, stages=stages)
 
 
 def test_auto_is_what_leaves_less_to_the_busiest_host() -> None:
@@ -199,7 +200,8 @@ def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:
     ],
 )
 def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage: int, expected: Sharing) -> None:
-    assert sharing(config, precision=precision, zero_stage=zero_stage, micro_batches=8) == expected
+    blocks = {} if precision == "fp32" else {precision: {"enabled": True}}
+    assert sharing(config_of(**config, **blocks), zero_stage=zero_stage, micro_batches=8) == expected
 
 
 # -------------------------------------------------------------------------------- before the ranks have met

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpm_ds.config.ds_config import Layout, Schedule, resolve
+from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import partition, weighted
@@ -20,6 +20,7 @@ from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, order_of, simulate
 from ddpm_ds.unet.layers import Layer
+from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 
 BATCH = 32
@@ -59,8 +60,8 @@ class Bench:
         train = {"batch_images": BATCH, "accumulation": self.accumulation}
         spec = tiny_spec(train=train, data={"workers": self.workers}, optimizer={"warmup_images": self.warmup_images})
         world_size = self.ranks * self.replicas
-        resolved = resolve(self.config, spec, world_size=world_size, stages=self.ranks, path="planted")
-        return Workload(spec, resolved.as_json(), on_cpu=True)  # as a run records it
+        found = laid_out(self.config, spec, world_size=world_size, stages=self.ranks)
+        return Workload(spec, config_of(**found.as_json()), on_cpu=True)  # as a run records it
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -149,7 +150,7 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
     layout = facts.layout
     (run_dir / "trace").mkdir(parents=True)
     (run_dir / "spec.yaml").write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
-    (run_dir / "ds_config.json").write_text(json.dumps(facts.job.config))
+    (run_dir / "ds_config.json").write_text(json.dumps(facts.job.config.given))
     stages = [
         f"{index}{f' on rank {index}' * (layout.schedule == 'folded')}       {stop - start}  first  last   1,000  0.1"
         for index, (start, stop) in enumerate(pairwise(facts.bounds))

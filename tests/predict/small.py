@@ -8,6 +8,7 @@ from typing import Any
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.predict.layouts import Machine, Workload, machine
 from ddpm_ds.predict.predictor import Predictor
+from tests.ds_json import config_of
 from tests.launching import tiny_spec
 
 ADAMW = {"type": "AdamW", "params": {"torch_adam": True}}
@@ -17,7 +18,7 @@ FUSED = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 
 def small_job(spec: RunSpec | None = None, *, on_cpu: bool = False, **config: Any) -> Workload:
     """A job of the tiny U-Net, or of ``spec``, with a DeepSpeed JSON of these blocks."""
-    return Workload(spec or tiny_spec(), {"optimizer": ADAMW, **config}, on_cpu)
+    return Workload(spec or tiny_spec(), config_of(**{"optimizer": ADAMW, **config}), on_cpu)
 
 
 def small_machine(devices: int, *, kind: str = "l4", nodes: int = 1, **rates: Any) -> Machine:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import Layout, Schedule, resolve
+from ddpm_ds.config.ds_config import Layout, Schedule
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
@@ -15,6 +15,7 @@ from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
 from ddpm_ds.predict.layouts import ds_config, machine, rank_stages
 from ddpm_ds.predict.simulate import typical_programs
+from tests.ds_json import laid_out
 from tests.predict.small import small_job, small_machine
 
 FOLD = Layout(2, 4, "folded", 2, 8, 0, 1, False)
@@ -57,7 +58,7 @@ def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
     half = typical_programs(schedule, 2, 2, most_held=2)  # twice as many micro-batches have twice as many passes
     passes = [[2 * count for count in own] for own in weight_passes(half, schedule)]
     config = ds_config(job, layout, bounds)
-    ds = resolve(config, job.spec, world_size=4, stages=None, path="ds.json")
+    ds = laid_out(config, job.spec, world_size=4, stages=None, path="ds.json")
     for across in ACROSS_HOSTS:
         planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across_hosts=across), bounds, half)
         counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds, passes))

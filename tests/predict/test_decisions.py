@@ -22,6 +22,7 @@ from ddpm_ds.predict.decisions import Choice, candidates, choose_layout, fitted,
 from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, machine, machine_like
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Predictor
+from tests.ds_json import config_of
 from tests.launching import REPOSITORY, tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
 
@@ -195,7 +196,7 @@ def chosen(spec: RunSpec, mib: int, hosts: str = "aaaa", stages: int | None = No
     config = json.loads(ZERO_0.read_text())
     config["pipeline"] |= pipeline
     devices = machine_like("cpu", mib * 2**20, half=False, devices=len(hosts), nodes=len(set(hosts)))
-    return choose_layout(Predictor(Workload(spec, config, on_cpu=True), devices), ZERO_0, hosts, stages)
+    return choose_layout(Predictor(Workload(spec, config_of(**config), on_cpu=True), devices), ZERO_0, hosts, stages)
 
 
 def test_what_fits_one_device_is_trained_by_replicas_and_what_does_not_is_cut() -> None:
@@ -228,7 +229,7 @@ def test_the_hosts_are_part_of_the_choice() -> None:
 
 def test_where_memory_is_short_fewer_micro_batches_are_in_flight_before_any_activation_is_computed_again() -> None:
     plan = plan_run(DIGITS, [], ZERO_1, world_size=2, stages=2)
-    job, usual = Workload(plan.spec, plan.ds.blocks, on_cpu=True), replace(plan.ds.layout, checkpoint_interval=0)
+    job, usual = Workload(plan.spec, plan.ds.config, on_cpu=True), replace(plan.ds.layout, checkpoint_interval=0)
     enough = max(rank.total for rank in pipeline_memory(job, usual, plan.bounds))
     fewest = 2 * activation_bytes(job, replace(usual, in_flight=2), plan.bounds)
     assert fewest < enough
@@ -246,7 +247,9 @@ def sdxl(devices: int) -> Predictor:
     """Predicts SDXL's U-Net on cards of 24 GB."""
     spec = load_spec(REPOSITORY / "launch" / "specs" / "sdxl.yaml", ["data.path=pictures"])
     config = read_ds_config(REPOSITORY / "ds_configs" / "zero2_bf16.json", [])
-    return Predictor(Workload(spec, config, on_cpu=False), machine("rtx4090", half=True, devices=devices, nodes=1))
+    return Predictor(
+        Workload(spec, config_of(**config), on_cpu=False), machine("rtx4090", half=True, devices=devices, nodes=1)
+    )
 
 
 def test_sdxl_fits_four_cards_of_24_gb_with_fp32_adam_and_averages() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds.config.ds_config import Layout, TensorSplit, resolve
+from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.diffusion.condition import Encoded
@@ -29,6 +29,7 @@ from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import SIZES, unet_layers
 from ddpm_ds.unet.shards import split_layers
+from tests.ds_json import laid_out
 from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
 from tests.predict.small import EIGHT_BIT, FUSED, small_job, small_predictor
 
@@ -144,7 +145,7 @@ def living_bytes() -> int:
 
 def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     """Bytes in the fullest moment of the second step on this rank, when the optimizer's state is there."""
-    ds = resolve(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
+    ds = laid_out(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
     layers = split_layers(unet_layers(spec.unet, spec.data.interface), ds.layout.tensor)
     assert ds.partition != "measured"
     bounds = partition(layers, ds.layout.stages, ds.partition, ds.layout.schedule)

@@ -23,6 +23,7 @@ from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import FEWEST_CHANNELS
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup
+from tests.ds_json import config_of
 from tests.launching import REPOSITORY, tiny_spec, tiny_text_spec
 
 SPECS = REPOSITORY / "launch" / "specs"
@@ -53,7 +54,7 @@ def test_launches_of_layers_are_those_that_are_counted(
 ) -> None:
     """Within a tenth: what PyTorch copies to make contiguous depends on the shapes. Groups sum nothing here."""
     monkeypatch.setattr(operations, "BY_PRODUCTS", by_products)
-    layers = [*split_layers(Workload(spec, {}, on_cpu=True).layers, TensorSplit(ranks))]
+    layers = [*split_layers(Workload(spec, config_of(), on_cpu=True).layers, TensorSplit(ranks))]
     sums = sum(layer.sums for layer in layers)
     assert (sums > 0) == (ranks > 1)
     unet, inputs = UNet(layers, seed=0), _inputs(layers[0], 2, torch.device("cpu"), torch.float32)
@@ -92,7 +93,7 @@ def test_speeds_of_gpus_are_those_that_were_measured(
     spec: str, kind: str, half: bool, images: int, measured: float
 ) -> None:
     given = load_spec(SPECS / f"{spec}.yaml", PHOTOS.get(spec, []))
-    job = Workload(given, {"bf16": {"enabled": half}}, on_cpu=False)
+    job = Workload(given, config_of(bf16={"enabled": half}), on_cpu=False)
     one = Predictor(job, replace(machine(kind, half=half, devices=1, nodes=1), memory_bytes=2**40))
     layout = Layout(1, 1, "1f1b", images, 1, 0, 0, False)
     seconds = one.predict(layout).step_seconds
@@ -107,10 +108,10 @@ def test_a_graph_costs_the_host_no_launches(spec: str, images: int, measured: fl
     """And is as fast as it was measured on an H200 (docs/gpu.md)."""
     given = load_spec(SPECS / f"{spec}.yaml", PHOTOS.get(spec, []))
     layout = Layout(1, 1, "1f1b", images, 1, 0, 2, False)
-    blocks = {"bf16": {"enabled": True}, "optimizer": {"params": {"fused": True}}}
+    blocks = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"fused": True}}}
     eager, replayed = (
         Predictor(
-            Workload(given, {**blocks, "graphs": graphs}, on_cpu=False),
+            Workload(given, config_of(**blocks, graphs=graphs), on_cpu=False),
             machine("h200", half=True, devices=1, nodes=1),
         )
         for graphs in (False, "auto")
@@ -123,17 +124,17 @@ def test_a_graph_costs_the_host_no_launches(spec: str, images: int, measured: fl
 
 def test_replicas_have_graphs_and_stages_only_where_they_are_asked_for() -> None:
     spec = load_spec(SPECS / "cifar10.yaml", [])
-    blocks: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"params": {"fused": True}}}
+    blocks: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"fused": True}}}
     replicas, stages = Layout(1, 2, "1f1b", 64, 1, 0, 2, False), Layout(2, 1, "1f1b", 64, 2, 0, 2, False)
 
     def seconds(layout: Layout, graphs: Any) -> float:
-        job = Workload(spec, {**blocks, "graphs": graphs}, on_cpu=False)
+        job = Workload(spec, config_of(**blocks, graphs=graphs), on_cpu=False)
         return Predictor(job, machine("h200", half=True, devices=2, nodes=1)).predict(layout).step_seconds
 
     assert seconds(replicas, "auto") == seconds(replicas, True) < seconds(replicas, False)
     assert seconds(stages, "auto") == seconds(stages, False) > seconds(stages, True)
     eager = replace(replicas, zero_stage=0)  # in fp16 without flat gradients
-    job = Workload(spec, {**blocks, "bf16": {}, "fp16": {"enabled": True}}, on_cpu=False)
+    job = Workload(spec, config_of(**blocks | {"bf16": {}, "fp16": {"enabled": True}}), on_cpu=False)
     assert (
         job.is_replayed(replicas) and not job.is_replayed(eager) and not job.is_replayed(replace(stages, zero_stage=1))
     )
@@ -142,10 +143,10 @@ def test_replicas_have_graphs_and_stages_only_where_they_are_asked_for() -> None
 def test_one_gpu_gets_a_layout_whose_steps_are_graphs() -> None:
     """Without ZeRO only bf16 has the flat gradients that graphs need."""
     spec = load_spec(SPECS / "digits.yaml", [])
-    blocks: dict[str, Any] = {"optimizer": {"params": {"fused": True}}}
+    blocks: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"fused": True}}}
 
     def stages(devices: int, **config: Any) -> set[int]:
-        job = Workload(spec, blocks | config, on_cpu=False)
+        job = Workload(spec, config_of(**blocks | config), on_cpu=False)
         return {layout.zero_stage for layout in layouts(job, devices, offload=False)}
 
     assert stages(1, bf16={"enabled": True}) == stages(1, graphs=False) == stages(2) == {0, 1, 2}

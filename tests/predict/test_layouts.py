@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.config.ds_config import Layout, offloads, resolve
+from ddpm_ds.config.ds_config import Layout
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.predict.decisions import candidates
 from ddpm_ds.predict.layouts import ds_config, kind_of, layouts
 from ddpm_ds.predict.memory import pipeline_memory
+from tests.ds_json import config_of, laid_out
 from tests.launching import tiny_spec
 from tests.predict.small import ADAMW, small_job, small_predictor
 
@@ -71,7 +72,7 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
         assert layout.replicas * layout.micro_batches * layout.micro_batch_images == batch
         bounds = predictor.bounds(layout)
         filled = json.loads(json.dumps(ds_config(job, layout, bounds)))
-        read = resolve(filled, job.spec, world_size=devices, stages=None, path="plan.json")
+        read = laid_out(filled, job.spec, world_size=devices, stages=None, path="plan.json")
         assert read.layout == layout and read.partition != "measured"
         assert partition(job.layers, read.layout.stages, read.partition, layout.schedule) == bounds
     assert len({layout.stages for layout in found}) > 1
@@ -96,7 +97,7 @@ def test_a_given_accumulation_is_kept_and_offload_needs_a_host_and_zero() -> Non
     found = {(one.zero_stage, one.offload) for one in layouts(small_job(), 2, offload=True)}
     assert found == {(0, False), (1, False), (2, False), (1, True), (2, True)}
     for given, expected in (({"device": "none"}, False), ({"device": "cpu"}, True), ({}, False)):
-        assert offloads({"zero_optimization": {"stage": 1, "offload_optimizer": given}}) == expected
+        assert config_of(zero_optimization={"stage": 1, "offload_optimizer": given}).offloads == expected
 
 
 def test_what_lies_across_nodes_is_only_asked_where_there_is_a_choice() -> None:
@@ -126,7 +127,7 @@ def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
             "activation_checkpoint_interval": 1,
         },
     }
-    assert job.config == {"optimizer": ADAMW, **given}  # what was given is untouched
+    assert job.config.given == {"optimizer": ADAMW, **given}  # what was given is untouched
 
 
 def test_of_buckets_memory_is_that_of_the_largest_and_time_that_of_the_mean() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ddpm_ds.cli.plan import why
 from ddpm_ds.command_line import gib
-from ddpm_ds.config.ds_config import Layout, TensorSplit, resolve
+from ddpm_ds.config.ds_config import Layout, TensorSplit
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.predict import decisions
 from ddpm_ds.predict.costs import planned_costs
@@ -18,6 +18,7 @@ from ddpm_ds.predict.decisions import choose_layout, search
 from ddpm_ds.predict.layouts import USABLE_MEMORY, Workload, ds_config, layouts, tensor_splits
 from ddpm_ds.predict.memory import COLLECTIVE_BYTES, peak_bytes, pipeline_memory
 from ddpm_ds.unet.layers import BlockLayer
+from tests.ds_json import laid_out
 from tests.launching import tiny_spec
 from tests.predict.small import small_job, small_machine, small_predictor
 
@@ -87,7 +88,7 @@ def test_where_links_are_fast_and_there_is_one_image_at_a_time_groups_are_propos
     first = found.best[0]
     assert first.layout.tensor == BY_TWO and first.summing_seconds > 0
     assert "1 has tensor groups of 2: its sums take " in why(found)
-    read = resolve(found.ds_config(), job.spec, world_size=2, stages=None, path="plan")
+    read = laid_out(found.ds_config(), job.spec, world_size=2, stages=None, path="plan")
     assert read.layout == first.layout
     assert "tensor" not in ds_config(job, ONE, (0, len(job.layers)))["pipeline"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpm_ds.config.ds_model import changed as with_keys
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.planning import plan_run
@@ -99,7 +100,7 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
     assert set(options[::2]) == {"--set"}
     spec, config = folder / "spec.yaml", folder / "ds_config.json"
     spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
-    config.write_text(json.dumps(facts.job.config))
+    config.write_text(json.dumps(facts.job.config.given))
     world_size = facts.layout.stages * facts.layout.replicas
     plan = plan_run(spec, options[1::2], config, world_size=world_size, stages=None)
     assert plan.ds.layout.batch_images == BATCH
@@ -294,7 +295,7 @@ def test_no_change_gives_graphs_up() -> None:
     """Launches, which other layouts would have, are not in the seconds of layers that graphs replay."""
     eager = Bench(ranks=1, replicas=2, micro_batches=8, zero_stage=1).traced()
     fused = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-    job = replace(eager.job, on_cpu=False, config={**eager.job.config, "optimizer": fused})
+    job = replace(eager.job, on_cpu=False, config=with_keys(eager.job.config, {"optimizer": fused}))
     for replayed in (False, True):
         facts = replace(eager, job=job, replayed=replayed)
         others = _fastest_layouts(facts, traced_predictor(facts), 1.0, same_stages=False)
