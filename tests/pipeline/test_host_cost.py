@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
+from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import use_host_accelerator
@@ -80,7 +81,7 @@ def loop_cost(blocks: int, precision: Precision, count: int) -> HostCost:
     spec = spec_of(blocks, IMAGES * count)
     unet = UNet(layers_of(spec), spec.train.seed).to(device(), DTYPES[precision])
     setting: Any = SimpleNamespace(
-        plan=SimpleNamespace(spec=spec, ds=SimpleNamespace(blocks={"gradient_clipping": 1.0})), device=device()
+        plan=SimpleNamespace(spec=spec, ds=SimpleNamespace(config=DsConfig())), device=device()
     )
     optimizer = Optimizer(setting, unet.parameters(), fused=True, scaled=precision == "fp16")
     trained: list[Tensor] = [*optimizer.masters] or [*unet.parameters()]
