@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.train.ema import averages_of
-from tests.launching import on_a_shared_gpu, run_ranks, tiny_spec, tiny_text_spec
+from tests.launching import on_a_shared_gpu, tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, Precision, report_cases, spec_of
+from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases, spec_of
 from tests.pipeline.random_programs import random_programs
 from tests.pipeline.test_ladder import LATER, LOSS_TOLERANCE
 from tests.pipeline.test_synchronisation import Poisoned
@@ -146,75 +145,39 @@ def no_streams() -> contextlib.AbstractContextManager[object]:
     return unittest.mock.patch.object(torch.cuda, "Stream")
 
 
-@contextlib.contextmanager
-def rate_of_the_host() -> Iterator[None]:
-    """Take the optimizer's learning rate from the host."""
+def without_mode(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that a graph does not see."""
 
-    def take(step: OwnStep) -> None:
-        step._optimizer.step()
-
-    with unittest.mock.patch.object(OwnStep, "_take", take):
-        yield
-
-
-@contextlib.contextmanager
-def scale_of_the_host() -> Iterator[None]:
-    """Take the loss scale from the host."""
-    with unittest.mock.patch.object(OwnStep, "scale", property(lambda step: float(step._scale.value))):
-        yield
-
-
-@contextlib.contextmanager
-def images_of_the_host() -> Iterator[None]:
-    """Count images on the host."""
-    flight = UnetPipelineEngine._flight
-
-    def counted(engine: UnetPipelineEngine, instruction: Any) -> Any:
-        engine._first_image = torch.full((), engine.next_index)
-        return flight(engine, instruction)
-
-    with unittest.mock.patch.object(UnetPipelineEngine, "_flight", counted):
-        yield
-
-
-@contextlib.contextmanager
-def a_sum_that_is_cleared_by_the_host() -> Iterator[None]:
-    """Clear the gradients beyond the sight of a graph."""
-    clear = FlatGradients.clear
-
-    def cleared(gradients: FlatGradients) -> None:
+    def hidden(self: Any) -> None:
         with _disable_current_modes():
-            clear(gradients)
+            method(self)
 
-    with unittest.mock.patch.object(FlatGradients, "clear", cleared):
-        yield
-
-
-@contextlib.contextmanager
-def a_master_that_is_replaced() -> Iterator[None]:
-    """Give the optimizer another master when a graph is captured."""
-    begin = StepGraph._begin
-
-    def began(graph: StepGraph, sizes: tuple[int, ...]) -> bool:
-        taken = begin(graph, sizes)
-        (flat,) = insides.masters(graph._engine)
-        flat.data = flat.data.clone()
-        return taken
-
-    with unittest.mock.patch.object(StepGraph, "_begin", began):
-        yield
+    return hidden
 
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    fault.__name__: fault
-    for fault in (
-        rate_of_the_host,
-        scale_of_the_host,
-        images_of_the_host,
-        a_sum_that_is_cleared_by_the_host,
-        a_master_that_is_replaced,
-    )
+def counted_by_the_host(engine: UnetPipelineEngine, instruction: Any, flight: Any = UnetPipelineEngine._flight) -> Any:
+    engine._first_image = torch.full((), engine.next_index)
+    return flight(engine, instruction)
+
+
+def begun_with_another_master(graph: StepGraph, sizes: tuple[int, ...], begin: Any = StepGraph._begin) -> Any:
+    taken = begin(graph, sizes)
+    (flat,) = insides.masters(graph._engine)  # type: ignore[arg-type]
+    flat.data = flat.data.clone()
+    return taken
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    name: functools.partial(unittest.mock.patch.object, *fault)
+    for name, fault in {
+        "the optimizer's rate is the host's": (OwnStep, "_take", lambda step: step._optimizer.step()),
+        "the loss scale is the host's": (OwnStep, "scale", property(lambda step: float(step._scale.value))),
+        "images are counted on the host": (UnetPipelineEngine, "_flight", counted_by_the_host),
+        "the host clears the gradients": (FlatGradients, "clear", without_mode(FlatGradients.clear)),
+        "the capture replaces the master": (StepGraph, "_begin", begun_with_another_master),
+    }.items()
 }
+"""What a step must not take from the host, or keep at another address."""
 
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
@@ -284,13 +247,12 @@ def eager_course(case: Case) -> dict[str, Any]:
     return course(case, recorded=False)
 
 
-def run(case: dict[str, Any]) -> list[dict[str, Any]]:
+def run(values: dict[str, Any], fault: str) -> list[dict[str, Any]]:
     """The course of a case, eagerly and by a graph, the latter perhaps with a fault."""
-    own = Case.of(case["case"])
-    eager = eager_course(own)
-    faults = {"": contextlib.nullcontext, **FAULTS}
-    with faults[case["fault"]]():
-        return [eager, course(own, recorded=True)]
+    case = Case.of(values)
+    eager = eager_course(case)
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        return [eager, course(case, recorded=True)]
 
 
 def one(zero: int, precision: Precision, micro_batches: int = 2, checkpoint: int = 0, **others: Any) -> Case:
@@ -346,12 +308,8 @@ def name_of(case: Case) -> str:
 
 def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> list[list[list[dict[str, Any]]]]:
     """The two courses of each case on each rank: ``[case][rank][eager or replayed]``."""
-    file = folder / "cases.json"
-    file.write_text(json.dumps([{"case": asdict(case), "fault": fault} for case, fault in cases]))
-    processes = ranks_of(cases[0][0])
-    done = run_ranks(processes, Path(__file__), str(file), str(folder), **environment)
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    given = [[asdict(case), fault] for case, fault in cases]
+    ranks = run_cases(ranks_of(cases[0][0]), Path(__file__), given, folder, **environment)
     return [list(found) for found in zip(*ranks, strict=True)]
 
 
@@ -457,4 +415,4 @@ def test_on_a_gpu_a_capture_that_fails_leaves_memory_and_random_numbers_usable()
 
 
 if __name__ == "__main__":
-    report_cases(run)
+    report_cases(lambda case: run(*case))

@@ -1,10 +1,9 @@
 """A training step that does not log lets the host run ahead of the device.
 
 As a script, with a folder for its report and "waits", "courses, quick" or "courses, long", this trains tiny cases in
-one process, all or those that are quick or long, and writes where a training step waits for the device, and for the
-latter two also what a step whose gradients are infinite changes. On a CPU nothing waits, so what would wait on CUDA is
-counted: operations that hand a value to the host or whose result has a size that depends on values, values that the
-host hands over, and the accelerator's synchronize.
+one process, and writes where a step waits for the device; in courses also what a step with infinite gradients changes.
+On a CPU nothing waits, so operations that would wait on CUDA are counted: those that hand a value to or from the host
+or whose result has a size that depends on values, and the accelerator's synchronize.
 """
 
 from __future__ import annotations
@@ -169,14 +168,14 @@ def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
     """What a step with an infinite gradient changes, after each step how many more would send their messages by the
     hosts, and before and after each whether samples would.
 
-    In fp32 without ZeRO there is no such step.
+    If none is skipped, there is no such step.
     """
     engine, spec = built(case)
     objective, poisoned = engine.objective, Poisoned(engine.objective)
     changed: list[str] = []
     cautious, sampling = [], [engine.warm_up(1, gradients=False) for _ in range(2)]
     for step in range(3):
-        bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
+        bad = step == POISONED and skips(case)
         engine.objective = poisoned if bad else objective
         before = state_of(engine) if bad else {}
         engine.train_batch(micro_batches(engine, global_batch(spec, step)))
@@ -185,8 +184,7 @@ def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
         changed += [f"step {step}: norm"] if finite == bad else []
         cautious.append(engine._cautious_steps)
         sampling.append(engine.warm_up(1, gradients=False))
-    skipped = (case.zero, case.precision) != (0, "fp32")
-    changed += [] if engine.count_skipped_steps() == skipped else ["count"]
+    changed += [] if engine.count_skipped_steps() == skips(case) else ["count"]
     engine.destroy()
     return changed, cautious, sampling
 
@@ -219,25 +217,33 @@ WAYS: tuple[tuple[int, Precision, bool], ...] = (
     (2, "fp16", True),
 )
 LONG_WAYS = (2, "fp32", True), (2, "fp16", False), (0, "fp16", True)
+"""Their precision, their ZeRO stage and their optimizer each meet others in the quick cases."""
 CASES = {
     f"zero{zero}-{precision}{'-fused' if fused else ''}": Case(1, 1, zero, precision, 0, micro_batches=1, fused=fused)
     for zero, precision, fused in WAYS
 }
-
 LONG = [name for name, case in CASES.items() if (case.zero, case.precision, case.fused) in LONG_WAYS]
-"""Their precision, their ZeRO stage and their optimizer each meet others in the quick cases."""
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else pytest.param(name) for name in CASES]
-OF_TENSORS = [name for name, case in CASES.items() if case.fused]
-"""Cases whose steps take nothing from the host."""
 
 
-def waits(case: Case) -> int:
-    """How often the host must hear from the device: whether to step, unless the optimizer decides that itself."""
-    return 0 if case.fused else 1
+def skips(case: Case) -> bool:
+    """Whether a step with an infinite gradient is skipped."""
+    return (case.zero, case.precision) != (0, "fp32")
+
+
+def expected(case: Case) -> dict[str, Any]:
+    """What must be found of a case, but for the places of the waits: their number."""
+    return {
+        "waits": 0 if case.fused else 1,  # the host hears whether to step, unless the optimizer decides that itself
+        "changed by a skipped step": [],
+        # one of these steps allocates no moments if it is skipped, so the allocator reaches its peak in a later one
+        "steps that will send by the hosts": [1, 1, 0] if skips(case) else [1, 0, 0],
+        "samples sent by the hosts": [True, False, True, False, False],
+        "values of the host that change from step to step": [] if case.fused else None,
+    }
 
 
 def run(folder: Path, what: str, **environment: str) -> Any:
-    """What the script saw, by case."""
+    """The script's report, by case."""
     done = run_ranks(1, Path(__file__), str(folder), what, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "report.json").read_text())
@@ -248,50 +254,21 @@ def reports_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
     return functools.cache(lambda what: run(tmp_path_factory.mktemp("synchronisation"), what))
 
 
-@pytest.fixture
-def reports(reports_of: Callable[[str], Any], name: str) -> Any:
-    return reports_of("courses, long" if name in LONG else "courses, quick")
-
-
 @pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_does_not_log_waits_for_the_device_as_seldom_as_it_can(reports: Any, name: str) -> None:
-    found = reports[name]["waits"]
-    assert len(found) == waits(CASES[name]), "\n".join(found)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", [one for one in NAMES if one.values[0] in OF_TENSORS])
-def test_two_steps_are_the_same_operations_with_the_same_values_of_the_host(reports: Any, name: str) -> None:
-    assert reports[name]["changes"] == []
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_is_skipped_is_counted_and_changes_neither_weights_nor_moments(reports: Any, name: str) -> None:
-    assert reports[name]["changed"] == []
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_a_skipped_step_is_none_of_the_first_steps_whose_messages_go_by_the_hosts(reports: Any, name: str) -> None:
-    """It allocates no moments, so the allocator reaches its peak in a later step."""
-    case = CASES[name]
-    skips = (case.zero, case.precision) != (0, "fp32")  # the course has no infinite gradient then
-    assert reports[name]["cautious"] == ([1, 1, 0] if skips else [1, 0, 0])
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_the_first_samples_and_the_first_after_the_first_step_go_by_the_hosts(reports: Any, name: str) -> None:
-    assert reports[name]["sampling"] == [True, False, True, False, False]
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.long) if one in LONG else one for one in CASES])
+def test_a_step_waits_as_seldom_as_it_can_and_a_skipped_one_changes_nothing(
+    reports_of: Callable[[str], Any], name: str
+) -> None:
+    found = reports_of("courses, long" if name in LONG else "courses, quick")[name]
+    places = found["waits"]
+    assert found | {"waits": len(places)} == expected(CASES[name]), "\n".join(places)
 
 
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
-    found = run(tmp_path, "waits", DS_ACCELERATOR="cuda")
-    assert {name: report["waits"] for name, report in found.items() if len(report["waits"]) != waits(CASES[name])} == {}
+    found = {name: report["waits"] for name, report in run(tmp_path, "waits", DS_ACCELERATOR="cuda").items()}
+    assert {name: some for name, some in found.items() if len(some) != expected(CASES[name])["waits"]} == {}
 
 
 def main() -> None:
@@ -306,9 +283,8 @@ def main() -> None:
             with groups_of_its_own():
                 report[name] = {"waits": places_of_waits(case)}
                 if what.startswith("courses"):
-                    report[name] |= dict(zip(("changed", "cautious", "sampling"), course(case), strict=True))
-                    if name in OF_TENSORS:
-                        report[name]["changes"] = changes(case)
+                    report[name] |= dict(zip(list(expected(case))[1:4], course(case), strict=True))
+                    report[name][list(expected(case))[4]] = changes(case) if case.fused else None
         Path(folder, "report.json").write_text(json.dumps(report))
 
 
