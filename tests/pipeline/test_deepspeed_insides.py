@@ -196,17 +196,11 @@ WORDS: list[tuple[object, tuple[str, ...]]] = [
     (FP16_UnfusedOptimizer.initialize_optimizer_states, ("self.optimizer.step()",)),
     # ranks and places are looked up in the topology
     (PipelineParallelGrid.stage_to_global, ("self._topo.get_rank(**transform)",)),
-    (
-        deepspeed.pipe.PipelineModule.__init__,
-        ("self._topo = topology", "self._topo.get_coord(self.global_rank).pipe"),
-    ),
+    (deepspeed.pipe.PipelineModule.__init__, ("self._topo = topology", "self._topo.get_coord(self.global_rank).pipe")),
     (ProcessTopology.__init__, ("product",)),
     (DeepSpeedEngine.__init__, ("module_forward_pre_hook",)),
     # optimizers with flat weights keep all their hooks in one list, and own equal partitions
-    (
-        DeepSpeedZeroOptimizer.create_gradient_handling_hooks,
-        ("self._grad_acc_hooks.append(register_grad_hook(",),
-    ),
+    (DeepSpeedZeroOptimizer.create_gradient_handling_hooks, ("self._grad_acc_hooks.append(register_grad_hook(",)),
     (BF16_Optimizer.create_grad_acc_hooks, ("self._grad_acc_hooks.append(register_grad_hook(",)),
     (DeepSpeedZeroOptimizer, ("partition_size = len(self.bit16_groups_flat[i]) //",)),
     (BF16_Optimizer, ("partition_size = self.bf16_groups_flat[i].numel() //",)),

@@ -15,11 +15,7 @@ from pydantic import ValidationError
 from ddpm_ds.observe.flops import StageProfile
 from ddpm_ds.observe.observer import Barrier, RankTrace, TracedStep
 from ddpm_ds.pipeline import messages
-from ddpm_ds.pipeline.messages import (
-    all_gather_objects,
-    broadcast_object,
-    gather_objects,
-)
+from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object, gather_objects
 from ddpm_ds.pipeline.schedule import Event, Program, program
 from tests.launching import REPOSITORY
 

@@ -23,13 +23,7 @@ from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
 from ddpm_ds.pipeline.schedule import accumulated, program
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import (
-    Case,
-    Precision,
-    compile_without_code,
-    report_cases,
-    run_cases,
-)
+from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases
 from tests.pipeline.test_synchronisation import Poisoned
 
 STEPS = 2

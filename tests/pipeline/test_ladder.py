@@ -205,8 +205,7 @@ def test_on_gpus_loss_and_every_gradient_equal_plain_pytorch(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("processes", "cases"),
-    [pytest.param(2, BY_TWO, id="2 ranks"), pytest.param(4, BY_FOUR, id="4 ranks")],
+    ("processes", "cases"), [pytest.param(2, BY_TWO, id="2 ranks"), pytest.param(4, BY_FOUR, id="4 ranks")]
 )
 def test_on_one_shared_gpu_loss_and_every_gradient_equal_plain_pytorch(
     processes: int, cases: list[Case], tmp_path: Path, record_property: Recorder
