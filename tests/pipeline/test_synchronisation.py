@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import sys
@@ -28,7 +27,6 @@ from deepspeed.runtime import bf16_optimizer
 from rivals.measure import WAITS, in_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -119,38 +117,6 @@ def built(case: Case, clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpe
         return case.engine(spec, gradient_clipping=clipping), spec
 
 
-class Operations(TorchDispatchMode):
-    """Lists every operation with the values that the host gives it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = ["tensor" if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves((args, kwargs))]
-        self.found.append(f"{func} {values}")
-        return func(*args, **(kwargs or {}))
-
-
-def changes(case: Case) -> list[list[str]]:
-    """Operations of two steps after the warm-up that differ in themselves or in values of the host."""
-    engine, spec = built(case)
-    engine.averages, steps = Ema(engine, spec.ema), []
-    engine.rate = lambda before, batch: 1e-3 / (1 + before)
-    execute = engine.execute_program
-
-    def noted(*, by_host: bool, **start: Any) -> Tensor:
-        steps.append(Operations())
-        with steps[-1]:
-            return execute(by_host=by_host, **start)
-
-    engine.execute_program = noted  # type: ignore[method-assign]
-    for step in range(WARM_UP + 2):
-        engine.train_batch(micro_batches(engine, global_batch(spec, step)))
-    engine.destroy()
-    return [list(pair) for pair in itertools.zip_longest(*(step.found for step in steps[WARM_UP:])) if len({*pair}) > 1]
-
-
 def places_of_waits(case: Case) -> list[str]:
     """What a step after the warm-up waits for."""
     engine, spec = built(case)
@@ -238,7 +204,6 @@ def expected(case: Case) -> dict[str, Any]:
         # one of these steps allocates no moments if it is skipped, so the allocator reaches its peak in a later one
         "steps that will send by the hosts": [1, 1, 0] if skips(case) else [1, 0, 0],
         "samples sent by the hosts": [True, False, True, False, False],
-        "values of the host that change from step to step": [] if case.fused else None,
     }
 
 
@@ -283,8 +248,7 @@ def main() -> None:
             with groups_of_its_own():
                 report[name] = {"waits": places_of_waits(case)}
                 if what.startswith("courses"):
-                    report[name] |= dict(zip(list(expected(case))[1:4], course(case), strict=True))
-                    report[name][list(expected(case))[4]] = changes(case) if case.fused else None
+                    report[name] |= dict(zip(list(expected(case))[1:], course(case), strict=True))
         Path(folder, "report.json").write_text(json.dumps(report))
 
 
