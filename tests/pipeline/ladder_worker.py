@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 4 tests/pipeline/ladder_worker.py CASES.json REPORT_FOLDER
 
-Every case of the file runs in this one launch. Rank r writes ``REPORT_FOLDER/rank{r}.json``: per case and step, the
-loss and the relative error of each of its gradients against plain PyTorch on the whole batch.
+Rank r writes ``REPORT_FOLDER/rank{r}.json``: of each case and step, the loss and the relative error of each of its
+gradients against plain PyTorch on the whole batch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import hashlib
 import json
 import os
 import sys
-import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.utils import safe_get_full_grad
 from rivals.measure import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -40,10 +39,11 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import module as pipeline_module
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.own_step import Adam8bit
+from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
 from ddpm_ds.pipeline.staged import ForwardPipeline
@@ -122,10 +122,9 @@ class Case:
         }
         if self.precision == "fp16":
             window = 1 if self.growing_scale else 1000
-            blocks["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
-            blocks["fp16"]["loss_scale"] = self.fixed_scale
-        if self.precision == "bf16":
-            blocks["bf16"] = {"enabled": True}
+            blocks["fp16"] = {"initial_scale_power": 10, "loss_scale_window": window, "loss_scale": self.fixed_scale}
+        if self.precision != "fp32":
+            blocks[self.precision] = {**blocks.get(self.precision, {}), "enabled": True}
         if self.fp32_accumulation:
             blocks["data_types"] = {"grad_accum_dtype": "fp32"}
         micro = batch // (self.micro_batches * self.replicas)
@@ -263,31 +262,30 @@ def difference(found: Tensor, expected: Tensor, whole: Tensor | None = None) -> 
     return ((found - expected).norm() / (expected if whole is None else whole).norm()).item()
 
 
-@contextlib.contextmanager
-def reduced_together(group: torch.distributed.ProcessGroup) -> Iterator[None]:
-    """DeepSpeed's all-reduces of this group inside, one for each gradient, are made as one at the end."""
-    parts: list[Tensor] = []
-    with unittest.mock.patch.object(deepspeed.comm, "all_reduce", lambda part, group: parts.append(part)):
-        yield
-    if parts:
-        torch.distributed.all_reduce(whole := torch.cat(parts), group=group)
-        torch._foreach_copy_(parts, whole.split([len(part) for part in parts]))
+def gradients_of(engine: UnetPipelineEngine) -> Iterator[tuple[str, Tensor | None]]:
+    """This stage's gradients, scaled; the parts of all replicas are added."""
+    named = list(engine.module.named_parameters())
+    if not isinstance(engine.gradients, FlatGradients):
+        yield from ((name, parameter.grad) for name, parameter in named)
+        return
+    sizes = [parameter.numel() for _, parameter in named]
+    parts = (flat := torch.zeros(sum(sizes), device=engine.device)).split(sizes)
+    places = dict(zip((name for name, _ in named), parts, strict=True))
+    for piece in insides.owned_pieces(engine):
+        places[piece.name][piece.first : piece.first + piece.length] = piece.of(engine.gradients.own_sum)
+    torch.distributed.all_reduce(flat, group=engine.grid.get_data_parallel_group())
+    yield from ((name, places[name].view(parameter.shape)) for name, parameter in named)
 
 
 def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Tensor]:
     """Fill the returned dictionary with this stage's gradients, unscaled, averaged and in fp32, before each step of the
     optimizer; the bytes sent for that are not counted."""
     seen: dict[str, Tensor] = {}
-    step, partitioned = engine.execute["OptimizerStep"], insides.is_partitioned(engine)
+    step = engine.execute["OptimizerStep"]
 
     def observed(instruction: Instruction) -> None:
         before = sent.collective_bytes
-        with reduced_together(engine.grid.get_data_parallel_group()):
-            gradients = {
-                name: safe_get_full_grad(parameter) if partitioned else parameter.grad
-                for name, parameter in engine.module.named_parameters()
-            }
-        for name, gradient in gradients.items():
+        for name, gradient in gradients_of(engine):
             assert gradient is not None, name
             seen[name] = gradient.detach().float() / engine.gradients.scale
         sent.collective_bytes = before
@@ -499,7 +497,7 @@ def groups_of_its_own() -> Iterator[None]:
             torch.distributed.destroy_process_group(group)
 
 
-def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
+def report_cases(run: Callable[[Any], Any]) -> None:
     """A worker's program: run every case of the file in one launch and write what came of them."""
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
@@ -525,5 +523,5 @@ def run_cases(processes: int, script: Path, cases: list[Any], folder: Path, **en
 
 if __name__ == "__main__":
     compile_without_code()
-    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+    with patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         report_cases(lambda case: run_case(Case.of(case)))

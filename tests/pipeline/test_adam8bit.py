@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ddpm_ds.checkpoint.manifest import BLOCK
 from ddpm_ds.checkpoint.reader import SMALLEST, Code
-from ddpm_ds.pipeline import own_step
+from ddpm_ds.pipeline import adam8bit
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
-from ddpm_ds.pipeline.own_step import Adam8bit
 from ddpm_ds.predict.costs import EIGHT_BIT_UPDATE
 from ddpm_ds.unet.model import parameter_shapes
 from tests.pipeline.ladder_worker import decoded
@@ -159,7 +159,7 @@ def test_it_steps_as_one_parameter_at_a_time(
     cut: tuple[int, int], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is stepped together: blocks of a chunk, and chunks in the middle of a weight."""
-    monkeypatch.setattr(own_step, "CHUNK_BLOCKS", blocks)
+    monkeypatch.setattr(adam8bit, "CHUNK_BLOCKS", blocks)
     optimizer, flat, pieces = optimizer_of(cut)
     references = {one.name: Reference(one.of(flat), one.first, one.dimensions > 1) for one in pieces}
     padding = flat[-5:].clone()
@@ -198,7 +198,7 @@ def test_launches_are_those_that_the_planner_counts_for_each_chunk(monkeypatch: 
     """However many parameters there are."""
     counts = []
     for blocks in (2**14, 1):
-        monkeypatch.setattr(own_step, "CHUNK_BLOCKS", blocks)
+        monkeypatch.setattr(adam8bit, "CHUNK_BLOCKS", blocks)
         optimizer, flat, _ = optimizer_of(CUTS[0])
         step = functools.partial(optimizer.take, [gradient_of(0, flat)], torch.ones(()))
         counts.append((HostCost.of(step).launches, len(optimizer._chunks)))

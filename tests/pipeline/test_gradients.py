@@ -172,9 +172,8 @@ MICRO_BATCHES, TOGETHER = 4, (1, 2, 4)
 
 
 def sends() -> tuple[int, list[int]]:
-    """How many elements the weights have whose gradients can wait, all those of convolutions and linear layers; and the
-    bytes of collectives in a step of whole backwards, and in steps with weight-gradient passes.
-    """
+    """Elements of the weights whose gradients can wait, those of convolutions and linear layers; and the bytes of
+    collectives in a step of whole backwards, and in steps with weight-gradient passes."""
     engine = Case(1, 2, 2, "bf16", 0, micro_batches=MICRO_BATCHES, fused=True).engine(SPEC)
     found = []
     for own in (program("1f1b", MICRO_BATCHES, 1, 0), *(accumulated(MICRO_BATCHES, together) for together in TOGETHER)):
@@ -188,9 +187,8 @@ def sends() -> tuple[int, list[int]]:
 
 
 def holds() -> tuple[int, int, int]:
-    """Most elements of gradients that a weight-gradient pass holds before they are added, with buckets of the largest
-    gradient; elements of that one, and of all whose gradients wait.
-    """
+    """Most elements of gradients in a weight-gradient pass before they are added, with buckets of the largest gradient;
+    elements of that one, and of all whose gradients wait."""
     case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
     zero = case.resolved(SPEC.train.batch_images).blocks["zero_optimization"]
     engine = case.engine(SPEC, zero_optimization={**zero, "reduce_bucket_size": 1})

@@ -1,7 +1,7 @@
 """A training step that does not log lets the host run ahead of the device.
 
-As a script, with a folder for its report and "waits", "courses, quick" or "courses, long", this trains tiny cases in
-one process, and writes where a step waits for the device; in courses also what a step with infinite gradients changes.
+As a script, with a file of cases and a folder, this trains tiny cases in one process, and writes where a step waits for
+the device; in courses also what a step with infinite gradients changes.
 On a CPU nothing waits, so operations that would wait on CUDA are counted: those that hand a value to or from the host
 or whose result has a size that depends on values, and the accelerator's synchronize.
 """
@@ -9,14 +9,12 @@ or whose result has a size that depends on values, and the accelerator's synchro
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import math
-import sys
 import traceback
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
-from tests.launching import run_ranks, tiny_spec
+from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, Precision, groups_of_its_own
+from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases
 
 WARM_UP = 2
 BATCH = 4
@@ -172,23 +168,16 @@ class Poisoned:
         self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
 
 
-WAYS: tuple[tuple[int, Precision, bool], ...] = (
-    (0, "fp32", False),
-    (2, "fp32", True),
-    (0, "bf16", True),
-    (1, "bf16", False),
-    (0, "fp16", False),
-    (2, "fp16", False),
-    (0, "fp16", True),
-    (2, "fp16", True),
-)
-LONG_WAYS = (2, "fp32", True), (2, "fp16", False), (0, "fp16", True)
-"""Their precision, their ZeRO stage and their optimizer each meet others in the quick cases."""
-CASES = {
-    f"zero{zero}-{precision}{'-fused' if fused else ''}": Case(1, 1, zero, precision, 0, micro_batches=1, fused=fused)
-    for zero, precision, fused in WAYS
+WAYS: dict[bool, tuple[tuple[int, Precision, bool], ...]] = {
+    False: ((0, "fp32", False), (0, "bf16", True), (1, "bf16", False), (0, "fp16", False), (2, "fp16", True)),
+    True: ((2, "fp32", True), (2, "fp16", False), (0, "fp16", True)),
 }
-LONG = [name for name, case in CASES.items() if (case.zero, case.precision, case.fused) in LONG_WAYS]
+"""ZeRO stages, precisions and whether Adam is fused, in quick cases and in long ones, whose values each meet others in
+the quick ones."""
+CASES = {
+    slow: [Case(1, 1, zero, precision, 0, micro_batches=1, fused=fused) for zero, precision, fused in ways]
+    for slow, ways in WAYS.items()
+}
 
 
 def skips(case: Case) -> bool:
@@ -207,50 +196,31 @@ def expected(case: Case) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, what: str, **environment: str) -> Any:
-    """The script's report, by case."""
-    done = run_ranks(1, Path(__file__), str(folder), what, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "report.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def reports_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    return functools.cache(lambda what: run(tmp_path_factory.mktemp("synchronisation"), what))
+def run(values: dict[str, Any], course_too: bool) -> dict[str, Any]:
+    """The places where a case waits, and what else is expected of a course."""
+    case = Case.of(values)
+    names = list(expected(case))[1:] if course_too else []
+    return {"waits": places_of_waits(case), **dict(zip(names, course(case) if course_too else (), strict=True))}
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.long) if one in LONG else one for one in CASES])
-def test_a_step_waits_as_seldom_as_it_can_and_a_skipped_one_changes_nothing(
-    reports_of: Callable[[str], Any], name: str
-) -> None:
-    found = reports_of("courses, long" if name in LONG else "courses, quick")[name]
-    places = found["waits"]
-    assert found | {"waits": len(places)} == expected(CASES[name]), "\n".join(places)
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_step_waits_as_seldom_as_it_can_and_a_skipped_one_changes_nothing(slow: bool, tmp_path: Path) -> None:
+    cases = CASES[slow]
+    (reports,) = run_cases(1, Path(__file__), [[asdict(case), True] for case in cases], tmp_path)
+    for case, found in zip(cases, reports, strict=True):
+        assert found | {"waits": len(found["waits"])} == expected(case), (case, found["waits"])
 
 
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
-    found = {name: report["waits"] for name, report in run(tmp_path, "waits", DS_ACCELERATOR="cuda").items()}
-    assert {name: some for name, some in found.items() if len(some) != expected(CASES[name])["waits"]} == {}
-
-
-def main() -> None:
-    folder, what = sys.argv[-2:]
-    use_host_accelerator()
-    torch.set_num_threads(1)
-    with process_group():
-        report: dict[str, Any] = {}
-        for name, case in CASES.items():
-            if what.startswith("courses") and (name in LONG) != what.endswith("long"):
-                continue
-            with groups_of_its_own():
-                report[name] = {"waits": places_of_waits(case)}
-                if what.startswith("courses"):
-                    report[name] |= dict(zip(list(expected(case))[1:], course(case), strict=True))
-        Path(folder, "report.json").write_text(json.dumps(report))
+    cases = [*CASES[False], *CASES[True]]
+    given = [[asdict(case), False] for case in cases]
+    (reports,) = run_cases(1, Path(__file__), given, tmp_path, DS_ACCELERATOR="cuda")
+    for case, found in zip(cases, reports, strict=True):
+        assert len(found["waits"]) == expected(case)["waits"], (case, found["waits"])
 
 
 if __name__ == "__main__":
-    main()
+    report_cases(lambda case: run(*case))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,7 @@ def test_on_cpu_nothing_but_copies_and_joins_is_computed_in_fp16() -> None:
     with Operators() as operators:
         unet(*batch("heads"))
     assert operators.half <= {"_to_copy", "cat", "detach"}
-
-
-def test_bf16_weights_compute_in_bf16() -> None:
-    layers = layers_of("classes")
-    prediction, expected = random_unet(layers).bfloat16()(*batch("classes")), random_unet(layers)(*batch("classes"))
-    assert prediction.dtype is torch.bfloat16
-    assert (prediction - expected).norm() <= narrowing(len(layers), torch.bfloat16) * expected.norm()
+    assert random_unet(layers_of("classes")).bfloat16()(*batch("classes")).dtype is torch.bfloat16
 
 
 def test_prediction_of_an_image_does_not_depend_on_the_rest_of_its_batch() -> None:
@@ -162,16 +157,12 @@ def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 8])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_sinusoid_is_finite_and_of_the_asked_width(channels: int, shift: int) -> None:
-    waves = sinusoid(torch.tensor([0, 999]), channels, sine_first=True, shift=shift)
-    assert waves.shape == (2, channels) and waves.isfinite().all()
-
-
-def test_sinusoid_runs_from_frequency_1_to_1e_4_with_shift_1() -> None:
+def test_sinusoid_runs_from_frequency_1_to_1e_4_with_shift_1_and_is_finite_in_any_width() -> None:
     t = torch.tensor([100])
     sine_first = sinusoid(t, 8, sine_first=True, shift=1)[0]
     ends = torch.tensor([100.0, 0.01]).sin().tolist()
     assert [sine_first[0].item(), sine_first[3].item()] == pytest.approx(ends, abs=1e-5)  # 100 roundings of an fp32 1
     assert torch.equal(sinusoid(t, 8, sine_first=False, shift=1)[0], sine_first.roll(4))
+    for channels, shift in product((1, 2, 3, 8), (0, 1)):
+        waves = sinusoid(torch.tensor([0, 999]), channels, sine_first=True, shift=shift)
+        assert waves.shape == (2, channels) and waves.isfinite().all()
