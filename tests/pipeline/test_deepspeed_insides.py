@@ -116,13 +116,6 @@ def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) 
     assert topology.get_axis_comm_lists("model") == [[first, first + 1] for first in range(0, 24, 2)]
 
 
-def test_a_pipeline_takes_all_its_groups_from_its_topology() -> None:
-    """No rank is computed from stages and replicas: neighbours, groups and this process's place are looked up."""
-    calls = names_in(PipelineParallelGrid)
-    assert {"get_axis_comm_lists", "get_axis_list", "get_coord", "get_rank"} <= calls
-    assert not {"data_parallel_size", "pipe_parallel_size"} & names_in(PipelineParallelGrid.stage_to_global)
-
-
 def test_groups_that_are_made_without_a_timeout_have_the_one_that_is_set() -> None:
     """DeepSpeed's among them; without it they have their backend's, whatever the default group has."""
 
@@ -153,22 +146,6 @@ def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:
     with insides.pipeline_engine(UnetPipelineEngine):
         assert deepspeed.PipelineEngine is deepspeed.DualPipeVEngine is UnetPipelineEngine
     assert (deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum) == before
-
-
-def test_the_stage_limit_is_used_once_to_refuse_zero_2() -> None:
-    text = Path(inspect.getfile(pipe_engine)).read_text()
-    assert text.count("ZeroStageEnum") == 2  # the import and the assertion
-    assert "< ZeroStageEnum.gradients" in text
-
-
-def test_forward_hooks_do_nothing_that_training_needs() -> None:
-    engine = source(DeepSpeedEngine._create_module_forward_pre_hook) + source(
-        DeepSpeedEngine._create_module_forward_post_hook
-    )
-    assert "_forward_prologue" in engine and "_forward_epilogue" in engine
-    needed = {"clear_backward_seen_flag", "enter_backward", "zero_grad", "step"}
-    assert not needed & (names_in(DeepSpeedEngine._forward_prologue) | names_in(DeepSpeedEngine._forward_epilogue))
-    assert EngineTimers(False, False).active_timers() == []
 
 
 WORDS: list[tuple[object, tuple[str, ...]]] = [
@@ -208,6 +185,7 @@ def test_deepspeeds_sources_have_the_words_that_we_rely_on(thing: object, words:
 
 
 def test_deepspeeds_sources_have_nothing_else_of_their_kind() -> None:
+    assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
     assert source(DeepSpeedEngine._take_model_step).count("self.optimizer.step()") == 1
     for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer):
         assert source(optimizer).count("register_grad_hook(") == 1
@@ -215,14 +193,23 @@ def test_deepspeeds_sources_have_nothing_else_of_their_kind() -> None:
         assert "copy_" in refresh and not {"_update_model_bit16_weights", "unflatten"} & refresh
     assert "offload" not in source(FP16_UnfusedOptimizer).lower() and "self.cpu_offload" not in source(BF16_Optimizer)
     assert callable(FP16_UnfusedOptimizer.refresh_fp32_params)
-
-
-def test_stock_backward_scales_the_loss_for_zero_optimizers_only() -> None:
+    # neighbours, groups and this process's place are looked up in the topology, not computed
+    assert {"get_axis_comm_lists", "get_axis_list", "get_coord", "get_rank"} <= names_in(PipelineParallelGrid)
+    assert not {"data_parallel_size", "pipe_parallel_size"} & names_in(PipelineParallelGrid.stage_to_global)
+    # the stage limit is used once, to refuse ZeRO-2: the import and the assertion
+    text = Path(inspect.getfile(pipe_engine)).read_text()
+    assert text.count("ZeroStageEnum") == 2 and "< ZeroStageEnum.gradients" in text
+    # forward hooks do nothing that training needs
+    needed = {"clear_backward_seen_flag", "enter_backward", "zero_grad", "step"}
+    for hook, what in (("pre_hook", "_forward_prologue"), ("post_hook", "_forward_epilogue")):
+        assert what in source(getattr(DeepSpeedEngine, f"_create_module_forward_{hook}"))
+        assert not needed & names_in(getattr(DeepSpeedEngine, what))
+    assert EngineTimers(False, False).active_timers() == []
+    # the stock backward scales the loss for ZeRO's optimizers only
     text = Path(inspect.getfile(deepspeed_engine)).read_text()  # the method itself is wrapped
     backward = text[text.index("    def backward(self, loss") : text.index("    def is_gradient_accumulation_boundary")]
     assert "isinstance(self.optimizer, ZeROOptimizer)" in backward and "scale_if_loss" in backward
-    assert "FP16_UnfusedOptimizer" not in backward
-    assert isinstance(FP16_UnfusedOptimizer.loss_scale, property)
+    assert "FP16_UnfusedOptimizer" not in backward and isinstance(FP16_UnfusedOptimizer.loss_scale, property)
 
 
 def test_a_fused_adam_with_found_inf_leaves_everything_alone() -> None:
@@ -250,10 +237,6 @@ def test_a_schedule_of_deepspeeds_meets_the_micro_batches_in_order(kind: Schedul
             assert command.kwargs["buffer_id"] == counted[command.name, phase] % buffers + phase * buffers
             counted[command.name, phase] += 1
     assert set(counted.values()) == {8}
-
-
-def test_deepspeed_is_the_one_that_was_read() -> None:
-    assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
 
 
 def test_zero_asks_for_free_memory_in_numbers_and_ours_in_any_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rivals.measure import SentBytes
 from torch import Tensor
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.gradients import SUMMED, norm_of
+from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
 from ddpm_ds.pipeline.schedule import accumulated, program
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
@@ -28,6 +28,16 @@ from tests.pipeline.test_synchronisation import Poisoned
 
 STEPS = 2
 SPEC = tiny_spec(unet={"multipliers": [1], "attention_resolutions": []})
+
+
+def test_a_place_gets_the_strides_of_its_gradient_where_the_memory_is_in_the_same_order() -> None:
+    flat = torch.zeros(24)
+    places = [flat.narrow(0, 0, 12).view(4, 1, 1, 3), flat.narrow(0, 12, 12).view(4, 3)]
+    gradients = [torch.ones(12).as_strided((4, 1, 1, 3), (3, 7, 5, 1)), torch.arange(12.0).view(3, 4).t()]
+    _match(places, gradients)
+    assert places[0].stride() == gradients[0].stride() and places[1].stride() == (3, 1)
+    torch._foreach_add_(places, gradients)
+    assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in gradients]))
 
 
 def test_the_norm_of_millions_of_gradients_is_exact_to_the_sixth_digit() -> None:

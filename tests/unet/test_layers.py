@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.unet.blocks import CarryLayer, transformer_blocks
+from ddpm_ds.unet.blocks import transformer_blocks
 from ddpm_ds.unet.layers import BlockLayer, boundary_shapes, unet_layers
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import weighted_parts
-from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
+from tests.unet.variants import VARIANTS, batch, layers_of, random_unet, split_layer
 
 
 def test_list_of_layers_is_encoder_middle_decoder() -> None:
@@ -87,8 +87,7 @@ def test_parameters_macs_activations_and_sums_are_those_of_the_modules(name: str
     for layer, module in zip(layers, random_unet(layers).layers, strict=True):
         group = CountedGroup(layer.shards)
         if layer.shards > 1:
-            assert isinstance(module, CarryLayer)
-            module.split(group)
+            split_layer(module, group)
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
         assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 

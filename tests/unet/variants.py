@@ -10,10 +10,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.text import CrossAttentionSpec
-from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.tensor_group import TensorGroup
 
 INTERFACE = Interface(channels=3, size=(16, 16))
 RECTANGLES = Interface(channels=3, size=(8, 16))
@@ -79,6 +80,13 @@ def rounding(layers: tuple[Layer, ...]) -> float:
 def narrowing(roundings: int, dtype: torch.dtype) -> float:
     """Four standard deviations of the relative error of rounding so often to a data type, half a unit each time."""
     return 4 * roundings**0.5 * torch.finfo(dtype).eps / 2
+
+
+def split_layer(module: nn.Module, group: TensorGroup) -> CarryLayer:
+    """A layer after it is split among a group's ranks."""
+    assert isinstance(module, CarryLayer)
+    module.split(group)
+    return module
 
 
 def random_unet(layers: tuple[Layer, ...], seed: int = 0) -> UNet:
