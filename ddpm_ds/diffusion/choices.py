@@ -46,7 +46,7 @@ class NoiseLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Variance of the noise that each of T steps of the forward process adds; the U-Net is told the timestep."""
+    """Variance of the noise that each of T steps of the forward process adds; the U-Net takes the timestep."""
 
     betas: Callable[[DiffusionSpec], Tensor]
     """Function that returns the variances, (T,) float64 on the CPU."""
@@ -56,7 +56,7 @@ class NoiseSchedule:
 
 @dataclass(frozen=True)
 class ContinuousSchedule:
-    """Continuous noise levels; the U-Net is told `t`, a function of the level."""
+    """Continuous noise levels; the U-Net takes `t`, a function of the level."""
 
     time: Callable[[DiffusionSpec, Tensor], Tensor]
     """Function of standard normal draws that returns the t of training, in their shape and dtype."""
@@ -298,9 +298,7 @@ def _log_snr(alpha_bar: float) -> float:
 
 
 STEPS = {
-    "ddpm": Steps(
-        lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)],
-    ),
+    "ddpm": Steps(lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)]),
     "ddim": Steps(lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)]),
     "dpm_solver": Steps(
         lambda spec, levels: [

@@ -1,8 +1,8 @@
-"""What a U-Net is given beside x_t, t and labels: a condition's channels, its noise level, a vector, and encoded text:
-captions of a micro-batch, from 8 bits and some of them dropped, and prompts.
+"""The U-Net's inputs beside x_t, t and labels: a condition's channels, its noise level, a vector, and encoded text.
 
-All of it is made on the device from stored values, and nothing waits for the device: a condition by the stage that
-makes x_t, text by each rank with transformer blocks, by the image's index alone, so that text is never sent.
+Text is captions of a micro-batch, from 8 bits and some of them dropped, or prompts. All inputs are made on the device
+from stored values, and nothing waits for the device: a condition by the stage that makes x_t, text by each rank with
+transformer blocks, by the image's index alone, so that text is never sent.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ddpm_ds.keyed import Draws, Stream
 LUMA = (0.299, 0.587, 0.114)
 """Share of red, green and blue in a grey value (ITU-R BT.601)."""
 REST_SEED = 0
-"""Seed of what is cut out of held-out images and of those that images are drawn for, independent of the run's."""
+"""Seed of the rectangles cut out of held-out images and for drawn images, independent of the run's seed."""
 TOLD_LEVEL = 1000.0
-"""Number by which the U-Net is told the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
+"""The U-Net's input for the level 1, noise alone: the sinusoidal embedding is made for such numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Moves:
     """(N,) bool; None mirrors none."""
 
     def of(self, images: Tensor) -> Tensor:
-        """Return moved images, (N, C, H, W); what belongs to an image is moved with it."""
+        """Return moved images, (N, C, H, W)."""
         if self.size is not None and images.shape[2:] != self.size:
             height, width = self.size
             if self.place is None:
@@ -109,7 +109,7 @@ class Moves:
 
 
 class Given(NamedTuple):
-    """What the condition of a micro-batch is made of."""
+    """Values from which the condition of a micro-batch is made."""
 
     stored: Tensor | None
     """(N, c, h, w), as it is stored, or the pixels (N, 1, H, W), bool, that are cut out; None without either"""
@@ -122,18 +122,18 @@ class Given(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """What a U-Net takes of the conditions of images beside x_t, t and labels."""
+    """The U-Net's inputs from the conditions of images, beside x_t, t and labels."""
 
     channels: Tensor
     """(N, C', H, W) float32, which follow those of x_t"""
-    told: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
     """Level (N,) and vector (N, K) float32, as far as the U-Net has them"""
     context: Tensor | None = None
     """(N, tokens, channels), the encoded text; None for a U-Net that reads none"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Condition:
-        """Return a condition with changed channels and told tensors."""
-        return self._replace(channels=change(self.channels), told=tuple(map(change, self.told)))
+        """Return a condition whose channels, level and vector are changed."""
+        return self._replace(channels=change(self.channels), others=tuple(map(change, self.others)))
 
 
 class Conditions:
@@ -177,8 +177,8 @@ class Conditions:
     def channels(self, x0: Tensor, given: Given) -> tuple[Tensor, ...]:
         """Return ``(condition[, level][, vector])`` of clean images x0 (N, C, H, W), as far as the U-Net has them.
 
-        The condition's channels (N, C', H, W) are float32; the level (N,) and the vector (N, K) are those that
-        :class:`ddpm_ds.unet.blocks.Embed` takes. Without channels the condition has none.
+        The condition's channels (N, C', H, W) are float32, C' = 0 without a condition;
+        :class:`ddpm_ds.unet.blocks.Embed` takes the level (N,) and the vector (N, K).
         """
         draws, spec, level = given.draws, self.spec, None
         parts = []
@@ -213,11 +213,11 @@ class Conditions:
             flag = dropped.float()[:, None]
             vector = flag if vector is None else torch.cat((vector.masked_fill(dropped[:, None], 0.0), flag), dim=1)
         level = None if level is None else TOLD_LEVEL * level
-        return (condition, *(told for told in (level, vector) if told is not None))
+        return (condition, *(one for one in (level, vector) if one is not None))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the fields of which the conditions of drawn images are made."""
+        """Names of the fields that the conditions of drawn images are made from."""
         made = () if self.spec.kind is None else ("condition",) if self.spec.kind == "stored" else ("images",)
         return (*made, "vector") if self.spec.vector_size else made
 
@@ -233,12 +233,12 @@ class Conditions:
             x0 = scale.to_unit(moves.of(fields["images"]))
         draws = Draws(REST_SEED, index, {Stream.CUT: 4})
         stored = fields.get("hole", fields.get("condition"))
-        channels, *told = self.channels(x0, Given(stored, fields.get("vector"), draws, moves, trained=False))
-        return Condition(channels, tuple(told))
+        channels, *others = self.channels(x0, Given(stored, fields.get("vector"), draws, moves, trained=False))
+        return Condition(channels, tuple(others))
 
     def shown(self, condition: Condition, scale: Scale) -> Tensor | None:
-        """Return what a picture shows of conditions, (N, c, H, W) float32 in the units in which they are stored; None
-        if they have no channels of their own. ``scale`` is that of the images.
+        """Return the channels of conditions that a picture shows, (N, c, H, W) float32 in their stored units; None if
+        they have none of their own. ``scale`` is the images' scale.
         """
         if self.spec.kind is None:
             return None
@@ -251,7 +251,7 @@ class Conditions:
         if not self.spec.drop:
             return None
         zeros = condition.each(torch.zeros_like)
-        zeros.told[-1][:, -1] = 1.0
+        zeros.others[-1][:, -1] = 1.0
         return zeros
 
     def of_stored(self, stored: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Conditions:
         return self._resized(self._scale.to_unit(stored), self._size)
 
     def _resized(self, images: Tensor, size: tuple[int, ...]) -> Tensor:
-        """Return images (N, C, h, w) of a ``size`` (height, width); only what becomes smaller is smoothed."""
+        """Return images (N, C, h, w) of a ``size`` (height, width); an image that becomes smaller is smoothed."""
         if images.shape[2:] == size:
             return images
         mode = self.spec.resize
@@ -344,7 +344,7 @@ class Text:
     def __init__(self, spec: TextSpec, empty: Encoded, seed: int) -> None:
         self._spec, self._seed = spec, seed
         self.dropped = no_text(spec, empty)
-        """What is read instead of a caption that was dropped, N = 1."""
+        """Encoded text in the place of a dropped caption, N = 1."""
 
     def context(self, tokens: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
         """Return the context (N, tokens, channels) of stored ``tokens``, float16 or int8 with a ``scale`` (N, tokens),
@@ -365,7 +365,7 @@ class Text:
 
 
 def no_text(spec: TextSpec, empty: Encoded) -> Encoded:
-    """Return what is read instead of a dropped caption, and instead of a negative prompt that is not given."""
+    """Return the encoded text in the place of a dropped caption, and of a negative prompt that is not given."""
     if spec.drop_to == "empty":
         return empty
     return Encoded(torch.zeros_like(empty.tokens), None if empty.pooled is None else torch.zeros_like(empty.pooled))
@@ -377,12 +377,12 @@ def described(pooled: Tensor | None, sizes: Tensor | None) -> Tensor | None:
 
 
 class Prompts:
-    """Encoded prompts of images that are drawn, which take them in turn, and what guidance leads away from.
+    """Encoded prompts of drawn images, which take them in turn, and the text that guidance leads away from.
 
     Args:
         unet: how the U-Net reads them.
         encoded: the prompts.
-        against: the encoded negative prompt, or what :func:`no_text` returns, N = 1.
+        against: the encoded negative prompt, or the result of :func:`no_text`, N = 1.
         size: height and width of the images in pixels; they are drawn as images of this size that were not cropped.
         texts: the prompts in words.
     """
@@ -406,8 +406,8 @@ class Prompts:
         return len(self._encoded.tokens)
 
     def beside(self, condition: Condition | None, index: Tensor) -> tuple[Condition, Condition]:
-        """Return what the U-Net takes for the images ``index`` (N,), and what it takes where guidance leads away from:
-        the prompt or what is read against it, beside the other ``condition``.
+        """Return the U-Net's inputs for the images ``index`` (N,) with their prompts, and those that guidance leads
+        away from, each beside the other ``condition``.
         """
         mine = index % len(self)
         return self._beside(condition, self._encoded, mine), self._beside(condition, self._against, mine * 0)
@@ -416,5 +416,5 @@ class Prompts:
         condition = condition or Condition(torch.empty(0, 0), ())
         pooled = None if text.pooled is None else text.pooled[rows]
         vector = described(pooled, None if self._sizes is None else self._sizes.expand(len(rows), -1))
-        told = condition.told if vector is None else (*condition.told, vector)
-        return Condition(condition.channels, told, text.tokens[rows])
+        others = condition.others if vector is None else (*condition.others, vector)
+        return Condition(condition.channels, others, text.tokens[rows])

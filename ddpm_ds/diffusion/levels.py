@@ -1,4 +1,4 @@
-"""Noise levels of a diffusion process: how training draws them, how the U-Net is told, and which ones samplers visit.
+"""Noise levels of a diffusion process: the draws of training, the U-Net's input t, and the visits of samplers.
 
 A noise level is the pair (signal, noise): x_t = signal x0 + noise eps. With timesteps it is
 (sqrt(alpha_bar), sqrt(1 - alpha_bar)) rather than alpha_bar, since in float32 1 - alpha_bar loses three digits at the

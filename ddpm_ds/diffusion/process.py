@@ -175,7 +175,7 @@ class Sampler:
         self.visits = levels.visits(sampler)
         """Where the U-Net is evaluated, from noise to image."""
         self.times = tuple(visit.t for visit in self.visits)
-        """What the U-Net is told there: falling timesteps, or functions of the noise level."""
+        """The U-Net's input t there: falling timesteps, or functions of the noise level."""
         self.t_dtype = levels.dtype
         self.first_noise = float(self.visits[0].level.noise) if self.t_dtype.is_floating_point else 1.0
         """Factor of the standard normal noise with which sampling begins; the last timestep counts as pure noise."""
@@ -246,9 +246,8 @@ class Drawing:
     "Applying guidance in a limited interval".
 
     `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
-    None without classes or for "no label", whose number is `no_label`. `condition` is what the U-Net takes beside
-    these, and `dropped` what it takes for a dropped condition, by which images with a text or without labels
-    are guided.
+    None without classes or for "no label", whose number is `no_label`. `condition` has the U-Net's other inputs, and
+    `dropped` those of a dropped condition, by which images with a text or without labels are guided.
     """
 
     def __init__(
@@ -288,7 +287,7 @@ class Drawing:
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the next inputs of the U-Net: x_t (M, C, H, W) float32 with its condition's channels, t (M,) and, with
-        labels, labels (M,) int64, then what else a condition tells.
+        labels, labels (M,) int64, then a condition's level and vector.
 
         M is N, or 2 N if the U-Net guides itself: all images with their labels or conditions, then all without.
         """
@@ -299,7 +298,7 @@ class Drawing:
         t = torch.full((len(x_t),), time, dtype=dtype, device=x_t.device)
         if given.channels.shape[1]:
             x_t = torch.cat((x_t, given.channels), dim=1)
-        return (x_t, t, *given.told)
+        return (x_t, t, *given.others)
 
     def context(self, number: int) -> Tensor | None:
         """Return the encoded text that the U-Net reads at visit ``number``, (M, tokens, channels); None without."""
@@ -335,15 +334,15 @@ class Drawing:
 
 
 def _given(labels: Tensor | None, condition: Condition | None) -> Condition:
-    """Return all that the U-Net takes beside x_t and t: labels come first."""
+    """Return the U-Net's inputs beside x_t and t: labels come first."""
     condition = Condition(torch.empty(0, 0), ()) if condition is None else condition
-    return condition if labels is None else condition._replace(told=(labels, *condition.told))
+    return condition if labels is None else condition._replace(others=(labels, *condition.others))
 
 
 def _joined(one: Condition, other: Condition) -> Condition:
-    """Return what the U-Net takes for the images of ``one``, then for those of ``other``."""
-    told = (torch.cat(pair) for pair in zip(one.told, other.told, strict=True))
+    """Return the inputs for the images of ``one``, then for those of ``other``."""
+    others = (torch.cat(pair) for pair in zip(one.others, other.others, strict=True))
     context = None
     if one.context is not None and other.context is not None:
         context = torch.cat((one.context, other.context))
-    return Condition(torch.cat((one.channels, other.channels)), tuple(told), context)
+    return Condition(torch.cat((one.channels, other.channels)), tuple(others), context)

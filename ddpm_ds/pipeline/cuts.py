@@ -145,11 +145,7 @@ def _mirrored_pairs(layers: tuple[Layer, ...]) -> _Pairs:
 
 
 def mirrored_cuts(
-    layers: Sequence[Layer],
-    weights: Sequence[float],
-    ranks: int,
-    crossing: float = 0.0,
-    room: Room | None = None,
+    layers: Sequence[Layer], weights: Sequence[float], ranks: int, crossing: float = 0.0, room: Room | None = None
 ) -> tuple[int, ...]:
     """Return the mirrored bounds of ``2 * ranks`` stages that exactly minimise the heaviest rank, and then the elements
     that cross.
@@ -183,11 +179,13 @@ def mirrored_cuts(
             down, up = (running_sum(room.layer_bytes(rank, phase)) for phase in (0, 1))
             if rank < ranks - 1:
                 lower, upper = down[lefts], up[rights]
-                held = (lower[inner][None, :] - lower[outer][:, None]) + (upper[outer][:, None] - upper[inner][None, :])
-                allowed = np.logical_and(allowed, held <= room.limit)
+                taken = (lower[inner][None, :] - lower[outer][:, None]) + (
+                    upper[outer][:, None] - upper[inner][None, :]
+                )
+                allowed = np.logical_and(allowed, taken <= room.limit)
             else:
-                held = down[turns] - down[lefts][:, None] + up[rights][:, None] - up[turns]
-                within[held > room.limit] = False
+                taken = down[turns] - down[lefts][:, None] + up[rights][:, None] - up[turns]
+                within[taken > room.limit] = False
                 allowed = np.any(within[outer], axis=1, keepdims=True)
         sizes = inside[outer][:, None] - inside[inner][None, :]
         sizes += crossing * np.add.outer(pairs.elements[outer], pairs.elements[inner])
@@ -369,7 +367,7 @@ def balanced(
     edges = [parts] * stages
     if room is not None:
         sums = [running_sum(room.layer_bytes(rank, 0)) for rank in range(stages)]
-        edges = [np.where(held[None, :] - held[:, None] <= room.limit, parts, math.inf) for held in sums]
+        edges = [np.where(one[None, :] - one[:, None] <= room.limit, parts, math.inf) for one in sums]
     chain = lightest_chain([edge[_ends(rank, stages)] for rank, edge in enumerate(edges)], elements)
     if chain is None:
         raise LayoutError(f"the layers can't be cut into {stages} stages that hold no more than their memory")

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -77,7 +77,7 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
     under NCCL, instead of its parent group's; and that torch.distributed calls
     ``distributed_c10d._get_default_timeout`` whenever a group is created or split.
     """
-    with _replaced(distributed_c10d, "_get_default_timeout", lambda backend: timeout):
+    with patch.object(distributed_c10d, "_get_default_timeout", lambda backend: timeout):
         yield
 
 
@@ -95,10 +95,10 @@ def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[
     """
     with contextlib.ExitStack() as changed:
         for name in ("PipelineEngine", "DualPipeVEngine"):
-            changed.enter_context(_replaced(deepspeed, name, engine_class))
-        changed.enter_context(_replaced(pipe_engine, "ZeroStageEnum", _NoStageLimit))
+            changed.enter_context(patch.object(deepspeed, name, engine_class))
+        changed.enter_context(patch.object(pipe_engine, "ZeroStageEnum", _NoStageLimit))
         for name in ("send", "recv"):
-            changed.enter_context(_replaced(pipe_engine.p2p, name, lambda tensor, stage: None))
+            changed.enter_context(patch.object(pipe_engine.p2p, name, lambda tensor, stage: None))
         yield
 
 
@@ -138,7 +138,7 @@ def _killing_late_programs() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
-    """Show by ``doing`` which extension DeepSpeed compiles, or loads, and limit its wait for another build of it.
+    """Show by ``doing`` which extension DeepSpeed compiles or loads, and limit the wait for another build of it.
 
     Assumes that ``OpBuilder.jit_load`` compiles what was not installed with DeepSpeed, in
     ``cpp_extension._get_build_directory``; and that builds exclude each other there by ``cpp_extension.FileLock``,
@@ -157,7 +157,7 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
             lock = ("FileLock", partial(cpp_extension.FileLock, timeout=BUILD_SECONDS))
         folder = cpp_extension._get_build_directory(builder.name, False)
         what = f"compiling or loading DeepSpeed's {builder.name} in {folder}"
-        with doing(what), _replaced(cpp_extension, *lock), _killing_late_programs() as killed:
+        with doing(what), patch.object(cpp_extension, *lock), _killing_late_programs() as killed:
             try:
                 return build(builder, verbose)
             except TimeoutError:
@@ -173,7 +173,7 @@ def named_builds(doing: Callable[[str], contextlib.AbstractContextManager[object
                     f"in {folder} what was ended: {killed[0]}"
                 ) from None
 
-    with _replaced(OpBuilder, "jit_load", named_build):
+    with patch.object(OpBuilder, "jit_load", named_build):
         yield
 
 
@@ -204,9 +204,7 @@ def offloads(engine: DeepSpeedEngine) -> bool:
 
 @dataclass(frozen=True)
 class FlatOptimizer:
-    """One of DeepSpeed's optimizers with flat tensors: where each parameter is, which part this rank steps, and how
-    gradients are summed over the replicas.
-    """
+    """One of DeepSpeed's optimizers with flat tensors, and how gradients are summed over the replicas."""
 
     places: dict[torch.nn.Parameter, int]
     """Index of each parameter's first element in the stage's flat weights."""
@@ -283,33 +281,6 @@ def take_over_gradients(engine: DeepSpeedEngine) -> FlatOptimizer:
     )
 
 
-def fragments(engine: DeepSpeedEngine, own: Tensor) -> list[Tensor]:
-    """Return the pieces of a partition's gradient, as DeepSpeed's ``safe_get_full_grad`` looks them up.
-
-    Assumes that ``params_in_partition`` has the parameters in the order of ``_index_in_param_group``, and that the BF16
-    optimizer, whose pieces are known already, marks parameters that have gradients by ``_hp_grad``.
-    """
-    optimizer: Any = engine.optimizer
-    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        for parameter, gradient in zip(optimizer.bf16_groups[0], optimizer.fp32_groups_gradients[0], strict=True):
-            parameter._hp_grad = gradient
-        return []
-    places = [parameter._hp_mapping.hp_fragment_address for parameter in optimizer.params_in_partition[0]]
-    return [own.narrow(0, place.start, place.numel) for place in places]
-
-
-def show_fragments(engine: DeepSpeedEngine, pieces: list[Tensor] | None) -> None:
-    """Let ``safe_get_full_grad`` find these pieces, or no gradient.
-
-    Assumes that ``_hp_mapping`` looks gradients up in ZeRO's ``averaged_gradients``, or with ``offload_optimizer`` in
-    ``offload_gradient_dict``.
-    """
-    optimizer: Any = engine.optimizer
-    if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
-        shown = optimizer.offload_gradient_dict if offloads(engine) else optimizer.averaged_gradients
-        shown[0] = pieces
-
-
 def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
     """Return the fp32 master of each parameter of the unfused fp16 optimizer, in their order; none of the plain one."""
     wide = {id(parameter): master for parameter, master in _unfused_masters(engine.optimizer)}
@@ -319,7 +290,7 @@ def separate_masters(engine: DeepSpeedEngine) -> list[Tensor]:
 def checks_gradients(engine: DeepSpeedEngine) -> bool:
     """Return whether a step is skipped if its gradients are not finite.
 
-    Assumes that only the optimizers for bf16 can be told not to check, by ``check_grad_overflow``.
+    Assumes that only the optimizers for bf16 may leave gradients unchecked, by ``check_grad_overflow``.
     """
     return not engine.bfloat16_enabled() or bool(getattr(engine.optimizer, "check_grad_overflow", True))
 
@@ -346,18 +317,6 @@ def loss_scale(engine: DeepSpeedEngine) -> float:
     optimizers scale the loss, while FP16_UnfusedOptimizer still unscales.
     """
     return float(getattr(engine.optimizer, "loss_scale", 1.0)) if engine.fp16_enabled() else 1.0
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or an object by ``value`` inside this context."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before) if own else delattr(owner, name)
 
 
 def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
@@ -403,7 +362,7 @@ def masters(engine: DeepSpeedEngine) -> list[Tensor]:
 
 
 def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
-    """Return the pieces of this stage's parameters that this rank owns: a partition under ZeRO, everything without it.
+    """Return the pieces of this stage's parameters that this rank owns: its partition, or everything without ZeRO.
 
     Assumes that ZeRO and BF16 optimizers link a parameter to its place in the flat partition by ``_hp_mapping`` (None
     if another replica owns all of it).
@@ -423,10 +382,7 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
         return pieces
     wide = {id(parameter): master for parameter, master in _unfused_masters(optimizer)}
     return [
-        OwnedPiece(
-            name, 0, parameter.numel(), wide.get(id(parameter), parameter), 0, parameter.dim(), shard_of(parameter)
-        )
-        for name, parameter in named
+        OwnedPiece(name, 0, one.numel(), wide.get(id(one), one), 0, one.dim(), shard_of(one)) for name, one in named
     ]
 
 
@@ -481,9 +437,10 @@ def scale_settings(engine: DeepSpeedEngine) -> ScaleSettings:
     Assumes that ZeRO's scaler calls its lowest scale ``min_scale`` and its hysteresis ``delayed_shift``, and that the
     unfused optimizer's ``loss_scale_config`` has ``min_loss_scale`` and no hysteresis.
     """
-    first, scaler = loss_scale(engine), _scaler(engine)
-    if scaler is None:
+    first = loss_scale(engine)
+    if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
         return ScaleSettings(first, False, first)
+    scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config
     return ScaleSettings(
         first,
         True,
@@ -493,9 +450,3 @@ def scale_settings(engine: DeepSpeedEngine) -> ScaleSettings:
         getattr(scaler, "delayed_shift", 1),
         getattr(scaler, "consecutive_hysteresis", False),
     )
-
-
-def _scaler(engine: DeepSpeedEngine) -> Any:
-    if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
-        return None
-    return getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config

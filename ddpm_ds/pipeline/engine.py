@@ -87,7 +87,7 @@ class Averages(Protocol):
         """Surround the optimizer's step, in a CUDA graph too."""
 
     def end_step(self) -> None:
-        """Do what is no part of a graph, once the step is queued."""
+        """Run the host's work that a CUDA graph cannot hold, once the step is queued."""
 
 
 CAUTIOUS_STEPS = 2
@@ -104,7 +104,7 @@ class UnetPipelineEngine(PipelineEngine):
     data_iterator: Any
     objective: Objective
     gradients: Gradients
-    """What is done with gradients; set by :func:`build_engine`."""
+    """Sum and step of the gradients; set by :func:`build_engine`."""
     graph: StepGraph
     """Graph of the steps; set by :func:`build_engine`."""
     averages: Averages | None = None
@@ -412,7 +412,7 @@ class UnetPipelineEngine(PipelineEngine):
             yield
         self._set_values(self.train_batch_size())
 
-    # ---------------------------------------------------------------- what the last step gave; each waits
+    # ---------------------------------------------------------------- results of the last step; each waits
 
     def was_step_applied(self) -> bool:
         """Return whether the last step was taken, or skipped since its gradients were not finite."""
@@ -455,7 +455,7 @@ class UnetPipelineEngine(PipelineEngine):
         return self._flights[number]
 
     def _begin(self, own: Instruction) -> None:
-        """Tell the layers which images' pass runs next, their text, and whether weight gradients are deferred."""
+        """Set the images and the text of the layers' next pass, and whether its weight gradients are deferred."""
         set_image_index(self._dropouts, self._flight(own).images)
         set_context(self.readers, self._flight(own).context)
         self._waiting.begin(own.phase, *own.micro_batches)

@@ -1,4 +1,4 @@
-"""What an engine does with its gradients: in one flat tensor, or parameter by parameter where DeepSpeed has none.
+"""Sums, reductions and steps of gradients: in one flat tensor, or parameter by parameter where DeepSpeed has none.
 
 DeepSpeed's optimizers with flat weights handle gradients parameter by parameter: a hook, two copies, a norm and new
 views for each. :class:`FlatGradients` takes their place, so that the work of a step on the host does not grow with the
@@ -32,7 +32,7 @@ from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.unet.tensor_group import is_alike, is_partial
 
 PassKind = Literal["whole", "inputs", "weights"]
-"""What a pass gives gradients to: all parameters of a phase, those whose gradients are not deferred, or the others."""
+"""Parameters that get gradients in a pass: all of a phase, all but the deferred ones, or the deferred ones."""
 Wanted = Callable[[int, PassKind], Sequence[nn.Parameter]]
 """Function that returns the parameters that a pass of a phase gives gradients to, in about the order of arrival."""
 SUMMED = 2**16
@@ -50,7 +50,7 @@ class _Bucket:
     """Place of each gradient: in the flat sum, or in the scratch memory from which it is reduced or widened."""
     length: int
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """First and last index, plus 1, in the scratch memory of what a replica's partition takes."""
+    """First and last index, plus 1, in the scratch memory, of each replica's part."""
     runs: list[Tensor] = field(default_factory=list)
     """Contiguous pieces of the flat sum that this rank's part is added to."""
     last: nn.Parameter | None = None
@@ -97,7 +97,6 @@ class FlatGradients(OwnStep):
         self._bucket = max(min(flat.bucket, flat.elements), largest)
         packs = self._reduces or stored != flat.dtype
         self._scratch = torch.zeros(self._bucket, dtype=stored, device=device) if packs else None
-        self._shown = insides.fragments(engine, self._own)
         self._passes: dict[tuple[int, PassKind], _Pass] = {}
         self._running: _Pass | None = None
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
@@ -202,7 +201,7 @@ class FlatGradients(OwnStep):
         return bucket
 
     def _keep_last_hooks(self) -> None:
-        """Remove the hooks of all parameters but those that arrive last in a bucket."""
+        """Keep only the hooks of the parameters that arrive last in a bucket."""
         last = {bucket.last for one in self._passes.values() for bucket in one.buckets}
         for parameter in [parameter for parameter in self._hooks if parameter not in last]:
             self._hooks.pop(parameter).remove()
@@ -263,7 +262,6 @@ class FlatGradients(OwnStep):
         elif flat.replicas > 1 and not self._reduces:
             self._scatter()
         self._tensor.agree(self._partial, self._alike)
-        insides.show_fragments(self._engine, self._shown)
 
     @torch.no_grad()
     def _scatter(self) -> None:
@@ -305,7 +303,6 @@ class FlatGradients(OwnStep):
                     self._take()
                     self._flat.master.grad = None
                 insides.refresh_weights(self._engine)
-        insides.show_fragments(self._engine, None)
         self._release()
 
     def _fp32_gradient(self) -> Tensor:
@@ -352,7 +349,7 @@ def norm_of(parts: Sequence[Tensor]) -> Tensor:
 
 
 def over_stages(engine: PipelineEngine, norm: Tensor) -> Tensor:
-    """Return the norm over all stages and tensor groups from that of what each rank counts."""
+    """Return the norm over all stages and tensor groups from each rank's own."""
     if engine.grid.get_model_parallel_world_size() == 1:
         return norm
     squared = norm.square()
@@ -450,11 +447,11 @@ class SeparateGradients(OwnStep):
 
 
 Gradients = FlatGradients | SeparateGradients
-"""What an engine does with its gradients in a step."""
+"""Sum and step of an engine's gradients."""
 
 
 def gradients_of(engine: PipelineEngine, wanted: Wanted) -> Gradients:
-    """Return what an engine does with its gradients, by DeepSpeed's optimizer."""
+    """Return the gradients of an engine, by DeepSpeed's optimizer."""
     if insides.is_partitioned(engine):
         return FlatGradients(engine, wanted)
     return SeparateGradients(engine)

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.messages import Start, Work, all_gather_objects, at_once
+
+if TYPE_CHECKING:
+    from ddpm_ds.pipeline.engine import UnetPipelineEngine  # which imports this module
 
 STEPS_AHEAD = 2
 """Maximum number of steps that the host queues beyond the one that a device computes."""
@@ -45,26 +48,6 @@ PIECE = 2**24
 MOST_ORDERS = 16
 """Orders of sizes in a step with a graph each, unless graphs are demanded: a graph of a large step takes a device some
 hundred MB beside its pool, and as long as some steps to capture."""
-
-
-class Steps(Protocol):
-    """What a graph uses of :class:`ddpm_ds.pipeline.engine.UnetPipelineEngine`, or of DeepSpeed's engine below it."""
-
-    device: Any
-    module: Any
-    num_stages: Any
-    gradients: Any
-    micro_batches: Any
-    basic_optimizer: Any
-    data_iterator: Any
-
-    @property
-    def reads_data(self) -> bool: ...
-    def sizes_of_step(self) -> list[int]: ...
-    def is_unobserved(self) -> bool: ...
-    def step_withheld(self) -> contextlib.AbstractContextManager[None]: ...
-    def execute_program(self, *, by_host: bool, start: Start) -> Tensor: ...
-    def wall_clock_breakdown(self) -> Any: ...
 
 
 class Pace:
@@ -123,7 +106,7 @@ class StepGraph:
         asked: "auto" takes a graph where each process has the whole U-Net; True takes graphs, or raises an error.
     """
 
-    def __init__(self, engine: Steps, asked: Literal["auto"] | bool) -> None:
+    def __init__(self, engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> None:
         self._engine, self._asked = engine, asked
         self.say: Callable[[str], None] = lambda line: None
         """Function that shows a line to the user."""
@@ -321,7 +304,7 @@ def norm(tensor: Tensor, less: Tensor | None = None) -> float:
     return math.sqrt(squared)
 
 
-def why_eager(engine: Steps, asked: Literal["auto"] | bool) -> str:
+def why_eager(engine: "UnetPipelineEngine", asked: Literal["auto"] | bool) -> str:
     """Return why the steps of an engine are never captured, or nothing."""
     if asked is False:
         return "graphs is false"

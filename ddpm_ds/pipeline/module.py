@@ -22,9 +22,7 @@ from ddpm_ds.unet.tensor_group import TensorGroup
 
 
 class UnetLayerSpec(LayerSpec):
-    """Spec from which DeepSpeed builds layer ``index`` of the list; weights are a function of (seed, index) alone, of
-    which a split layer keeps the part of this rank in its ``tensor`` group.
-    """
+    """Spec of layer ``index``, or of this rank's part of it; its weights are a function of (seed, index) alone."""
 
     def __init__(self, layer: Layer, index: int, seed: int, tensor: Callable[[], TensorGroup]) -> None:
         super().__init__(nn.Module)
@@ -159,8 +157,8 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         return self(carry)
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
-        told = 2 - phase  # h and emb, or h; a residual follows
-        return (*received[:told], *kept, *received[told:])
+        first = 2 - phase  # h and emb, or h; a residual follows
+        return (*received[:first], *kept, *received[first:])
 
     def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
         if phase == 0 and self.phase_bounds[0][1] == self.phase_bounds[1][0]:  # it turns
@@ -170,12 +168,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
 
 
 def warm_up(
-    modules: dict[int, nn.Module],
-    layers: Sequence[Layer],
-    images: int,
-    *,
-    gradients: bool,
-    recompute: bool,
+    modules: dict[int, nn.Module], layers: Sequence[Layer], images: int, *, gradients: bool, recompute: bool
 ) -> None:
     """Run each of a stage's ``modules``, by their index in ``layers``, on ``images`` images of zeros, one by one.
 
@@ -217,16 +210,15 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return inputs of zeros for layer ``index``: a carry, or the image and what the U-Net is told."""
+    """Return inputs of zeros for layer ``index``: a carry, or the inputs of the first layer."""
     layer = layers[index]
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
-        told = [] if layer.classes is None else [numbers.clone()]
-        told += [numbers.float()] if layer.told_level else []
-        told += [torch.zeros((images, layer.numbers), device=like.device)] if layer.numbers else []
-        told += [torch.zeros((images, layer.text_numbers), device=like.device)] if layer.text_numbers else []
-        return (image, numbers, *told)
+        others = [] if layer.classes is None else [numbers.clone()]
+        others += [numbers.float()] if layer.told_level else []
+        vectors = [width for width in (layer.numbers, layer.text_numbers) if width]
+        return (image, numbers, *others, *(torch.zeros((images, width), device=like.device) for width in vectors))
 
     def zeros(shape: tuple[int, ...]) -> Tensor:  # makes one-channel images with the strides of training
         memory_format = torch.channels_last if len(shape) == 4 else torch.contiguous_format

@@ -1,6 +1,6 @@
 """Placement of stages and replicas on processes and hosts, and the bytes of a step that leave each host.
 
-Hosts fill up with consecutive global ranks, so the order in which ranks are numbered decides what is split over hosts.
+Hosts fill up with consecutive global ranks, so the numbering of ranks decides which axis is split over hosts.
 Two hosts of two processes, 2 stages x 2 replicas::
 
     across hosts     global rank           host a                 host b              between the hosts
@@ -72,18 +72,15 @@ class Grid:
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
-        """Return the connections between each rank of the pipeline and the next, in all replicas and tensor groups,
-        there and back.
-        """
+        """Return the connections between each rank of the pipeline and the next, there and back, in all replicas."""
         pairs = itertools.pairwise([*itertools.chain(*self._members(stage))] for stage in range(self.stages))
         return tuple(Edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
 
     @cached_property
     def rings(self) -> tuple[Edges, ...]:
-        """Return the rings through the replicas of each rank of the pipeline, from each to the next and from the last
-        to the first.
+        """Return the rings through the replicas of each rank of the pipeline, which collectives use.
 
-        Collectives use these rings: gloo by the order of ranks, NCCL through each host once.
+        Gloo takes them in the order of ranks, NCCL through each host once.
         """
         return tuple(_ring_edges(self._members(stage)) for stage in range(self.stages))
 
@@ -140,7 +137,7 @@ def sharing(config: DsConfig, *, zero_stage: int, micro_batches: int) -> Sharing
 
 @dataclass(frozen=True)
 class Grouping:
-    """What decides the bytes that a tensor group sends."""
+    """Settings that decide the bytes that a tensor group sends."""
 
     size: int = 1
     element_bytes: int = 4
@@ -213,8 +210,11 @@ def exchange(
         gradients=tuple(gradient * count for count in reduced),
         weights=tuple(shared.weight_bytes * ring * count for count in parameters),
         sums=tuple(
-            sum(_group_bytes(layers[slice(*ends)], grouping, images, owned * shared.gradient_bytes) for ends in held)
-            for held in (segments(bounds, schedule, rank) for rank in range(ranks))
+            sum(
+                _group_bytes(layers[start:stop], grouping, images, owned * shared.gradient_bytes)
+                for start, stop in segments(bounds, schedule, rank)
+            )
+            for rank in range(ranks)
         ),
     )
 
@@ -278,7 +278,7 @@ class Traffic:
     weights: int
     """Bytes between hosts of stepped weights, among replicas."""
     sums: int
-    """Bytes between hosts of what tensor groups sum."""
+    """Bytes between hosts of the sums of tensor groups."""
     within_hosts: int
     sent: Mapping[Hashable, int]
     """Bytes sent to other hosts, by the host that sends."""
@@ -336,11 +336,11 @@ def launched_hosts(world_size: int) -> tuple[str, ...]:
     """Return the host number of each global rank from the launcher's environment, before the rendezvous.
 
     A process knows the number of processes on its host. If hosts differ in that, the result is empty, and only the
-    rendezvous tells the ranks' hosts.
+    rendezvous knows the ranks' hosts.
     """
     on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    said = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's
-    hosts = int(said) if said else -(-world_size // on_a_host)
+    count = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's
+    hosts = int(count) if count else -(-world_size // on_a_host)
     if hosts * on_a_host != world_size:
         return ()
     return tuple(str(rank // on_a_host) for rank in range(world_size))

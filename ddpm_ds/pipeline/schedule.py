@@ -92,10 +92,10 @@ def most_in_flight(programs: Sequence[Program]) -> int:
     """
     most = 0
     for own in programs:
-        held: Counter[int] = Counter()
+        begun: Counter[int] = Counter()
         for name, phase, _ in own:
-            held[phase] += (name == "ForwardPass") - (name in BACKWARDS)
-            most = max(most, held[phase])
+            begun[phase] += (name == "ForwardPass") - (name in BACKWARDS)
+            most = max(most, begun[phase])
     return most + 1
 
 

@@ -22,9 +22,9 @@ from ddpm_ds.config.spec import CheckpointSpec
 from ddpm_ds.data.cache import FieldFacts
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError, print_to_stderr
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, broadcast_object
-from ddpm_ds.pipeline.own_step import Adam8bit
 from ddpm_ds.planning import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.ema import Ema

@@ -147,7 +147,7 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
 class Embed(nn.Module):
     """First layer: ``(x_t, t[, labels][, level][, vector])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
-    x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others are told apart by their kind:
+    x_t (N, C, H, W) with its condition's channels, t (N,) int64 or float32; the others differ in kind:
     labels (N,) are whole numbers, a level (N,) is of a float dtype, and so is a vector (N, `numbers`). Without labels a
     class-conditional U-Net uses "no label", which is label `classes`; without a level it uses 0; without a vector it
     uses zeros, which add nothing. With pooled text the vector is that text and the :data:`ddpm_ds.unet.layers.SIZES`
@@ -258,7 +258,7 @@ class ResidualBlock(CarryLayer):
         return summed if self.shortcut is not None else h + summed
 
     def branch(self, h: Tensor, time: Tensor, keep: Tensor | None) -> Tensor:
-        """Return what is added to h or its shortcut (N, C, H, W); of a split block the part of this rank."""
+        """Return the residual (N, C, H, W), added to h or its shortcut; of a split block this rank's part."""
         branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
             scale, shift = time.chunk(2, dim=1)

@@ -15,7 +15,7 @@ BLOCK_ELEMENTS = 4096  # of a tile in registers at a time
 PROGRAMS = 1024  # target number of tiles, about four for each multiprocessor of a large GPU
 COMBINED_ELEMENTS = 16384  # largest number of tile sums that one program combines
 WHOLE_ELEMENTS = 8192  # most of an image that a program holds whole; a larger one would have a multiprocessor alone
-ELEMENTS_A_WARP = 1024  # of a block that is held whole: 32 a thread
+ELEMENTS_A_WARP = 1024  # of a block in registers as a whole: 32 a thread
 ROW_BYTES = (128, 64)  # preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads
 GRADIENT_WARPS = 8  # of the kernels that hold a block of x and one of dy; the others take Triton's four
 
@@ -133,11 +133,11 @@ def _norm_silu(
     y, mean, rstd = _empty_outputs(x, groups)
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift))
     sizes: dict[str, Any] = {"C": channels, "G": groups}
-    held = whole(pixels, channels, groups, x.element_size())
-    if held is not None:
-        sizes |= {"ROWS": held.rows, "GROUPS": held.groups, "WIDTH": held.width, "SILU": silu}
-        launch = kernels.normalise_whole[(images * held.programs,)]
-        launch(x, y, *vectors, mean, rstd, epsilon, pixels, **sizes, num_warps=held.warps)
+    fitting = whole(pixels, channels, groups, x.element_size())
+    if fitting is not None:
+        sizes |= {"ROWS": fitting.rows, "GROUPS": fitting.groups, "WIDTH": fitting.width, "SILU": silu}
+        launch = kernels.normalise_whole[(images * fitting.programs,)]
+        launch(x, y, *vectors, mean, rstd, epsilon, pixels, **sizes, num_warps=fitting.warps)
         return y, mean, rstd
     cut = tiles(images, pixels, channels, groups)
     means, squares = (x.new_empty((images, cut.tiles, channels), dtype=torch.float32) for _ in range(2))
@@ -193,11 +193,11 @@ def _norm_silu_backward(
     kind = images * channels
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift), mean, rstd)
     sizes: dict[str, Any] = {"C": channels, "G": groups}
-    held = whole(pixels, channels, groups, x.element_size())
-    if held is not None:
-        sizes |= {"ROWS": held.rows, "GROUPS": held.groups, "WIDTH": held.width, "SILU": silu}
-        launch = kernels.gradients_whole[(images * held.programs,)]
-        launch(x, dy, dx, *vectors, per_image, kind, *dvectors, pixels, **sizes, num_warps=held.warps)
+    fitting = whole(pixels, channels, groups, x.element_size())
+    if fitting is not None:
+        sizes |= {"ROWS": fitting.rows, "GROUPS": fitting.groups, "WIDTH": fitting.width, "SILU": silu}
+        launch = kernels.gradients_whole[(images * fitting.programs,)]
+        launch(x, dy, dx, *vectors, per_image, kind, *dvectors, pixels, **sizes, num_warps=fitting.warps)
     else:
         cut = tiles(images, pixels, channels, groups)
         sums = x.new_empty((2 + (add is not None), images, cut.tiles, channels), dtype=torch.float32)

@@ -118,7 +118,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Embedding of what the U-Net is told: ``(x_t, t[, label][, level][, vector])`` to a carry whose h is x_t.
+    """Embedding of the U-Net's inputs: ``(x_t, t[, label][, level][, vector])`` to a carry whose h is x_t.
 
     ``in_channels`` are those of x_t and of the condition that is concatenated to it.
     """
@@ -148,7 +148,7 @@ class EmbedLayer(Layer):
 
     @property
     def embedded(self) -> tuple[int, ...]:
-        """Widths of what is embedded by two linear layers each."""
+        """Widths of the inputs that two linear layers each embed."""
         level, text = (self.sinusoid_channels,) * self.told_level, (self.text_channels,) * bool(self.pooled_channels)
         return (self.sinusoid_channels, *level, *text)
 

@@ -65,18 +65,18 @@ class UNet(nn.Module):
         self.layers = nn.ModuleList(build_layer(layer, index, seed) for index, layer in enumerate(layers))
 
     def forward(
-        self, x_t: Tensor, t: Tensor, *told: Tensor, images: Tensor | None = None, context: Tensor | None = None
+        self, x_t: Tensor, t: Tensor, *others: Tensor, images: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
-        ``told`` are the other inputs of the first layer (:class:`ddpm_ds.unet.blocks.Embed`): labels, the level of a
+        ``others`` are the other inputs of the first layer (:class:`ddpm_ds.unet.blocks.Embed`): labels, the level of a
         condition and a vector, each of which may be left out. ``images`` (N,) int64 are the image indices, which
         dropout needs in training. ``context`` (N, tokens, channels) is the encoded text for cross-attention.
         """
         if images is not None:
             operations.set_image_index(self.layers, images)
         set_context(transformer_blocks(self.layers), context)
-        prediction: Tensor = walk(self.layers, (x_t, t, *told))
+        prediction: Tensor = walk(self.layers, (x_t, t, *others))
         return prediction
 
 

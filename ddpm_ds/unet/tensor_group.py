@@ -60,8 +60,8 @@ class TensorGroup:
         return self.rank == 0 or shard_of(parameter) is not None
 
     def agree(self, partial: Sequence[Tensor], alike: Sequence[Tensor]) -> None:
-        """Sum gradients of which each rank has a part, and give all ranks the first one's of those that each has
-        computed alike, if its kernels may round differently. All are dense and changed in place.
+        """Sum ``partial`` gradients, of which each rank has a part, and on GPUs, whose kernels may round differently,
+        give all ranks the first one's ``alike`` gradients. All are dense and changed in place.
         """
         if self.size == 1:
             return

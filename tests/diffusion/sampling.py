@@ -1,4 +1,4 @@
-"""A whole drawing with a sampler, step by step."""
+"""Samplers, and a whole drawing with one, step by step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.process import Sampler
+
+SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")
+EDM = DiffusionSpec(schedule="edm", objective="v")
+FLOW = DiffusionSpec(schedule="flow", objective="velocity")
+
+
+def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
+    return Sampler(SamplerSpec(**values), diffusion or DiffusionSpec())
 
 
 def sample(

@@ -21,15 +21,15 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.diffusion.choices import TARGETS
 from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
-from ddpm_ds.diffusion.process import Diffusion, Sampler
+from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.errors import SpecError
 from ddpm_ds.keyed import Stream
 from ddpm_ds.planning import plan_run
-from tests.diffusion.sampling import sample
+from tests.diffusion import sampling
+from tests.diffusion.sampling import FLOW, sample, sampler_of
 from tests.launching import tiny_spec
 
-EDM = DiffusionSpec(schedule="edm", objective="v", sigma_data=0.6)
-FLOW = DiffusionSpec(schedule="flow", objective="velocity")
+EDM = sampling.EDM.model_copy(update={"sigma_data": 0.6})
 SHAPE = (5, 3, 4, 4)
 
 
@@ -109,7 +109,7 @@ def test_noise_levels_are_drawn_by_the_image_from_the_papers_distribution(spec: 
 )
 def test_samplers_of_edm_are_those_of_diffusers(kind: str, theirs: str) -> None:
     diffusion = EDM.model_copy(update={"sigma_data": 0.5})
-    sampler = Sampler(SamplerSpec(kind=kind, steps=12, clip="none"), diffusion)
+    sampler = sampler_of(diffusion, kind=kind, steps=12, clip="none")
     options: dict[str, Any] = {"euler_at_final": True} if kind == "dpm_solver" else {}
     scheduler = getattr(diffusers, theirs)(sigma_data=0.5, prediction_type="v_prediction", **options)
     scheduler.set_timesteps(12)
@@ -126,7 +126,7 @@ def test_samplers_of_edm_are_those_of_diffusers(kind: str, theirs: str) -> None:
 
 def test_eulers_steps_of_flow_matching_go_along_the_velocity() -> None:
     x, steps = normal(0), 8
-    sampler = Sampler(SamplerSpec(kind="ddim", steps=steps, clip="none"), FLOW)
+    sampler = sampler_of(FLOW, kind="ddim", steps=steps, clip="none")
     expected = x
     for number in range(steps):
         time = 1 - number / steps
@@ -147,8 +147,7 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
 
     errors = []
     for steps in (32, 64, 128):
-        spec = SamplerSpec(kind=kind, steps=steps, clip="none", sigma_min=0.02, sigma_max=20)
-        sampler = Sampler(spec, EDM)
+        sampler = sampler_of(EDM, kind=kind, steps=steps, clip="none", sigma_min=0.02, sigma_max=20)
         levels = {visit.t: visit.level for visit in sampler.visits}
         first, last = sampler.visits[0].level, sampler.visits[-1].level
         x = first.signal * 0.3 + (first.signal**2 * 0.25 + first.noise**2).sqrt() * normal(4)
@@ -161,7 +160,7 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("diffusion", "sampler", "said"),
+    ("diffusion", "sampler", "error"),
     [
         ({"schedule": "edm"}, {}, "diffusion.objective = eps does not go with schedule edm; use v"),
         ({"schedule": "flow", "objective": "v"}, {}, "objective = v does not go with schedule flow; use velocity"),
@@ -179,21 +178,21 @@ def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> Non
         ({}, {"guidance_between": [5, 0.3]}, "guidance_between = 5,0.3 must rise from the lowest"),
     ],
 )
-def test_what_does_not_go_together_is_said(diffusion: Any, sampler: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_exclude_each_other_are_refused(diffusion: Any, sampler: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
         tiny_spec(diffusion=diffusion, sampler=sampler)
 
 
 @pytest.mark.parametrize(
-    ("process", "between", "said"),
+    ("process", "between", "error"),
     [
         ([], "[158,200]", "holds none of the noise levels.* from 0.173 to 157;"),
         (["diffusion.schedule=edm", "diffusion.objective=v"], "[80,90]", "holds none of the noise.* from 0.002 to 80;"),
     ],
 )
-def test_an_interval_of_guidance_that_no_step_is_in_is_refused(process: list[str], between: str, said: str) -> None:
+def test_an_interval_of_guidance_that_no_step_is_in_is_refused(process: list[str], between: str, error: str) -> None:
     changes = ["unet.classes=10", "train.label_drop=0.1", "sampler.guidance=2", f"sampler.guidance_between={between}"]
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=error):
         plan_run(SPECS / "digits.yaml", [*process, *changes], DS_CONFIGS / "zero0_fp32.json", world_size=1, stages=1)
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
-from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
 from ddpm_ds.keyed import Stream
-from tests.diffusion.sampling import sample
+from tests.diffusion.sampling import EDM, FLOW, sample, sampler_of
 
 SHAPE = (3, 6, 5)
 NO_LABEL = 10
@@ -28,17 +28,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "edm": {"kind": "ddpm", "steps": 6},
     "flow": {"kind": "ddpm", "steps": 6},
 }
-EDM = DiffusionSpec(schedule="edm", objective="v")
-FLOW = DiffusionSpec(schedule="flow", objective="velocity")
 
 
 def drawn_by(kind: str, **values: Any) -> Sampler:
     """The sampler of that kind, with the process that it is for."""
     return sampler_of({"edm": EDM, "flow": FLOW}.get(kind), **KINDS[kind], **values)
-
-
-def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
-    return Sampler(SamplerSpec(**values), diffusion or DiffusionSpec())
 
 
 def drawing_of(sampler: Sampler, index: Tensor, **values: Any) -> Drawing:

@@ -105,33 +105,29 @@ def test_targets_by_hand() -> None:
     assert TARGETS["v"].target(x0, eps, level).item() == pytest.approx(0.6 * 2.0 - 0.8 * 0.5)
 
 
+MIN_SNR, P2 = {"weighting": "min_snr", "min_snr_gamma": 5.0}, {"weighting": "p2", "p2_k": 2.0, "p2_gamma": 0.5}
+P2_OF_EPS = ((7 / 3) ** -0.5, 3**-0.5, 11**-0.5)
+"""1 / (2 + snr)^0.5 at alpha_bar 1/4, 1/2 and 9/10, so snr 1/3, 1 and 9."""
+
+
 @pytest.mark.parametrize(
-    ("objective", "expected"),
-    [  # alpha_bar 0, 1/4, 1/2, 5/6, 9/10, 1, so snr 0, 1/3, 1, 5, 9, inf, with gamma 5
-        ("eps", [1.0, 1.0, 1.0, 1.0, 5 / 9, 0.0]),
-        ("x0", [0.0, 1 / 3, 1.0, 5.0, 5.0, 5.0]),
-        ("v", [0.0, 1 / 4, 1 / 2, 5 / 6, 1 / 2, 0.0]),
+    ("objective", "weighting", "expected"),
+    [
+        # alpha_bar 0, 1/4, 1/2, 5/6, 9/10, 1, so snr 0, 1/3, 1, 5, 9, inf, with gamma 5
+        ("eps", MIN_SNR, [1.0, 1.0, 1.0, 1.0, 5 / 9, 0.0]),
+        ("x0", MIN_SNR, [0.0, 1 / 3, 1.0, 5.0, 5.0, 5.0]),
+        ("v", MIN_SNR, [0.0, 1 / 4, 1 / 2, 5 / 6, 1 / 2, 0.0]),
+        ("eps", P2, P2_OF_EPS),
+        ("x0", P2, [snr * weight for snr, weight in zip((1 / 3, 1, 9), P2_OF_EPS, strict=True)]),
+        ("v", P2, [left * weight for left, weight in zip((1 / 4, 1 / 2, 9 / 10), P2_OF_EPS, strict=True)]),
     ],
 )
-def test_min_snr_weights_by_hand(objective: str, expected: list[float]) -> None:
-    spec = DiffusionSpec(objective=objective, weighting="min_snr", min_snr_gamma=5.0)
-    alpha_bar = torch.tensor([0.0, 1 / 4, 1 / 2, 5 / 6, 9 / 10, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(weights(spec, alpha_bar), torch.tensor(expected, dtype=torch.float64))
+def test_weights_by_hand(objective: str, weighting: dict[str, Any], expected: list[float]) -> None:
+    spec = DiffusionSpec.model_validate({"objective": objective, **weighting})
+    alpha_bar = [1 / 4, 1 / 2, 9 / 10] if len(expected) == 3 else [0.0, 1 / 4, 1 / 2, 5 / 6, 9 / 10, 1.0]
+    found = weights(spec, torch.tensor(alpha_bar, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
     assert weights(DiffusionSpec(), torch.tensor([0.1, 0.9])).tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("objective", "expected"),
-    [  # alpha_bar 1/4, 1/2, 9/10, so snr 1/3, 1, 9; the error of eps weighs 1 / (2 + snr)^0.5
-        ("eps", [(7 / 3) ** -0.5, 3**-0.5, 11**-0.5]),
-        ("x0", [(7 / 3) ** -0.5 / 3, 3**-0.5, 9 * 11**-0.5]),
-        ("v", [(7 / 3) ** -0.5 / 4, 3**-0.5 / 2, 9 / 10 * 11**-0.5]),
-    ],
-)
-def test_p2_weights_by_hand(objective: str, expected: list[float]) -> None:
-    spec = DiffusionSpec(objective=objective, weighting="p2", p2_k=2.0, p2_gamma=0.5)
-    alpha_bar = torch.tensor([1 / 4, 1 / 2, 9 / 10], dtype=torch.float64)
-    torch.testing.assert_close(weights(spec, alpha_bar), torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("bias", [-3.0, 0.0, 2.0])

@@ -21,15 +21,9 @@ from torch import Tensor
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import TARGETS, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, visited
-from ddpm_ds.diffusion.process import Sampler
-from tests.diffusion.sampling import sample
+from tests.diffusion.sampling import SPACINGS, sample, sampler_of
 
 KINDS = ("ddpm", "ddim", "dpm_solver")
-SPACINGS = ("trailing", "leading", "linspace")
-
-
-def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
-    return Sampler(SamplerSpec(**values), diffusion or DiffusionSpec())
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

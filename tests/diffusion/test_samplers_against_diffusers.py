@@ -22,10 +22,9 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.levels import alpha_bars, visited
 from ddpm_ds.diffusion.process import Sampler
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_config
-from tests.diffusion.sampling import sample
+from tests.diffusion.sampling import SPACINGS, sample
 
 SCHEDULES: tuple[Any, ...] = ("linear", "scaled_linear", "cosine", "sigmoid")
-SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "ddpm": [{"variance": "small"}, {"variance": "large"}],
     "ddim": [{"eta": 0.0}, {"eta": 0.5}, {"eta": 1.0}],

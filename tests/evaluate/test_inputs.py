@@ -251,7 +251,7 @@ def test_conditions_made_from_images_are_those_of_the_held_out_loss(kind: str) -
     batch = MicroBatch(images=images, labels=torch.zeros(4, dtype=torch.int64), index=torch.arange(4))
     x_t, _, vector = objective.inputs(objective.held_out(batch, 5, Stream.HELD_OUT))
     found = inputs.condition([3, 1, 1], CPU)
-    assert found.channels.equal(x_t[[3, 1, 1], 3:]) and found.told[0].equal(vector[[3, 1, 1]])
+    assert found.channels.equal(x_t[[3, 1, 1], 3:]) and found.others[0].equal(vector[[3, 1, 1]])
     drawn = draw(trained, FAST_SAMPLER, torch.arange(4), labels=None, seed=0, inputs=inputs, members=2)
     assert drawn.dtype == torch.uint8
 

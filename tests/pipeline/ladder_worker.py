@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 4 tests/pipeline/ladder_worker.py CASES.json REPORT_FOLDER
 
-Every case of the file runs in this one launch. Rank r writes ``REPORT_FOLDER/rank{r}.json``: per case and step, the
-loss and the relative error of each of its gradients against plain PyTorch on the whole batch.
+Rank r writes ``REPORT_FOLDER/rank{r}.json``: of each case and step, the loss and the relative error of each of its
+gradients against plain PyTorch on the whole batch.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ import hashlib
 import json
 import os
 import sys
-import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.utils import safe_get_full_grad
 from rivals.measure import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
+from ddpm_ds.checkpoint.manifest import BLOCK
+from ddpm_ds.checkpoint.reader import code_of
+from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.config.ds_config import AcrossHosts, Layout, ResolvedDsConfig, Schedule, TensorSplit
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import module as pipeline_module
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.placement import run_exchange
 from ddpm_ds.pipeline.schedule import Instruction, Program, most_held, weight_passes
 from ddpm_ds.pipeline.staged import ForwardPipeline
@@ -51,32 +55,17 @@ from ddpm_ds.unet.operations import arithmetic_dtype
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import part_of, shard_of
 from tests.ds_json import config_of
-from tests.launching import tiny_spec, tiny_text_spec
+from tests.launching import run_ranks, tiny_spec, tiny_text_spec, write_json
 from tests.pipeline.batches import BUCKETS, bucket_at, device, global_batch, micro_batches, objective_of, parts_of
 from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
-EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
-"""Settings of Adam in 8 bits."""
+EIGHT_BIT = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""Settings of Adam in 8 bits, those of the reference."""
 Precision = Literal["fp32", "fp16", "bf16"]
-Process = Literal[
-    "plain",
-    "heads",
-    "edm",
-    "flow",
-    "weighted",
-    "rectangles",
-    "stored",
-    "reduced",
-    "regression",
-    "text",
-    "caption",
-    "buckets",
-]
-"""DDPM, DDPM with attention of several heads and modulated blocks, EDM, flow matching, DDPM whose inputs are perturbed
-and losses weighed, or DDPM of images that are wider than high; or masked fields of 8x16 pixels with
-weighed channels, constants, a grid, a vector and a condition that is stored, or made and noised, or from which they are
-regressed; or images with captions: of one size on two levels, on one, or in buckets of aspect."""
+Process = Literal["plain", "heads", "edm", "flow", "weighted", "rectangles",
+                  "stored", "reduced", "regression", "text", "caption", "buckets"]  # fmt: skip
+"""Kinds of training; :func:`spec_of` and :func:`fields_spec` have the specs."""
 COUNTED: tuple[Process, ...] = ("plain", "heads", "rectangles", "stored", "text", "caption", "buckets")
 """Kinds of training whose bytes are counted."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -123,14 +112,13 @@ class Case:
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
         zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
-        adamw = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": self.fused or self.offload}
+        fused = self.fused or self.offload
+        adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "fused": fused}}
         blocks: dict[str, Any] = {
             "pipeline": {"use_reentrant": self.reentrant},
             "kernels": self.kernels,
             "compile": self.compile,
-            "optimizer": {"type": "AdamW8bit", "params": EIGHT_BIT}
-            if self.eight_bit
-            else {"type": "AdamW", "params": adamw},
+            "optimizer": {"type": "AdamW8bit", "params": EIGHT_BIT} if self.eight_bit else adamw,
             "gradient_clipping": 1.0,
             "zero_optimization": {**zero, **({"offload_optimizer": {"device": "cpu"}} if self.offload else {})},
             "steps_per_print": 1 if self.wall_clock else None,
@@ -138,26 +126,16 @@ class Case:
         }
         if self.precision == "fp16":
             window = 1 if self.growing_scale else 1000
-            blocks["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
-            blocks["fp16"]["loss_scale"] = self.fixed_scale
-        if self.precision == "bf16":
-            blocks["bf16"] = {"enabled": True}
+            blocks["fp16"] = {"initial_scale_power": 10, "loss_scale_window": window, "loss_scale": self.fixed_scale}
+        if self.precision != "fp32":
+            blocks[self.precision] = {**blocks.get(self.precision, {}), "enabled": True}
         if self.fp32_accumulation:
             blocks["data_types"] = {"grad_accum_dtype": "fp32"}
         micro = batch // (self.micro_batches * self.replicas)
+        work = micro, self.micro_batches, self.checkpoint, self.zero, self.offload, self.across
+        tensor = TensorSplit(self.tensor, layers=self.split)
         return ResolvedDsConfig(
-            layout=Layout(
-                self.stages,
-                self.replicas,
-                self.schedule,
-                micro,
-                self.micro_batches,
-                self.checkpoint,
-                zero.get("stage", 0),
-                self.offload,
-                self.across,
-                tensor=TensorSplit(self.tensor, layers=self.split),
-            ),
+            layout=Layout(self.stages, self.replicas, self.schedule, *work, tensor=tensor),
             config=config_of(**blocks),
         )
 
@@ -283,34 +261,30 @@ def difference(found: Tensor, expected: Tensor, whole: Tensor | None = None) -> 
     return ((found - expected).norm() / (expected if whole is None else whole).norm()).item()
 
 
-@contextlib.contextmanager
-def reduced_together(group: torch.distributed.ProcessGroup) -> Iterator[None]:
-    """DeepSpeed's all-reduces of this group inside, one for each gradient, are made as one at the end."""
-    parts: list[Tensor] = []
-    with unittest.mock.patch.object(deepspeed.comm, "all_reduce", lambda part, group: parts.append(part)):
-        yield
-    if parts:
-        torch.distributed.all_reduce(whole := torch.cat(parts), group=group)
-        torch._foreach_copy_(parts, whole.split([len(part) for part in parts]))
+def gradients_of(engine: UnetPipelineEngine) -> Iterator[tuple[str, Tensor | None]]:
+    """This stage's gradients, scaled; the parts of all replicas are added."""
+    named = list(engine.module.named_parameters())
+    if not isinstance(engine.gradients, FlatGradients):
+        yield from ((name, parameter.grad) for name, parameter in named)
+        return
+    sizes = [parameter.numel() for _, parameter in named]
+    parts = (flat := torch.zeros(sum(sizes), device=engine.device)).split(sizes)
+    places = dict(zip((name for name, _ in named), parts, strict=True))
+    for piece in insides.owned_pieces(engine):
+        places[piece.name][piece.first : piece.first + piece.length] = piece.of(engine.gradients.own_sum)
+    torch.distributed.all_reduce(flat, group=engine.grid.get_data_parallel_group())
+    yield from ((name, places[name].view(parameter.shape)) for name, parameter in named)
 
 
 def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Tensor]:
-    """Fill the returned dictionary with this stage's gradients, unscaled, averaged and in fp32, each time the optimizer
-    is about to step.
-
-    What is sent for that is not counted.
-    """
+    """Fill the returned dictionary with this stage's gradients, unscaled, averaged and in fp32, before each step of the
+    optimizer; the bytes sent for that are not counted."""
     seen: dict[str, Tensor] = {}
-    step, partitioned = engine.execute["OptimizerStep"], insides.is_partitioned(engine)
+    step = engine.execute["OptimizerStep"]
 
     def observed(instruction: Instruction) -> None:
         before = sent.collective_bytes
-        with reduced_together(engine.grid.get_data_parallel_group()):
-            gradients = {
-                name: safe_get_full_grad(parameter) if partitioned else parameter.grad
-                for name, parameter in engine.module.named_parameters()
-            }
-        for name, gradient in gradients.items():
+        for name, gradient in gradients_of(engine):
             assert gradient is not None, name
             seen[name] = gradient.detach().float() / engine.gradients.scale
         sent.collective_bytes = before
@@ -340,9 +314,7 @@ def watch_contexts(engine: UnetPipelineEngine) -> list[int]:
 
 
 def farthest_prediction(engine: UnetPipelineEngine, spec: RunSpec, precision: Precision) -> float:
-    """Largest difference between predictions through the stages, each with a text of its own, and those of the layers
-    in one process, before any step.
-    """
+    """Largest difference between predictions through the stages, each with its own text, and in one process."""
     layers, text, images = layers_of(spec), spec.unet.text, 2
     assert text is not None and text.pooled_channels is not None
     pooled, tokens = text.pooled_channels + SIZES, (images, text.tokens, text.context_channels)
@@ -388,53 +360,42 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
     return [float(messages), exchanges[0].gradients[stage] + exchanges[0].weights[stage] + sums]
 
 
+SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "heads": {"unet": {"head_channels": 4, "time_conditioning": "scale_shift"}},
+    # with sigma_data 0.5 the gradient of the last bias, one number, nearly cancels over the batch
+    "edm": {"diffusion": {"schedule": "edm", "objective": "v", "sigma_data": 0.25}},
+    "flow": {"diffusion": {"schedule": "flow", "objective": "velocity"}},
+    "weighted": {
+        "diffusion": {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
+    },
+    "rectangles": {"unet": {"attention_resolutions": [], "attention_levels": [1]}, "data": {"image_size": (8, 16)}},
+    "buckets": {"data": {"buckets": {"step": 8}}, "unet": {"dropout": 0.0}},
+}
+"""Sections of the specs that differ from those of the tiny U-Net."""
+
+
 def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
-    unet: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}
-    if process == "heads":
-        return tiny_spec(unet={**unet, "head_channels": 4, "time_conditioning": "scale_shift"})
-    if process == "edm":  # with sigma_data 0.5 the gradient of the last bias, one number, nearly cancels over the batch
-        return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25})
-    if process == "flow":
-        return tiny_spec(unet=unet, diffusion={"schedule": "flow", "objective": "velocity"})
-    if process == "weighted":
-        weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
-        return tiny_spec(unet=unet, diffusion=weighted)
-    if process == "text":
-        return tiny_text_spec()
-    if process == "caption":
-        return tiny_text_spec(levels=1)
-    if process == "buckets":
-        return tiny_text_spec(levels=1, data={"buckets": {"step": 8}}, unet={"dropout": 0.0})
+    sections = SECTIONS.get(process, {})
+    if process in ("text", "caption", "buckets"):
+        return tiny_text_spec(levels=2 if process == "text" else 1, **sections)
     if process in ("stored", "reduced", "regression"):
         return fields_spec(process)
-    if process == "rectangles":
-        unet |= {"attention_resolutions": [], "attention_levels": [1]}
-        return tiny_spec(unet=unet, data={"image_size": (8, 16)})
-    return tiny_spec(unet=unet)
+    few: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}
+    return tiny_spec(**{**sections, "unet": few | sections.get("unet", {})})
 
 
 def fields_spec(process: Process) -> RunSpec:
-    """Fields and their condition."""
+    """Masked fields with weighed channels, constants, a grid, a vector and a condition: stored, or made and noised, or
+    that from which they are regressed."""
     condition: dict[str, Any] = {"kind": "stored", "channels": 3, "normalise": "range", "drop": 0.3}
     if process == "reduced":
         condition = {"kind": "reduced", "factor": 2, "resize": "bicubic", "noise": 0.5, "normalise": "statistics"}
     condition |= {"constants": ["height"], "constant_channels": 1, "grid_channels": 4}
-    data: dict[str, Any] = {
-        **{
-            "source": "arrays",
-            "path": "fields.npz",
-            "image_size": [8, 16],
-            "channels": 2,
-            "values": "float32",
-            "normalise": "statistics",
-            "mask": "nan",
-        },
-        "flips_negate": [1],
-        "condition": {**condition, "vector": ["hours"], "vector_size": 2},
-    }
+    data: dict[str, Any] = {"source": "arrays", "path": "fields.npz", "image_size": [8, 16], "channels": 2}
+    data |= {"values": "float32", "normalise": "statistics", "mask": "nan", "flips_negate": [1]}
     return tiny_spec(
-        data=data,
+        data=data | {"condition": {**condition, "vector": ["hours"], "vector_size": 2}},
         unet={"attention_resolutions": [], "attention_levels": [1]},
         diffusion={"channel_weights": [0.5, 2.0], "objective": "regression" if process == "regression" else "v"},
         sampler={"clip": "none"},
@@ -444,6 +405,21 @@ def fields_spec(process: Process) -> RunSpec:
 def layers_of(spec: RunSpec, size: tuple[int, int] | None = None) -> tuple[Layer, ...]:
     """The layers of a spec's U-Net, for images of its size or another."""
     return unet_layers(spec.unet, replace(spec.data.interface, size=size or spec.data.size))
+
+
+def first_moment(engine: UnetPipelineEngine, piece: insides.OwnedPiece) -> Tensor:
+    """Adam's first moment of a piece, in fp32."""
+    if not isinstance(engine.basic_optimizer, Adam8bit):
+        return piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"])  # on the host with offload
+    return decoded(piece, engine.basic_optimizer.fragments(piece)[0])
+
+
+def decoded(piece: insides.OwnedPiece, fragment: Fragment) -> Tensor:
+    """A moment of a piece, in fp32."""
+    if fragment.scales is None:
+        return fragment.values
+    scales = fragment.scales.repeat_interleave(BLOCK)[piece.first % BLOCK :][: piece.length]
+    return code_of(fragment.kind, scales.device).decode(fragment.values, scales)
 
 
 def run_case(case: Case) -> list[dict[str, Any]]:
@@ -473,7 +449,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
             whole = expected.moments[piece.name]
             own = whole if piece.shard is None else part_of(whole, piece.shard)
             own = own[piece.first : piece.first + piece.length]
-            found = piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"])  # on the host with offload
+            found = first_moment(engine, piece)
             moment_errors[piece.name] = difference(found.to(own.device), own, own if piece.shard is None else whole)
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
@@ -520,7 +496,7 @@ def groups_of_its_own() -> Iterator[None]:
             torch.distributed.destroy_process_group(group)
 
 
-def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
+def report_cases(run: Callable[[Any], Any]) -> None:
     """A worker's program: run every case of the file in one launch and write what came of them."""
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
@@ -536,7 +512,15 @@ def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
         torch.distributed.barrier()
 
 
+def run_cases(processes: int, script: Path, cases: list[Any], folder: Path, **environment: str) -> list[list[Any]]:
+    """Each rank's report of each case, ``[rank][case]``, by a script that calls :func:`report_cases`."""
+    file = write_json(folder / "cases.json", cases)
+    done = run_ranks(processes, script, str(file), str(folder), **environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
 if __name__ == "__main__":
     compile_without_code()
-    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+    with patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         report_cases(lambda case: run_case(Case.of(case)))

@@ -148,9 +148,7 @@ class LockError(RuntimeError):
 
 
 def execute(
-    orders: Sequence[Iterable[Operation]],
-    communicator: Callable[[Edge], Hashable] = lambda edge: edge,
-    tensor: int = 1,
+    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = lambda edge: edge, tensor: int = 1
 ) -> float:
     """Play the orders of the ranks of one pipeline, and return the seconds that they take; messages take none.
 

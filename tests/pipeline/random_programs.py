@@ -10,10 +10,8 @@ from ddpm_ds.pipeline.schedule import Instruction, Program, completed, neighbour
 
 
 def random_programs(schedule: Schedule, micro_batches: int, ranks: int, seed: int) -> tuple[Program, ...]:
-    """Programs of all ranks: at each moment a random rank takes a random pass whose input is there.
-
-    Weight gradients are apart or not, of any micro-batches at once, in any order.
-    """
+    """Programs of all ranks: at each moment a random rank takes a random pass whose input is there, and weight
+    gradients of any micro-batches, in any order, if they have a pass of their own."""
     rng = random.Random(seed)
     last = phases_of(schedule) - 1
     forwards: dict[tuple[int, int], int] = defaultdict(int)  # by rank and phase, how many are done

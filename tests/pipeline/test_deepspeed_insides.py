@@ -31,7 +31,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import mixed_precision_linkage, safe_get_full_grad, tensor_fragment
 from filelock import FileLock
 from torch.distributed import HashStore, distributed_c10d
 from torch.utils import cpp_extension
@@ -56,7 +55,7 @@ MEANT: dict[type, dict[str, str]] = {
     UnetPipelineModule: {
         "__init__": "ours calls it",
         "forward": "walks the stage's layers with a carry",
-        "_partition_layers": "cuts where it is told",
+        "_partition_layers": "cuts at the given layers",
         "parts": "set by that cut",
     },
     FoldedUnetModule: {
@@ -117,17 +116,6 @@ def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) 
     assert topology.get_axis_comm_lists("model") == [[first, first + 1] for first in range(0, 24, 2)]
 
 
-def test_a_pipeline_takes_all_its_groups_from_its_topology() -> None:
-    """No rank is computed from stages and replicas: neighbours, groups and this process's place are looked up."""
-    calls = names_in(PipelineParallelGrid)
-    assert {"get_axis_comm_lists", "get_axis_list", "get_coord", "get_rank"} <= calls
-    assert "self._topo.get_rank(**transform)" in source(PipelineParallelGrid.stage_to_global)
-    assert not {"data_parallel_size", "pipe_parallel_size"} & names_in(PipelineParallelGrid.stage_to_global)
-    module = source(deepspeed.pipe.PipelineModule.__init__)
-    assert "self._topo = topology" in module and "self._topo.get_coord(self.global_rank).pipe" in module
-    assert "product" in source(ProcessTopology.__init__)
-
-
 def test_groups_that_are_made_without_a_timeout_have_the_one_that_is_set() -> None:
     """DeepSpeed's among them; without it they have their backend's, whatever the default group has."""
 
@@ -160,85 +148,71 @@ def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:
     assert (deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum) == before
 
 
-def test_the_stage_limit_is_used_once_to_refuse_zero_2() -> None:
-    text = Path(inspect.getfile(pipe_engine)).read_text()
-    assert text.count("ZeroStageEnum") == 2  # the import and the assertion
-    assert "< ZeroStageEnum.gradients" in text
-
-
-def test_forward_hooks_do_nothing_that_training_needs() -> None:
-    engine = source(DeepSpeedEngine._create_module_forward_pre_hook) + source(
-        DeepSpeedEngine._create_module_forward_post_hook
-    )
-    assert "_forward_prologue" in engine and "_forward_epilogue" in engine
-    needed = {"clear_backward_seen_flag", "enter_backward", "zero_grad", "step"}
-    assert not needed & (names_in(DeepSpeedEngine._forward_prologue) | names_in(DeepSpeedEngine._forward_epilogue))
-    assert "module_forward_pre_hook" in source(DeepSpeedEngine.__init__)
-    assert EngineTimers(False, False).active_timers() == []
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "hooks", "partition"),
-    [
+WORDS: list[tuple[object, tuple[str, ...]]] = [
+    # a step counts, prints and advances the scheduler beside the optimizer's own
+    (
+        DeepSpeedEngine._take_model_step,
         (
-            DeepSpeedZeroOptimizer,
-            "create_gradient_handling_hooks",
-            "partition_size = len(self.bit16_groups_flat[i]) //",
+            "if overflow: self.skipped_steps += 1 else: if self.lr_scheduler is not None:",
+            "(self.global_steps + 1) % self.steps_per_print() == 0: self._report_progress(self.global_steps + 1)",
+            "self.global_steps += 1",
+            "self.global_samples += self.train_batch_size()",
+            "self._step_applied = not overflow",
         ),
-        (BF16_Optimizer, "create_grad_acc_hooks", "partition_size = self.bf16_groups_flat[i].numel() //"),
-    ],
-)
-def test_optimizers_with_flat_weights_keep_all_their_hooks_in_one_list_and_own_equal_partitions(
-    optimizer: Any, hooks: str, partition: str
-) -> None:
-    text = source(optimizer)
-    assert text.count("register_grad_hook(") == 1
-    assert "self._grad_acc_hooks.append(register_grad_hook(" in source(getattr(optimizer, hooks))
-    assert partition in text
+    ),
+    # only ZeRO's optimizer works on the host, and it asks for free memory
+    (DeepSpeedZeroOptimizer.__init__, ("self.cpu_offload = True", ".available_memory()")),
+    # the unfused optimizer steps once to make its state
+    (FP16_UnfusedOptimizer.initialize_optimizer_states, ("self.optimizer.step()",)),
+    # ranks and places are looked up in the topology
+    (PipelineParallelGrid.stage_to_global, ("self._topo.get_rank(**transform)",)),
+    (deepspeed.pipe.PipelineModule.__init__, ("self._topo = topology", "self._topo.get_coord(self.global_rank).pipe")),
+    (ProcessTopology.__init__, ("product",)),
+    (DeepSpeedEngine.__init__, ("module_forward_pre_hook",)),
+    # optimizers with flat weights keep all their hooks in one list, and own equal partitions
+    (DeepSpeedZeroOptimizer.create_gradient_handling_hooks, ("self._grad_acc_hooks.append(register_grad_hook(",)),
+    (BF16_Optimizer.create_grad_acc_hooks, ("self._grad_acc_hooks.append(register_grad_hook(",)),
+    (DeepSpeedZeroOptimizer, ("partition_size = len(self.bit16_groups_flat[i]) //",)),
+    (BF16_Optimizer, ("partition_size = self.bf16_groups_flat[i].numel() //",)),
+]
+"""Words that DeepSpeed's sources must have."""
 
 
-def test_a_step_counts_prints_and_advances_the_scheduler_beside_the_optimizers_own() -> None:
-    step = " ".join(source(DeepSpeedEngine._take_model_step).split())
-    assert "if overflow: self.skipped_steps += 1 else: if self.lr_scheduler is not None:" in step
-    assert "(self.global_steps + 1) % self.steps_per_print() == 0: self._report_progress(self.global_steps + 1)" in step
-    assert "self.global_steps += 1" in step and "self.global_samples += self.train_batch_size()" in step
-    assert step.count("self.optimizer.step()") == 1 and "self._step_applied = not overflow" in step
+@pytest.mark.parametrize(("thing", "words"), WORDS, ids=lambda value: getattr(value, "__qualname__", ""))
+def test_deepspeeds_sources_have_the_words_that_we_rely_on(thing: object, words: tuple[str, ...]) -> None:
+    text = " ".join(source(thing).split())
+    assert [one for one in words if one not in text] == []
 
 
-def test_refreshed_weights_stay_the_views_that_they_are() -> None:
+def test_deepspeeds_sources_have_nothing_else_of_their_kind() -> None:
+    assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
+    assert source(DeepSpeedEngine._take_model_step).count("self.optimizer.step()") == 1
     for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer):
-        refresh = names_in(optimizer.update_lp_params)
+        assert source(optimizer).count("register_grad_hook(") == 1
+        refresh = names_in(optimizer.update_lp_params)  # weights stay the views that they are
         assert "copy_" in refresh and not {"_update_model_bit16_weights", "unflatten"} & refresh
-
-
-def test_gradients_are_looked_up_by_their_number_in_the_partition() -> None:
-    assert "gradient_dict=self.averaged_gradients" in source(DeepSpeedZeroOptimizer._link_all_hp_params)
-    assert "gradient_dict[self.param_group_index][index_in_param_group]" in source(tensor_fragment.get_lp_grad_fragment)
-    assert "_index_in_param_group = index_in_param_group" in source(mixed_precision_linkage)
-    assert "getattr(param, '_hp_grad', None)" in source(safe_get_full_grad)
-    assert "gradient_dict=self.fp32_groups_gradient_dict" in source(BF16_Optimizer._link_all_hp_params)
-
-
-def test_only_zeros_optimizer_works_on_the_host() -> None:
-    assert "self.cpu_offload = True" in source(DeepSpeedZeroOptimizer.__init__)
-    assert "offload" not in source(FP16_UnfusedOptimizer).lower()
-    assert "self.cpu_offload" not in source(BF16_Optimizer)
-
-
-def test_stock_backward_scales_the_loss_for_zero_optimizers_only() -> None:
+    assert "offload" not in source(FP16_UnfusedOptimizer).lower() and "self.cpu_offload" not in source(BF16_Optimizer)
+    assert callable(FP16_UnfusedOptimizer.refresh_fp32_params)
+    # neighbours, groups and this process's place are looked up in the topology, not computed
+    assert {"get_axis_comm_lists", "get_axis_list", "get_coord", "get_rank"} <= names_in(PipelineParallelGrid)
+    assert not {"data_parallel_size", "pipe_parallel_size"} & names_in(PipelineParallelGrid.stage_to_global)
+    # the stage limit is used once, to refuse ZeRO-2: the import and the assertion
+    text = Path(inspect.getfile(pipe_engine)).read_text()
+    assert text.count("ZeroStageEnum") == 2 and "< ZeroStageEnum.gradients" in text
+    # forward hooks do nothing that training needs
+    needed = {"clear_backward_seen_flag", "enter_backward", "zero_grad", "step"}
+    for hook, what in (("pre_hook", "_forward_prologue"), ("post_hook", "_forward_epilogue")):
+        assert what in source(getattr(DeepSpeedEngine, f"_create_module_forward_{hook}"))
+        assert not needed & names_in(getattr(DeepSpeedEngine, what))
+    assert EngineTimers(False, False).active_timers() == []
+    # the stock backward scales the loss for ZeRO's optimizers only
     text = Path(inspect.getfile(deepspeed_engine)).read_text()  # the method itself is wrapped
     backward = text[text.index("    def backward(self, loss") : text.index("    def is_gradient_accumulation_boundary")]
     assert "isinstance(self.optimizer, ZeROOptimizer)" in backward and "scale_if_loss" in backward
-    assert "FP16_UnfusedOptimizer" not in backward
-    assert isinstance(FP16_UnfusedOptimizer.loss_scale, property)
+    assert "FP16_UnfusedOptimizer" not in backward and isinstance(FP16_UnfusedOptimizer.loss_scale, property)
 
 
-def test_the_unfused_optimizer_steps_once_to_make_its_state() -> None:
-    assert "self.optimizer.step()" in source(FP16_UnfusedOptimizer.initialize_optimizer_states)
-    assert callable(FP16_UnfusedOptimizer.refresh_fp32_params)
-
-
-def test_a_fused_adam_that_is_told_of_an_infinite_gradient_leaves_everything_alone() -> None:
+def test_a_fused_adam_with_found_inf_leaves_everything_alone() -> None:
     parameter = torch.nn.Parameter(torch.ones(5))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
     parameter.grad = torch.ones(5)
@@ -249,18 +223,6 @@ def test_a_fused_adam_that_is_told_of_an_infinite_gradient_leaves_everything_alo
     optimizer.step()
     after = [parameter.detach(), *optimizer.state[parameter].values()]
     assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
-
-
-def test_what_is_replaced_during_a_step_is_put_back() -> None:
-    class Owner:
-        def check(self) -> str:
-            return "stock"
-
-    owner = Owner()
-    with pytest.raises(ValueError), insides._replaced(owner, "check", lambda: "ours"):
-        assert owner.check() == "ours"
-        raise ValueError
-    assert owner.check() == "stock" and "check" not in vars(owner)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "folded"])
@@ -277,12 +239,7 @@ def test_a_schedule_of_deepspeeds_meets_the_micro_batches_in_order(kind: Schedul
     assert set(counted.values()) == {8}
 
 
-def test_deepspeed_is_the_one_that_was_read() -> None:
-    assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
-
-
 def test_zero_asks_for_free_memory_in_numbers_and_ours_in_any_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ".available_memory()" in inspect.getsource(DeepSpeedZeroOptimizer.__init__)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8d1f")
     monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda number: number))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -319,6 +276,11 @@ def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Extension:
     return Extension(tmp_path / "tiny.cpp")
 
 
+LOCKED = (
+    "{} has been held for 0.2 s by a build of DeepSpeed's tiny; if none is running, delete that file and start again"
+)
+
+
 def refused_build(extension: Extension) -> str:
     """The error of a build that waits for another one, while it is shown."""
     shown: list[str] = []
@@ -338,9 +300,7 @@ def test_a_build_that_another_process_locks_is_named_and_not_waited_for_without_
     lock = extension.source.with_suffix("") / "lock"
     lock.parent.mkdir()
     with FileLock(lock):
-        said = refused_build(extension)
-    rest = "if none is running, delete that file and start again"
-    assert said == f"{lock} has been held for 0.2 s by a build of DeepSpeed's tiny; {rest}"
+        assert refused_build(extension) == LOCKED.format(lock)
 
 
 def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,9 +310,11 @@ def test_a_compiler_that_hangs_is_ended_and_named(extension: Extension, monkeypa
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(insides, "BUILD_SECONDS", 1.0)
     before = set(psutil.Process().children(recursive=True))
-    said, typed = refused_build(extension).split(": ", 1)
+    message, typed = refused_build(extension).split(": ", 1)
     folder = extension.source.with_suffix("")
-    assert said == f"DeepSpeed's tiny was not compiled within 1 s; to see what hangs, type in {folder} what was ended"
+    assert (
+        message == f"DeepSpeed's tiny was not compiled within 1 s; to see what hangs, type in {folder} what was ended"
+    )
     assert set(psutil.Process().children(recursive=True)) <= before
     with pytest.raises(subprocess.TimeoutExpired):
         subprocess.run(f"exec {typed}", shell=True, cwd=folder, timeout=0.5)
@@ -377,9 +339,7 @@ def test_the_lock_that_a_killed_build_left_under_an_older_pytorch_is_named(
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     lock.parent.mkdir()
     lock.touch()
-    assert refused_build(extension).startswith(
-        f"{lock} has been held for 0.2 s by a build of DeepSpeed's tiny; if none"
-    )
+    assert refused_build(extension) == LOCKED.format(lock)
     monkeypatch.setattr(insides, "BUILD_SECONDS", 1e9)
     threading.Timer(0.05, lock.unlink).start()
     with insides.named_builds(contextlib.nullcontext):

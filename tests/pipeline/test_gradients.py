@@ -6,7 +6,6 @@ As a script, with a file of cases and a folder for its reports, this trains each
 from __future__ import annotations
 
 import hashlib
-import json
 import unittest.mock
 from dataclasses import replace
 from itertools import accumulate
@@ -22,14 +21,9 @@ from torch import Tensor
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.gradients import SUMMED, _match, norm_of
 from ddpm_ds.pipeline.schedule import accumulated, program
-from tests.launching import run_ranks, tiny_spec, write_json
+from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import (
-    Case,
-    Precision,
-    compile_without_code,
-    report_cases,
-)
+from tests.pipeline.ladder_worker import Case, Precision, compile_without_code, report_cases, run_cases
 from tests.pipeline.test_synchronisation import Poisoned
 
 STEPS = 2
@@ -46,72 +40,61 @@ def test_a_place_gets_the_strides_of_its_gradient_where_the_memory_is_in_the_sam
     assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in gradients]))
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize("zero", [0, 2])
-def test_the_loss_scale_moves_and_steps_are_skipped_alike_whoever_decides_it(zero: int, tmp_path: Path) -> None:
-    """The host, or a fused Adam. The scale grows every second step, overflows twice, and falls to its floor."""
-    file = write_json(tmp_path / "cases.json", [{"scales_of": zero}])
-    done = run_ranks(1, Path(__file__), str(file), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    ((flat, fused),) = json.loads((tmp_path / "rank0.json").read_text())
-    assert flat == fused
-    skipped, at_floor = [step["skipped"] for step in flat], [step["at_floor"] for step in flat]
-    assert skipped[-1] == len(BAD_STEPS) and max(at_floor) > 1, flat
-
-
 def test_the_norm_of_millions_of_gradients_is_exact_to_the_sixth_digit() -> None:
     gradients = torch.randn(2**23 + 5, generator=torch.Generator().manual_seed(0))
     assert norm_of(gradients.split(SUMMED)).item() == pytest.approx(gradients.double().norm().item(), rel=1e-6)
 
 
+def found(folder: Path, name: str, *arguments: Any, processes: int = 1) -> list[Any]:
+    """What a function below returns on each rank."""
+    reports = run_cases(processes, Path(__file__), [[name, *arguments]], folder)
+    return [report for (report,) in reports]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("zero", [0, 2])
+def test_the_loss_scale_moves_and_steps_are_skipped_alike_whoever_decides_it(zero: int, tmp_path: Path) -> None:
+    """The host, or a fused Adam. The scale grows every second step, overflows twice, and falls to its floor."""
+    ((flat, fused),) = found(tmp_path, "scales", zero)
+    assert flat == fused
+    skipped, at_floor = [step["skipped"] for step in flat], [step["at_floor"] for step in flat]
+    assert skipped[-1] == len(BAD_STEPS) and max(at_floor) > 1, flat
+
+
 @pytest.mark.launch
 def test_a_parameter_without_gradient_is_an_error_and_not_a_bucket_without_it(tmp_path: Path) -> None:
-    file = write_json(tmp_path / "cases.json", [{"freezes": True}])
-    done = run_ranks(1, Path(__file__), str(file), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    ((said, shape),) = json.loads((tmp_path / "rank0.json").read_text())
-    assert said == f"1 parameters got no gradient, one of shape {tuple(shape)}"
+    ((message, shape),) = found(tmp_path, "froze")
+    assert message == f"1 parameters got no gradient, one of shape {tuple(shape)}"
 
 
 @pytest.mark.launch
 @pytest.mark.capability
 def test_a_step_in_host_memory_has_the_bits_of_one_on_the_device(tmp_path: Path) -> None:
     """Where both are a CPU; one step of fp16 overflows."""
-    cases = [{"offloads": case} for case in ((1, "bf16"), (2, "fp16"), (1, "fp32"))]
-    done = run_ranks(1, Path(__file__), str(write_json(tmp_path / "cases.json", cases)), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    for (resident, offloaded), skipped in zip(
-        json.loads((tmp_path / "rank0.json").read_text()), (0, 1, 0), strict=True
-    ):
+    cases = [["bits", zero, precision] for zero, precision in ((1, "bf16"), (2, "fp16"), (1, "fp32"))]
+    (reports,) = run_cases(1, Path(__file__), cases, tmp_path)
+    for (resident, offloaded), skipped in zip(reports, (0, 1, 0), strict=True):
         assert resident == offloaded and len({digest for *_, digest in resident}) == len(resident) - skipped
 
 
 @pytest.mark.launch
 def test_weights_are_views_of_one_flat_tensor_without_gaps_and_stay_so(tmp_path: Path) -> None:
-    precisions = [{"flattens": [zero, precision]} for zero, precision in ((1, "fp32"), (2, "bf16"), (0, "bf16"))]
-    done = run_ranks(1, Path(__file__), str(write_json(tmp_path / "cases.json", precisions)), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    for before, after, expected in json.loads((tmp_path / "rank0.json").read_text()):
+    cases = [["flattened", zero, precision] for zero, precision in ((1, "fp32"), (2, "bf16"), (0, "bf16"))]
+    for before, after, expected in run_cases(1, Path(__file__), cases, tmp_path)[0]:
         assert before == after == expected
 
 
 @pytest.mark.launch
 def test_replicas_send_the_gradient_of_a_weight_once_for_each_weight_gradient_pass(tmp_path: Path) -> None:
     """Under ZeRO-2, whose gradients in 16 bits go around a ring of two, so that each rank sends two bytes of each."""
-    done = run_ranks(2, Path(__file__), str(write_json(tmp_path / "cases.json", [{"sends": True}])), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        ((elements, sent),) = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        in_whole_backwards = sent.pop(0)
+    for elements, (in_whole_backwards, *sent) in found(tmp_path, "sends", processes=2):
         saved = [in_whole_backwards - bytes_sent for bytes_sent in sent]
         assert saved == [2 * elements * (MICRO_BATCHES - MICRO_BATCHES // together) for together in TOGETHER]
 
 
 @pytest.mark.launch
 def test_a_weight_gradient_pass_holds_no_more_gradients_than_a_bucket_and_one(tmp_path: Path) -> None:
-    done = run_ranks(1, Path(__file__), str(write_json(tmp_path / "cases.json", [{"holds": True}])), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    ((most, largest, everything),) = json.loads((tmp_path / "rank0.json").read_text())
+    ((most, largest, everything),) = found(tmp_path, "holds")
     assert largest <= most <= 2 * largest < everything / 2
 
 
@@ -121,15 +104,20 @@ def test_a_weight_gradient_pass_holds_no_more_gradients_than_a_bucket_and_one(tm
 BAD_STEPS = (1, 2, 4, 5, 6, 7, 8)
 
 
-def scales(case: Case) -> list[dict[str, Any]]:
+def scales(zero: int) -> list[list[dict[str, Any]]]:
+    """The courses of the loss scale that the host and a fused Adam decide."""
+    own = Case(1, 1, zero, "fp16", 0, micro_batches=1)
+    return [course_of_scale(way) for way in (own, replace(own, fused=True))]
+
+
+def course_of_scale(case: Case) -> list[dict[str, Any]]:
     """Loss scaler, skipped steps and overflows at the floor after each of some steps, of which some overflow."""
-    spec = SPEC
     fp16 = {"enabled": True, "initial_scale_power": 1, "loss_scale_window": 2, "min_loss_scale": 1}
-    engine = case.engine(spec, fp16=fp16)
+    engine = case.engine(SPEC, fp16=fp16)
     objective, poisoned, steps = engine.objective, Poisoned(engine.objective), []
     for step in range(BAD_STEPS[-1] + 2):
         engine.objective = poisoned if step in BAD_STEPS else objective
-        engine.train_batch(micro_batches(engine, global_batch(spec, step)))
+        engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
         scaler = engine.gradients.scaler_state()
         stable = int(scaler["cur_iter"] - scaler["last_overflow_iter"]) - 2  # DeepSpeed does not forget what it grew by
         steps.append(
@@ -145,7 +133,13 @@ def scales(case: Case) -> list[dict[str, Any]]:
     return steps
 
 
-def bits(case: Case) -> list[list[Any]]:
+def bits(zero: int, precision: Precision) -> list[list[list[Any]]]:
+    """The courses of an optimizer on the device and in host memory."""
+    own = Case(1, 1, zero, precision, 0, micro_batches=2, fused=True)
+    return [course_of_bits(own), course_of_bits(replace(own, offload=True))]
+
+
+def course_of_bits(case: Case) -> list[list[Any]]:
     """Loss, norm, skips and a checksum of the masters after each of some steps; in fp16 the second overflows."""
     engine = case.engine(SPEC)
     engine.rate = lambda *_: 2.0**-10  # the same number in fp32, as on a device
@@ -161,27 +155,24 @@ def bits(case: Case) -> list[list[Any]]:
 
 
 def froze() -> tuple[str, list[int]]:
-    """What is said in a step in which a parameter gets no gradient, and the parameter's shape."""
-    case = Case(1, 1, 2, "fp32", 0, micro_batches=1)
-    spec = SPEC
-    engine = case.engine(spec)
-    engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    """The error of a step in which a parameter gets no gradient, and the parameter's shape."""
+    engine = Case(1, 1, 2, "fp32", 0, micro_batches=1).engine(SPEC)
+    engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
     frozen = list(engine.module.parameters())[5].requires_grad_(False)
     with pytest.raises(RuntimeError) as error:
-        engine.train_batch(micro_batches(engine, global_batch(spec, 1)))
+        engine.train_batch(micro_batches(engine, global_batch(SPEC, 1)))
     return str(error.value), list(frozen.shape)
 
 
 def flattened(zero: int, precision: Precision) -> list[list[list[int]]]:
     """Address and place of each parameter, before and after a step, and where they are one after the other."""
-    spec = SPEC
-    engine = Case(1, 1, zero, precision, 0, micro_batches=1).engine(spec)
+    engine = Case(1, 1, zero, precision, 0, micro_batches=1).engine(SPEC)
 
     def places() -> list[list[int]]:
         return [[one.untyped_storage().data_ptr(), one.storage_offset()] for one in engine.module.parameters()]
 
     before = places()
-    engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
     lengths = [parameter.numel() for parameter in engine.module.parameters()]
     return [before, places(), [[before[0][0], first] for first in accumulate(lengths[:-1], initial=0)]]
 
@@ -191,16 +182,14 @@ MICRO_BATCHES, TOGETHER = 4, (1, 2, 4)
 
 
 def sends() -> tuple[int, list[int]]:
-    """How many elements the weights have whose gradients can wait, all those of convolutions and linear layers; and the
-    bytes of collectives in a step of whole backwards, and in steps with weight-gradient passes.
-    """
-    spec = SPEC
-    engine = Case(1, 2, 2, "bf16", 0, micro_batches=MICRO_BATCHES, fused=True).engine(spec)
+    """Elements of the weights whose gradients can wait, those of convolutions and linear layers; and the bytes of
+    collectives in a step of whole backwards, and in steps with weight-gradient passes."""
+    engine = Case(1, 2, 2, "bf16", 0, micro_batches=MICRO_BATCHES, fused=True).engine(SPEC)
     found = []
     for own in (program("1f1b", MICRO_BATCHES, 1, 0), *(accumulated(MICRO_BATCHES, together) for together in TOGETHER)):
         engine.follow([own])
         with SentBytes() as sent:
-            engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+            engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
         found.append(round(sent.collective_bytes))
     weights = [weight for name, weight in engine.module.named_parameters() if "embedding.weight" not in name]
     engine.destroy()
@@ -208,13 +197,11 @@ def sends() -> tuple[int, list[int]]:
 
 
 def holds() -> tuple[int, int, int]:
-    """Most elements of gradients that a weight-gradient pass holds before they are added, with buckets of the largest
-    gradient; elements of that one, and of all whose gradients wait.
-    """
-    spec = SPEC
+    """Most elements of gradients in a weight-gradient pass before they are added, with buckets of the largest gradient;
+    elements of that one, and of all whose gradients wait."""
     case = Case(1, 1, 2, "bf16", 0, micro_batches=1)
-    zero = case.resolved(spec.train.batch_images).config.given["zero_optimization"]
-    engine = case.engine(spec, zero_optimization={**zero, "reduce_bucket_size": 1})
+    zero = case.resolved(SPEC.train.batch_images).config.given["zero_optimization"]
+    engine = case.engine(SPEC, zero_optimization={**zero, "reduce_bucket_size": 1})
     engine.follow([accumulated(1, 1)])
     give, held = engine.gradients.give, []
 
@@ -225,31 +212,12 @@ def holds() -> tuple[int, int, int]:
 
     weights = engine.wanted_gradients(0, "weights")
     with unittest.mock.patch.object(engine.gradients, "give", measured):
-        engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+        engine.train_batch(micro_batches(engine, global_batch(SPEC, 0)))
     engine.destroy()
     return max(held), max(weight.numel() for weight in weights), sum(weight.numel() for weight in weights)
-
-
-def run(case: dict[str, Any]) -> Any:
-    if "holds" in case:
-        return holds()
-    if "sends" in case:
-        return sends()
-    if "flattens" in case:
-        return flattened(*case["flattens"])
-    if "offloads" in case:
-        zero, precision = case["offloads"]
-        own = Case(1, 1, zero, precision, 0, micro_batches=2, fused=True)
-        return [bits(own), bits(replace(own, offload=True))]
-    if "freezes" in case:
-        return froze()
-    if "scales_of" in case:
-        own = Case(1, 1, case["scales_of"], "fp16", 0, micro_batches=1)
-        return [scales(way) for way in (own, replace(own, fused=True))]
-    raise ValueError(case)
 
 
 if __name__ == "__main__":
     compile_without_code()
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
-        report_cases(run)
+        report_cases(lambda case: globals()[case[0]](*case[1:]))

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
-import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
-from rivals.measure import SILENT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -35,14 +33,14 @@ from ddpm_ds.pipeline.gradients import FlatGradients
 from ddpm_ds.pipeline.graph import StepGraph
 from ddpm_ds.pipeline.own_step import OwnStep
 from ddpm_ds.train.ema import averages_of
-from tests.launching import on_a_shared_gpu, run_ranks, tiny_spec, tiny_text_spec
+from tests.launching import on_a_shared_gpu, tiny_spec, tiny_text_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, Precision, report_cases, spec_of
+from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases, spec_of
 from tests.pipeline.random_programs import random_programs
 from tests.pipeline.test_ladder import LATER, LOSS_TOLERANCE
 from tests.pipeline.test_synchronisation import Poisoned
 
-SAID = "each step is one CUDA graph", "each step is CUDA graphs with messages between them"
+LINES = "each step is one CUDA graph", "each step is CUDA graphs with messages between them"
 EAGER_STEP, BAD_STEP, STEPS = 4, 5, 7
 """Step that an observer watches, step whose loss is infinite, number of steps."""
 SIZED_STEPS = 13
@@ -65,7 +63,7 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.replays = 0
-        self._calls: list[tuple[Any, Any, Any, list[Tensor], list[Tensor]]] = []
+        self._calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def capture_begin(self, **_: Any) -> None:
         self.__enter__()
@@ -77,56 +75,39 @@ class Recording(TorchDispatchMode):
         assert func.overloadpacket.__name__ not in ("send", "recv_"), "a message is part of a graph"
         outputs = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self._calls.append((func, args, kwargs or {}, tensors((args, kwargs)), tensors(outputs)))
+            self._calls.append((func, args, kwargs or {}, tensors(outputs)))
         return outputs
 
     @torch.no_grad()
     def replay(self) -> None:
         """Run the operations again, on the tensors that they had and with the host's numbers of then."""
         self.replays += 1
-        under_way: dict[int, dist.Work] = {}  # by the address of what is received
-        sends = []
-        for func, args, kwargs, given, outputs in self._calls:
-            for tensor in given if under_way else ():
-                if (work := under_way.pop(tensor.untyped_storage().data_ptr(), None)) is not None:
-                    work.wait()
+        for func, args, kwargs, outputs in self._calls:
             fresh = func(*args, **kwargs)
             if func.namespace == "c10d":
                 (work,) = (dist.Work.unbox(one) for one in tree_leaves(fresh) if isinstance(one, torch.ScriptObject))
-                name = func.overloadpacket.__name__
-                if name == "send":
-                    sends.append(work)
-                elif name in SILENT:
-                    under_way |= {tensor.untyped_storage().data_ptr(): work for tensor in tensors(args)}
-                else:
-                    work.wait()
+                work.wait()
                 continue
             for kept, new in zip(outputs, tensors(fresh), strict=True):
                 if kept is not new:
                     kept.copy_(new)
-        for work in [*under_way.values(), *sends]:
-            work.wait()
 
     def reset(self) -> None:
         self._calls.clear()
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """Tensors in tuples, lists and dictionaries; PyTorch's own walk takes as long as the operations."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for value in values for tensor in tensors(value)]
+    """Tensors of an operation's outputs; PyTorch's own walk takes as long as the operations."""
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in tensors(value)]
+    return [values] if isinstance(values, Tensor) else []
 
 
 class RecordedGraph(StepGraph):
     """The graphs of an engine on a CPU."""
 
     def __init__(self, engine: UnetPipelineEngine) -> None:
-        with unittest.mock.patch.object(engine, "device", torch.device("cuda")), no_streams():
+        with patch.object(engine, "device", torch.device("cuda")), patch.object(torch.cuda, "Stream"):
             self.reason = graphs.why_eager(engine, "auto")
             super().__init__(engine, True)
         self._stream, self._asked = None, "auto"
@@ -134,87 +115,47 @@ class RecordedGraph(StepGraph):
 
     def _capture(self) -> str:
         on_cpu: Any = {"CUDAGraph": Recording, "graph_pool_handle": lambda: None, "current_device": lambda: 0}
-        no_draws = unittest.mock.patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
-        with self._engine.step_withheld(), unittest.mock.patch.multiple(torch.cuda, **on_cpu), no_draws:
+        no_draws = patch.object(cuda_graphs, "_spare_generator", contextlib.nullcontext)
+        with self._engine.step_withheld(), patch.multiple(torch.cuda, **on_cpu), no_draws:
             why_not = super()._capture()  # a recording runs what it records
         assert self._now.graphs is not None
         self.recordings.append(self._now.graphs._graphs)  # type: ignore[arg-type]
         return why_not
 
 
-def no_streams() -> contextlib.AbstractContextManager[object]:
-    return unittest.mock.patch.object(torch.cuda, "Stream")
+def without_mode(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that a graph does not see."""
 
-
-@contextlib.contextmanager
-def rate_of_the_host() -> Iterator[None]:
-    """Take the optimizer's learning rate from the host."""
-
-    def take(step: OwnStep) -> None:
-        step._optimizer.step()
-
-    with unittest.mock.patch.object(OwnStep, "_take", take):
-        yield
-
-
-@contextlib.contextmanager
-def scale_of_the_host() -> Iterator[None]:
-    """Take the loss scale from the host."""
-    with unittest.mock.patch.object(OwnStep, "scale", property(lambda step: float(step._scale.value))):
-        yield
-
-
-@contextlib.contextmanager
-def images_of_the_host() -> Iterator[None]:
-    """Count images on the host."""
-    flight = UnetPipelineEngine._flight
-
-    def counted(engine: UnetPipelineEngine, instruction: Any) -> Any:
-        engine._first_image = torch.full((), engine.next_index)
-        return flight(engine, instruction)
-
-    with unittest.mock.patch.object(UnetPipelineEngine, "_flight", counted):
-        yield
-
-
-@contextlib.contextmanager
-def a_sum_that_is_cleared_by_the_host() -> Iterator[None]:
-    """Clear the gradients beyond the sight of a graph."""
-    clear = FlatGradients.clear
-
-    def cleared(gradients: FlatGradients) -> None:
+    def hidden(self: Any) -> None:
         with _disable_current_modes():
-            clear(gradients)
+            method(self)
 
-    with unittest.mock.patch.object(FlatGradients, "clear", cleared):
-        yield
-
-
-@contextlib.contextmanager
-def a_master_that_is_replaced() -> Iterator[None]:
-    """Give the optimizer another master when a graph is captured."""
-    begin = StepGraph._begin
-
-    def began(graph: StepGraph, sizes: tuple[int, ...]) -> bool:
-        taken = begin(graph, sizes)
-        (flat,) = insides.masters(graph._engine)
-        flat.data = flat.data.clone()
-        return taken
-
-    with unittest.mock.patch.object(StepGraph, "_begin", began):
-        yield
+    return hidden
 
 
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    fault.__name__: fault
-    for fault in (
-        rate_of_the_host,
-        scale_of_the_host,
-        images_of_the_host,
-        a_sum_that_is_cleared_by_the_host,
-        a_master_that_is_replaced,
-    )
+def counted_by_the_host(engine: UnetPipelineEngine, instruction: Any, flight: Any = UnetPipelineEngine._flight) -> Any:
+    engine._first_image = torch.full((), engine.next_index)
+    return flight(engine, instruction)
+
+
+def begun_with_another_master(graph: StepGraph, sizes: tuple[int, ...], begin: Any = StepGraph._begin) -> Any:
+    taken = begin(graph, sizes)
+    (flat,) = insides.masters(graph._engine)
+    flat.data = flat.data.clone()
+    return taken
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    name: functools.partial(patch.object, *fault)
+    for name, fault in {
+        "the optimizer's rate is the host's": (OwnStep, "_take", lambda step: step._optimizer.step()),
+        "the loss scale is the host's": (OwnStep, "scale", property(lambda step: float(step._scale.value))),
+        "images are counted on the host": (UnetPipelineEngine, "_flight", counted_by_the_host),
+        "the host clears the gradients": (FlatGradients, "clear", without_mode(FlatGradients.clear)),
+        "the capture replaces the master": (StepGraph, "_begin", begun_with_another_master),
+    }.items()
 }
+"""What a step must not take from the host, or keep at another address."""
 
 
 def course(case: Case, recorded: bool) -> dict[str, Any]:
@@ -223,7 +164,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     spec = spec_of(compiled=False, process=case.process)
     spec = spec if on_cuda else SMALL.get(case.process, spec)
     case = replace(case, cuts=()) if on_cuda else case  # cuts are those of the small U-Net
-    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+    with patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         engine = case.engine(spec)
     if case.random_programs is not None:
         engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
@@ -232,9 +173,9 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
     engine.gradients._flat = replace(engine.gradients._flat, scatters=False)
     ema = engine.averages = averages_of(engine, EmaSpec(on_host=case.eight_bit))
     engine.rate = lambda before, batch: 1e-3 / (1 + before)
-    said: list[str] = []
+    lines: list[str] = []
     engine.graph = StepGraph(engine, recorded) if on_cuda or not recorded else RecordedGraph(engine)
-    engine.graph.say = said.append
+    engine.graph.say = lines.append
     objective, given = engine.objective, []
     for step in range(STEPS if case.process != "buckets" else SIZED_STEPS):
         # What an objective does is recorded, so a step that does something else is sent by the hosts, and is eager.
@@ -250,7 +191,7 @@ def course(case: Case, recorded: bool) -> dict[str, Any]:
         "weights": [[float(tensor.sum()), float(tensor.norm())] for tensor in kept],
         "replays": [sorted({part.replays for part in parts}) for parts in recordings_of(engine)],
         "parts": [len(parts) for parts in recordings_of(engine)],
-        "said": said,
+        "lines": lines,
         "reason": engine.graph.reason if isinstance(engine.graph, RecordedGraph) else "",
         "lasting nodes": lasting_nodes(engine),
     }
@@ -284,13 +225,12 @@ def eager_course(case: Case) -> dict[str, Any]:
     return course(case, recorded=False)
 
 
-def run(case: dict[str, Any]) -> list[dict[str, Any]]:
+def run(values: dict[str, Any], fault: str) -> list[dict[str, Any]]:
     """The course of a case, eagerly and by a graph, the latter perhaps with a fault."""
-    own = Case.of(case["case"])
-    eager = eager_course(own)
-    faults = {"": contextlib.nullcontext, **FAULTS}
-    with faults[case["fault"]]():
-        return [eager, course(own, recorded=True)]
+    case = Case.of(values)
+    eager = eager_course(case)
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        return [eager, course(case, recorded=True)]
 
 
 def one(zero: int, precision: Precision, micro_batches: int = 2, checkpoint: int = 0, **others: Any) -> Case:
@@ -346,56 +286,40 @@ def name_of(case: Case) -> str:
 
 def courses(folder: Path, cases: list[tuple[Case, str]], **environment: str) -> list[list[list[dict[str, Any]]]]:
     """The two courses of each case on each rank: ``[case][rank][eager or replayed]``."""
-    file = folder / "cases.json"
-    file.write_text(json.dumps([{"case": asdict(case), "fault": fault} for case, fault in cases]))
-    processes = ranks_of(cases[0][0])
-    done = run_ranks(processes, Path(__file__), str(file), str(folder), **environment)
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    given = [[asdict(case), fault] for case, fault in cases]
+    ranks = run_cases(ranks_of(cases[0][0]), Path(__file__), given, folder, **environment)
     return [list(found) for found in zip(*ranks, strict=True)]
-
-
-def starts(processes: int, cases: list[Case]) -> list[tuple[Case, str]]:
-    """The cases of so many processes, without faults."""
-    return [(case, "") for case in cases if ranks_of(case) == processes]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(starts(1, CASES), id="1 process"),
-        pytest.param(starts(2, CASES), id="2"),
-        pytest.param(starts(1, MORE), id="1 process, more", marks=pytest.mark.long),
-        pytest.param(starts(2, MORE), id="2, more", marks=pytest.mark.long),
+        pytest.param((CASES, 1), id="1 process"),
+        pytest.param((CASES, 2), id="2"),
+        pytest.param((MORE, 1), id="1 process, more", marks=pytest.mark.long),
+        pytest.param((MORE, 2), id="2, more", marks=pytest.mark.long),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = request.param
-    both = courses(tmp_path_factory.mktemp("graphs"), cases)
-    return {name_of(case): ranks for (case, _), ranks in zip(cases, both, strict=True)}
+    cases = [case for case in request.param[0] if ranks_of(case) == request.param[1]]
+    both = courses(tmp_path_factory.mktemp("graphs"), [(case, "") for case in cases])
+    return {name_of(case): ranks for case, ranks in zip(cases, both, strict=True)}
 
 
 @pytest.mark.launch
-def test_replayed_steps_give_the_bits_of_eager_ones_in_every_layout(found: dict[str, Any]) -> None:
+def test_replayed_steps_give_the_bits_of_eager_ones_and_all_that_may_be_are_replays(found: dict[str, Any]) -> None:
     """Also around a step that is watched and one that is skipped, after both of which the step is recorded again."""
     for name, ranks in found.items():
         for eager, replayed in ranks:
             assert replayed["steps"] == eager["steps"], name
             assert replayed["weights"] == eager["weights"], name
             assert eager["lasting nodes"] == 0, name
-            steps = len(eager["steps"])
+            steps, cut = len(eager["steps"]), name.startswith("2x")
             assert [step[2] for step in eager["steps"]] == [0] * BAD_STEP + [1] * (steps - BAD_STEP), name
-
-
-@pytest.mark.launch
-def test_each_step_that_nothing_asks_for_eagerly_is_a_replay(found: dict[str, Any]) -> None:
-    for name, ranks in found.items():
-        for _, replayed in ranks:
-            apart = name.startswith("2x")
             # the first of the three is the trial
             assert replayed["replays"] == ([[3], [1]] if "buckets" not in name else SIZED_REPLAYS), name
-            assert {parts > 1 for parts in replayed["parts"]} == {apart}, name
-            assert replayed["said"] == [SAID[apart]], name
+            assert {parts > 1 for parts in replayed["parts"]} == {cut}, name
+            assert replayed["lines"] == [LINES[cut]], name
             assert ("graphs is true" in replayed["reason"]) == (not re.match("1x.x1-", name)), name
 
 
@@ -404,38 +328,29 @@ def test_what_a_step_takes_from_the_host_is_found_here(tmp_path: Path) -> None:
     """Each fault makes a replayed course another one, or the trial refuse the graph."""
     case = replace(one(2, "fp16"), growing_scale=True)
     for fault, ((eager, replayed),) in zip(FAULTS, courses(tmp_path, [(case, name) for name in FAULTS]), strict=True):
-        assert replayed["steps"] != eager["steps"] or "operator by operator" in replayed["said"][0], fault
+        assert replayed["steps"] != eager["steps"] or "operator by operator" in replayed["lines"][0], fault
 
 
-def check_on_gpus(folder: Path, cases: list[Case], **environment: str) -> None:
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("ranks", "shared"),
+    [
+        pytest.param(1, False, marks=pytest.mark.gpu),
+        pytest.param(2, False, marks=pytest.mark.gpu(2)),
+        pytest.param(2, True, marks=pytest.mark.gpu),
+    ],
+)
+def test_on_gpus_replayed_steps_train_as_eager_ones(ranks: int, shared: bool, tmp_path: Path) -> None:
     """Losses and norms of replayed steps are those of eager ones, within what two eager courses may differ by."""
-    for case, ranks in zip(cases, courses(folder, [(case, "") for case in cases], **environment), strict=True):
+    cases = [case for case in CASES + MORE if ranks_of(case) == ranks]
+    environment = on_a_shared_gpu() if shared else {"DS_ACCELERATOR": "cuda"}
+    found = courses(tmp_path, [(case, "") for case in cases], **environment)
+    for case, reports in zip(cases, found, strict=True):
         slack = LATER[case.precision] * LOSS_TOLERANCE[case.precision]
-        for eager, replayed in ranks:
-            assert replayed["said"] == [SAID[case.stages > 1]], name_of(case)
+        for eager, replayed in reports:
+            assert replayed["lines"] == [LINES[case.stages > 1]], name_of(case)
             for one, other in zip(eager["steps"], replayed["steps"], strict=True):
                 assert other == pytest.approx(one, rel=slack, nan_ok=True), name_of(case)
-
-
-@pytest.mark.launch
-@pytest.mark.gpu
-def test_on_a_gpu_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
-    alone = [case for case in CASES + MORE if ranks_of(case) == 1]
-    check_on_gpus(tmp_path, alone, DS_ACCELERATOR="cuda")
-
-
-@pytest.mark.launch
-@pytest.mark.gpu(2)
-def test_on_gpus_replayed_steps_of_two_ranks_train_as_eager_ones(tmp_path: Path) -> None:
-    pairs = [case for case in CASES + MORE if ranks_of(case) == 2]
-    check_on_gpus(tmp_path, pairs, DS_ACCELERATOR="cuda")
-
-
-@pytest.mark.launch
-@pytest.mark.gpu
-def test_on_one_gpu_shared_by_two_ranks_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
-    pairs = [case for case in CASES + MORE if ranks_of(case) == 2]
-    check_on_gpus(tmp_path, pairs, **on_a_shared_gpu())
 
 
 @pytest.mark.gpu
@@ -457,4 +372,4 @@ def test_on_a_gpu_a_capture_that_fails_leaves_memory_and_random_numbers_usable()
 
 
 if __name__ == "__main__":
-    report_cases(run)
+    report_cases(lambda case: run(*case))

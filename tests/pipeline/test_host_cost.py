@@ -1,6 +1,6 @@
 """What a training step costs the host: operators, launches and Python calls of the engine, beside a plain loop.
 
-As a script, with a folder for its report, this counts one step of each case: an operator is one that reaches PyTorch's
+As a script, with a file of cases and a folder, this counts one step of each: an operator is one that reaches PyTorch's
 dispatcher, a launch one that is neither a view nor an allocation. Those that draw noise and timesteps are left out, in
 the loop as in the engine. Counts are exact, but depend on the processor's vector instructions, alike in both.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import sys
 import unittest.mock
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,15 +29,12 @@ from ddpm_ds.config.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.config.ds_model import DsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.predict.simulate import typical_programs
-from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.unet.model import UNet
-from tests.launching import run_ranks, tiny_spec
+from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
-from tests.pipeline.ladder_worker import DTYPES, Case, Precision, layers_of
+from tests.pipeline.ladder_worker import DTYPES, Case, Precision, layers_of, report_cases, run_cases
 
 pytestmark = pytest.mark.capability
 WARM_UP = 2
@@ -47,8 +42,6 @@ IMAGES = 2
 """Images of a micro-batch."""
 PARAMETERS = {2: 184, 1: 128}
 """Parameters of the U-Net by its blocks per level."""
-Costs = dict[str, list[HostCost]]
-"""Counts of the loop and the ranks by case."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 
 
@@ -105,13 +98,11 @@ def loop_cost(blocks: int, precision: Precision, count: int) -> HostCost:
 
 
 def engine_cost(spec: RunSpec, case: Case) -> HostCost:
-    """A rank of the engine, with its averaged weights; two ranks have weight-gradient passes."""
+    """The engine, with its averaged weights."""
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
         zero = {"stage": case.zero, "reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
         engine = case.engine(spec, zero_optimization=zero)
     engine.objective = Uncounted(spec, device())
-    if case.stages > 1:
-        engine.follow(typical_programs("planned", case.micro_batches, case.stages, case.micro_batches))
     engine.averages = Ema(engine, spec.ema)
 
     def step(number: int) -> None:
@@ -122,79 +113,42 @@ def engine_cost(spec: RunSpec, case: Case) -> HostCost:
     return cost
 
 
+QUICK = (0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "bf16"), (2, "fp16")
+"""Pairs of a ZeRO stage and a precision; each of the others is in one of these."""
 ALL = [Case(1, 1, zero, precision, 0, fused=True, micro_batches=1) for zero in (0, 1, 2) for precision in PRECISIONS]
-LONG = [case for case in ALL if (case.zero, case.precision) in ((0, "bf16"), (1, "fp32"), (1, "fp16"), (2, "fp32"))]
-"""Pairs of a stage and a precision that each meet others in the quick cases."""
-ONE = [pytest.param(case, marks=pytest.mark.long) if case in LONG else pytest.param(case) for case in ALL]
 WIDE = Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=1, fp32_accumulation=True)
 SEVERAL = [Case(1, 1, 2, "bf16", 0, fused=True, micro_batches=3), WIDE]
 
 
-def name_of(case: Case, blocks: int = 2) -> str:
-    """A case in a report."""
-    wide = "-wide" if case.fp32_accumulation else ""
-    return f"zero{case.zero}-{case.precision}{wide}-{case.micro_batches} x {blocks} blocks"
-
-
-def cases_of(what: str) -> list[tuple[Case, int]]:
-    """The quick or the long cases, each with the U-Net's blocks per level."""
-    found = [(case, blocks) for case in ALL if (case in LONG) == (what == "long") for blocks in PARAMETERS]
-    return found + [(case, 2) for case in SEVERAL if what == "quick"]
-
-
-def report(folder: Path, processes: int, what: str) -> Costs:
-    """What the ranks counted, by case; of one process the loop's counts first."""
-    done = run_ranks(processes, Path(__file__), str(folder), what)
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
-    return {name: [HostCost(**cost) for rank in ranks for cost in rank[name]] for name in ranks[0]}
-
-
-@pytest.fixture(scope="module")
-def costs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Costs]:
-    return functools.cache(lambda what: report(tmp_path_factory.mktemp("cost"), 1, what))
-
-
-@pytest.fixture
-def costs(costs_of: Callable[[str], Costs], case: Case) -> Costs:
-    return costs_of("long" if case in LONG else "quick")
+def counts(values: dict[str, Any], blocks: int) -> list[dict[str, int]]:
+    """Counts of the loop and of the engine."""
+    case = Case.of(values)
+    engine = engine_cost(spec_of(blocks, IMAGES * case.micro_batches), case)
+    return [asdict(cost) for cost in (loop_cost(blocks, case.precision, case.micro_batches), engine)]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("case", [*ONE, *SEVERAL], ids=name_of)
-def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(costs: Costs, case: Case) -> None:
-    loop, engine = costs[name_of(case)]
-    few = 16 + 4 * case.micro_batches  # the engine also skips steps that are not finite, and knows each image's index
-    assert engine.launches - loop.launches <= few
-    assert engine.operators - loop.operators <= few
-    if case.zero or case.precision == "bf16":
-        assert engine.calls <= 1.1 * loop.calls
-    assert engine.slow == 0, "foreach takes a launch for each tensor"
-    assert engine.waits == 0
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("case", ONE, ids=name_of)
-def test_what_the_engine_costs_more_does_not_grow_with_the_parameters(costs: Costs, case: Case) -> None:
-    more = []
-    for blocks in PARAMETERS:
-        loop, engine = costs[name_of(case, blocks)]
-        more.append((engine.operators - loop.operators, engine.launches - loop.launches))
-    assert more[0] == more[1]
-
-
-def main() -> None:
-    use_host_accelerator()
-    torch.set_num_threads(1)
-    with process_group():
-        folder, what = sys.argv[-2:]
-        found = {}
-        for case, blocks in cases_of(what):
-            spec = spec_of(blocks, IMAGES * case.micro_batches)
-            loops = [loop_cost(blocks, case.precision, case.micro_batches)] if case.stages == 1 else []
-            found[name_of(case, blocks)] = [asdict(cost) for cost in (*loops, engine_cost(spec, case))]
-        Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_step_of_the_engine_costs_the_host_what_a_plain_loop_does(quick: bool, tmp_path: Path) -> None:
+    """And no more for more parameters."""
+    own = [case for case in ALL if ((case.zero, case.precision) in QUICK) == quick]
+    cases = [(case, 2) for case in own + SEVERAL * quick] + [(case, 1) for case in own]
+    (reports,) = run_cases(1, Path(__file__), [[asdict(case), blocks] for case, blocks in cases], tmp_path)
+    found = {case: [HostCost(**cost) for cost in costs] for case, costs in zip(cases, reports, strict=True)}
+    for case, blocks in cases:
+        loop, engine = found[case, blocks]
+        few = 16 + 4 * case.micro_batches  # the engine also skips steps that are not finite, and knows images' indices
+        assert engine.launches - loop.launches <= few, case
+        assert engine.operators - loop.operators <= few, case
+        if case.zero or case.precision == "bf16":
+            assert engine.calls <= 1.1 * loop.calls, case
+        assert engine.slow == 0, f"foreach takes a launch for each tensor in {case}"
+        assert engine.waits == 0, case
+    for case in own:
+        (loop, engine), (small_loop, small) = found[case, 2], found[case, 1]
+        assert engine.operators - loop.operators == small.operators - small_loop.operators, case
+        assert engine.launches - loop.launches == small.launches - small_loop.launches, case
 
 
 if __name__ == "__main__":
-    main()
+    report_cases(lambda case: counts(*case))

@@ -5,7 +5,6 @@ As a script, with CASES.json and REPORT_FOLDER, this is one rank, which writes w
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.launching import run_ranks, tiny_spec, write_json
+from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, report_cases
+from tests.pipeline.ladder_worker import Case, report_cases, run_cases
 
 CASES = [
     Case(2, 1, 2, "fp16", 1, micro_batches=2),
@@ -76,8 +75,8 @@ def order(tensor: Tensor) -> list[int]:
     return sorted(dimensions, key=tensor.stride, reverse=True)
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    """Formats of the case's second step."""
+def run_case(case: Case) -> tuple[int, Counter[str]]:
+    """Tensors seen, and those in other formats, in the case's second step."""
     spec = tiny_spec(unet={"channels": WIDTH, "dropout": 0.1})
     engine = case.engine(spec)
     formats = Formats()
@@ -85,7 +84,7 @@ def run_case(case: Case) -> dict[str, Any]:
     with formats:
         engine.train_batch(micro_batches(engine, global_batch(spec, 1)))
     engine.destroy()
-    return {"seen": formats.seen, "others": formats.others}
+    return formats.seen, formats.others
 
 
 def test_no_layout_is_converted_in_a_stage_or_on_its_way_to_the_next(tmp_path: Path) -> None:
@@ -99,13 +98,9 @@ def test_no_layout_is_converted_on_a_gpu(tmp_path: Path) -> None:
 
 def check(processes: int, cases: list[Case], folder: Path, **environment: str) -> None:
     """Every rank of every case sees activations, and none in another format."""
-    file = write_json(folder / "cases.json", [asdict(case) for case in cases])
-    done = run_ranks(processes, Path(__file__), str(file), str(folder), **environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    for rank in range(processes):
-        for case, found in zip(cases, json.loads((folder / f"rank{rank}.json").read_text()), strict=True):
-            assert found["seen"] > 100, case
-            assert found["others"] == {}, case
+    for reports in run_cases(processes, Path(__file__), [asdict(case) for case in cases], folder, **environment):
+        for case, (seen, others) in zip(cases, reports, strict=True):
+            assert seen > 100 and others == {}, case
 
 
 if __name__ == "__main__":

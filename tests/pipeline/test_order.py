@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -14,19 +13,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.config.ds_config import Schedule
-from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
-from ddpm_ds.processes.process_group import process_group
-from tests.launching import run_ranks
 from tests.pipeline.batches import global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, spec_of
+from tests.pipeline.ladder_worker import Case, report_cases, run_cases, spec_of
 from tests.pipeline.order_model import LockError, Operation, RecordedChannel, RecordedWork, execute, training_order
 from tests.pipeline.random_programs import random_programs
 
@@ -238,12 +233,11 @@ COUNT = 8
 @pytest.mark.launch
 def test_the_engines_post_what_the_model_posts(tmp_path: Path) -> None:
     """Sends, receives and waits of a step, in their order, on each of four ranks."""
-    done = run_ranks(4, Path(__file__), str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    for schedule, rank in itertools.product(SCHEDULES, range(4)):
+    reports = run_cases(4, Path(__file__), list(SCHEDULES), tmp_path)
+    for (number, schedule), rank in itertools.product(enumerate(SCHEDULES), range(4)):
         programs = [program(schedule, COUNT, 4, rank) for rank in range(4)]
         expected = [operation[:3] for operation in training_order(schedule, programs, rank) if operation.edge]
-        assert (tmp_path / f"{schedule}{rank}.json").read_text() == json.dumps(expected)
+        assert reports[rank][number] == json.loads(json.dumps(expected))
 
 
 @contextlib.contextmanager
@@ -269,19 +263,14 @@ def noted_operations() -> Iterator[list[Operation]]:
         yield operations
 
 
-def main() -> None:
-    """One rank, which writes down what its engine posts and waits for in a step of each schedule."""
-    use_host_accelerator()
-    with process_group():
-        for schedule in SCHEDULES:
-            case, spec = Case(4, 1, 0, "fp32", 0, micro_batches=COUNT, schedule=schedule), spec_of(compiled=False)
-            engine = case.engine(spec)
-            with noted_operations() as operations:
-                engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
-            Path(sys.argv[1], f"{schedule}{dist.get_rank()}.json").write_text(
-                json.dumps([operation[:3] for operation in operations])
-            )
+def posted(schedule: Schedule) -> list[Any]:
+    """What the engine of this rank posts and waits for in a step."""
+    case, spec = Case(4, 1, 0, "fp32", 0, micro_batches=COUNT, schedule=schedule), spec_of(compiled=False)
+    engine = case.engine(spec)
+    with noted_operations() as operations:
+        engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    return [operation[:3] for operation in operations]
 
 
 if __name__ == "__main__":
-    main()
+    report_cases(posted)

@@ -64,7 +64,7 @@ def test_it_moves_as_deepspeeds_also_after_either_was_restored_from_the_other(
 
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_step_that_is_withheld_changes_nothing_and_the_next_one_is_taken(checks: bool) -> None:
-    """Also where DeepSpeed is told to step whatever the gradients are."""
+    """Also where DeepSpeed steps whatever the gradients are."""
     weight = torch.nn.Parameter(torch.ones(3))
     adam = torch.optim.AdamW([weight], lr=0.1, fused=True)
     engine: Any = SimpleNamespace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -119,9 +119,7 @@ def test_the_bytes_that_cross_hosts_are_those_of_every_message(
     counted = (found.activations, found.gradients, found.weights, found.within_hosts)
     assert counted == pytest.approx([crossing[kind] for kind in ("activations", "gradients", "weights", "within")])
     assert found.sent == pytest.approx(by_host)
-    assert found.between_hosts == pytest.approx(sum(by_host.values())) and found.busiest == pytest.approx(
-        max(by_host.values())
-    )
+    assert (found.between_hosts, found.busiest) == pytest.approx((sum(by_host.values()), max(by_host.values())))
 
 
 def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_after_each_micro_batch() -> None:
@@ -140,7 +138,7 @@ def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_a
     assert gradients(once, [[3, 1.5], [8, 8]]) == gradients(once)
 
 
-def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
+def test_the_axis_across_hosts_is_the_one_that_is_split() -> None:
     hosts = hosts_of(4, 4)
     by_stages, by_replicas = (Grid(2, 4, across, hosts) for across in ACROSS_HOSTS)
     assert [by_stages.hosts_of(stage) for stage in range(2)] == [["a"] * 4, ["b"] * 4]
@@ -148,7 +146,7 @@ def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
     assert all(edges.crossing == 0 for edges in (*by_stages.rings, *by_replicas.boundaries))
 
 
-# -------------------------------------------------------------------------------- what is chosen
+# -------------------------------------------------------------------------------- the axis across hosts
 
 
 def resolved(stages: int, world_size: int = 4, **config: Any) -> ResolvedDsConfig:
@@ -207,22 +205,23 @@ def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage:
 # -------------------------------------------------------------------------------- before the ranks have met
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
-    def said(world_size: int, **environment: int) -> tuple[str, ...]:
-        for name in ("LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, str(value))
-        return launched_hosts(world_size)
-
-    return said
-
-
-def test_hosts_of_one_size_are_known_before_the_ranks_have_met(launched: Callable[..., tuple[str, ...]]) -> None:
-    assert launched(4) == ("0",) * 4
-    assert launched(4, LOCAL_WORLD_SIZE=2) == ("0", "0", "1", "1")
-    assert launched(4, LOCAL_WORLD_SIZE=2, CROSS_SIZE=2) == ("0", "0", "1", "1")
-    assert launched(4, LOCAL_WORLD_SIZE=4, GROUP_WORLD_SIZE=1) == ("0",) * 4
-    assert launched(4, LOCAL_WORLD_SIZE=3, CROSS_SIZE=2) == launched(4, LOCAL_WORLD_SIZE=1, CROSS_SIZE=2) == ()
-    assert launched(4, LOCAL_WORLD_SIZE=3) == ()
+@pytest.mark.parametrize(
+    ("variables", "hosts"),
+    [
+        ({}, ("0",) * 4),
+        ({"LOCAL_WORLD_SIZE": 2}, ("0", "0", "1", "1")),
+        ({"LOCAL_WORLD_SIZE": 2, "CROSS_SIZE": 2}, ("0", "0", "1", "1")),
+        ({"LOCAL_WORLD_SIZE": 4, "GROUP_WORLD_SIZE": 1}, ("0",) * 4),
+        ({"LOCAL_WORLD_SIZE": 3, "CROSS_SIZE": 2}, ()),
+        ({"LOCAL_WORLD_SIZE": 1, "CROSS_SIZE": 2}, ()),
+        ({"LOCAL_WORLD_SIZE": 3}, ()),
+    ],
+)
+def test_hosts_of_one_size_are_known_before_the_ranks_have_met(
+    variables: dict[str, int], hosts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert launched_hosts(4) == hosts

@@ -24,10 +24,7 @@ from tests.pipeline.random_programs import random_programs
 
 # f forward and b backward of phase 0, down the U-Net; F and B those of phase 1, up it; then the micro-batch.
 GRIDS: dict[tuple[Schedule, int, int], list[str]] = {
-    ("1f1b", 2, 4): [
-        "f0 f1 b0 f2 b1 f3 b2 b3",
-        "f0 b0 f1 b1 f2 b2 f3 b3",
-    ],
+    ("1f1b", 2, 4): ["f0 f1 b0 f2 b1 f3 b2 b3", "f0 b0 f1 b1 f2 b2 f3 b3"],
     ("folded", 2, 4): [
         "f0 f1 f2 F0 B0 F1 f3 B1 F2 b0 B2 F3 b1 B3 b2 b3",
         "f0 F0 f1 F1 f2 B0 F2 b0 f3 B1 F3 b1 B2 b2 B3 b3",

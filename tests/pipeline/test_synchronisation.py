@@ -1,24 +1,20 @@
 """A training step that does not log lets the host run ahead of the device.
 
-As a script, with a folder for its report and "waits", "courses, quick" or "courses, long", this trains tiny cases in
-one process, all or those that are quick or long, and writes where a training step waits for the device, and for the
-latter two also what a step whose gradients are infinite changes. On a CPU nothing waits, so what would wait on CUDA is
-counted: operations that hand a value to the host or whose result has a size that depends on values, values that the
-host hands over, and the accelerator's synchronize.
+As a script, with a file of cases and a folder, this trains tiny cases in one process, and writes where a step waits for
+the device; in courses also what a step with infinite gradients changes.
+On a CPU nothing waits, so operations that would wait on CUDA are counted: those that hand a value to or from the host
+or whose result has a size that depends on values, and the accelerator's synchronize.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import json
 import math
-import sys
 import traceback
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +25,14 @@ from deepspeed.runtime import bf16_optimizer
 from rivals.measure import WAITS, in_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
-from tests.launching import run_ranks, tiny_spec
+from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
-from tests.pipeline.ladder_worker import Case, Precision, groups_of_its_own
+from tests.pipeline.ladder_worker import Case, Precision, report_cases, run_cases
 
 WARM_UP = 2
 BATCH = 4
@@ -120,38 +113,6 @@ def built(case: Case, clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpe
         return case.engine(spec, gradient_clipping=clipping), spec
 
 
-class Operations(TorchDispatchMode):
-    """Lists every operation with the values that the host gives it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = ["tensor" if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves((args, kwargs))]
-        self.found.append(f"{func} {values}")
-        return func(*args, **(kwargs or {}))
-
-
-def changes(case: Case) -> list[list[str]]:
-    """Operations of two steps after the warm-up that differ in themselves or in values of the host."""
-    engine, spec = built(case)
-    engine.averages, steps = Ema(engine, spec.ema), []
-    engine.rate = lambda before, batch: 1e-3 / (1 + before)
-    execute = engine.execute_program
-
-    def noted(*, by_host: bool, **start: Any) -> Tensor:
-        steps.append(Operations())
-        with steps[-1]:
-            return execute(by_host=by_host, **start)
-
-    engine.execute_program = noted  # type: ignore[method-assign]
-    for step in range(WARM_UP + 2):
-        engine.train_batch(micro_batches(engine, global_batch(spec, step)))
-    engine.destroy()
-    return [list(pair) for pair in itertools.zip_longest(*(step.found for step in steps[WARM_UP:])) if len({*pair}) > 1]
-
-
 def places_of_waits(case: Case) -> list[str]:
     """What a step after the warm-up waits for."""
     engine, spec = built(case)
@@ -169,14 +130,14 @@ def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
     """What a step with an infinite gradient changes, after each step how many more would send their messages by the
     hosts, and before and after each whether samples would.
 
-    In fp32 without ZeRO there is no such step.
+    If none is skipped, there is no such step.
     """
     engine, spec = built(case)
     objective, poisoned = engine.objective, Poisoned(engine.objective)
     changed: list[str] = []
     cautious, sampling = [], [engine.warm_up(1, gradients=False) for _ in range(2)]
     for step in range(3):
-        bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
+        bad = step == POISONED and skips(case)
         engine.objective = poisoned if bad else objective
         before = state_of(engine) if bad else {}
         engine.train_batch(micro_batches(engine, global_batch(spec, step)))
@@ -185,8 +146,7 @@ def course(case: Case) -> tuple[list[str], list[int], list[bool]]:
         changed += [f"step {step}: norm"] if finite == bad else []
         cautious.append(engine._cautious_steps)
         sampling.append(engine.warm_up(1, gradients=False))
-    skipped = (case.zero, case.precision) != (0, "fp32")
-    changed += [] if engine.count_skipped_steps() == skipped else ["count"]
+    changed += [] if engine.count_skipped_steps() == skips(case) else ["count"]
     engine.destroy()
     return changed, cautious, sampling
 
@@ -208,109 +168,59 @@ class Poisoned:
         self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
 
 
-WAYS: tuple[tuple[int, Precision, bool], ...] = (
-    (0, "fp32", False),
-    (2, "fp32", True),
-    (0, "bf16", True),
-    (1, "bf16", False),
-    (0, "fp16", False),
-    (2, "fp16", False),
-    (0, "fp16", True),
-    (2, "fp16", True),
-)
-LONG_WAYS = (2, "fp32", True), (2, "fp16", False), (0, "fp16", True)
+WAYS: dict[bool, tuple[tuple[int, Precision, bool], ...]] = {
+    False: ((0, "fp32", False), (0, "bf16", True), (1, "bf16", False), (0, "fp16", False), (2, "fp16", True)),
+    True: ((2, "fp32", True), (2, "fp16", False), (0, "fp16", True)),
+}
+"""ZeRO stages, precisions and whether Adam is fused, in quick cases and in long ones, whose values each meet others in
+the quick ones."""
 CASES = {
-    f"zero{zero}-{precision}{'-fused' if fused else ''}": Case(1, 1, zero, precision, 0, micro_batches=1, fused=fused)
-    for zero, precision, fused in WAYS
+    slow: [Case(1, 1, zero, precision, 0, micro_batches=1, fused=fused) for zero, precision, fused in ways]
+    for slow, ways in WAYS.items()
 }
 
-LONG = [name for name, case in CASES.items() if (case.zero, case.precision, case.fused) in LONG_WAYS]
-"""Their precision, their ZeRO stage and their optimizer each meet others in the quick cases."""
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else pytest.param(name) for name in CASES]
-OF_TENSORS = [name for name, case in CASES.items() if case.fused]
-"""Cases whose steps take nothing from the host."""
+
+def skips(case: Case) -> bool:
+    """Whether a step with an infinite gradient is skipped."""
+    return (case.zero, case.precision) != (0, "fp32")
 
 
-def waits(case: Case) -> int:
-    """How often the host must hear from the device: whether to step, unless the optimizer decides that itself."""
-    return 0 if case.fused else 1
+def expected(case: Case) -> dict[str, Any]:
+    """What must be found of a case, but for the places of the waits: their number."""
+    return {
+        "waits": 0 if case.fused else 1,  # the host hears whether to step, unless the optimizer decides that itself
+        "changed by a skipped step": [],
+        # one of these steps allocates no moments if it is skipped, so the allocator reaches its peak in a later one
+        "steps that will send by the hosts": [1, 1, 0] if skips(case) else [1, 0, 0],
+        "samples sent by the hosts": [True, False, True, False, False],
+    }
 
 
-def run(folder: Path, what: str, **environment: str) -> Any:
-    """What the script saw, by case."""
-    done = run_ranks(1, Path(__file__), str(folder), what, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "report.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def reports_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    return functools.cache(lambda what: run(tmp_path_factory.mktemp("synchronisation"), what))
-
-
-@pytest.fixture
-def reports(reports_of: Callable[[str], Any], name: str) -> Any:
-    return reports_of("courses, long" if name in LONG else "courses, quick")
+def run(values: dict[str, Any], course_too: bool) -> dict[str, Any]:
+    """The places where a case waits, and what else is expected of a course."""
+    case = Case.of(values)
+    names = list(expected(case))[1:] if course_too else []
+    return {"waits": places_of_waits(case), **dict(zip(names, course(case) if course_too else (), strict=True))}
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_does_not_log_waits_for_the_device_as_seldom_as_it_can(reports: Any, name: str) -> None:
-    found = reports[name]["waits"]
-    assert len(found) == waits(CASES[name]), "\n".join(found)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", [one for one in NAMES if one.values[0] in OF_TENSORS])
-def test_two_steps_are_the_same_operations_with_the_same_values_of_the_host(reports: Any, name: str) -> None:
-    assert reports[name]["changes"] == []
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_is_skipped_is_counted_and_changes_neither_weights_nor_moments(reports: Any, name: str) -> None:
-    assert reports[name]["changed"] == []
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_a_skipped_step_is_none_of_the_first_steps_whose_messages_go_by_the_hosts(reports: Any, name: str) -> None:
-    """It allocates no moments, so the allocator reaches its peak in a later step."""
-    case = CASES[name]
-    skips = (case.zero, case.precision) != (0, "fp32")  # the course has no infinite gradient then
-    assert reports[name]["cautious"] == ([1, 1, 0] if skips else [1, 0, 0])
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", NAMES)
-def test_the_first_samples_and_the_first_after_the_first_step_go_by_the_hosts(reports: Any, name: str) -> None:
-    assert reports[name]["sampling"] == [True, False, True, False, False]
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_step_waits_as_seldom_as_it_can_and_a_skipped_one_changes_nothing(slow: bool, tmp_path: Path) -> None:
+    cases = CASES[slow]
+    (reports,) = run_cases(1, Path(__file__), [[asdict(case), True] for case in cases], tmp_path)
+    for case, found in zip(cases, reports, strict=True):
+        assert found | {"waits": len(found["waits"])} == expected(case), (case, found["waits"])
 
 
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
-    found = run(tmp_path, "waits", DS_ACCELERATOR="cuda")
-    assert {name: report["waits"] for name, report in found.items() if len(report["waits"]) != waits(CASES[name])} == {}
-
-
-def main() -> None:
-    folder, what = sys.argv[-2:]
-    use_host_accelerator()
-    torch.set_num_threads(1)
-    with process_group():
-        report: dict[str, Any] = {}
-        for name, case in CASES.items():
-            if what.startswith("courses") and (name in LONG) != what.endswith("long"):
-                continue
-            with groups_of_its_own():
-                report[name] = {"waits": places_of_waits(case)}
-                if what.startswith("courses"):
-                    report[name] |= dict(zip(("changed", "cautious", "sampling"), course(case), strict=True))
-                    if name in OF_TENSORS:
-                        report[name]["changes"] = changes(case)
-        Path(folder, "report.json").write_text(json.dumps(report))
+    cases = [*CASES[False], *CASES[True]]
+    given = [[asdict(case), False] for case in cases]
+    (reports,) = run_cases(1, Path(__file__), given, tmp_path, DS_ACCELERATOR="cuda")
+    for case, found in zip(cases, reports, strict=True):
+        assert len(found["waits"]) == expected(case)["waits"], (case, found["waits"])
 
 
 if __name__ == "__main__":
-    main()
+    report_cases(lambda case: run(*case))

@@ -18,8 +18,8 @@ from ddpm_ds.checkpoint.reader import Reader, code_of
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_tensors
+from ddpm_ds.pipeline.adam8bit import Adam8bit
 from ddpm_ds.pipeline.deepspeed_insides import OwnedPiece
-from ddpm_ds.pipeline.own_step import Adam8bit
 from ddpm_ds.unet.shards import Shard
 from tests.checkpoint.saving import describe, scalars
 from tests.train.courses import Courses, Layout

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.pipeline.module import warm_up
 from ddpm_ds.unet.blocks import sinusoid
@@ -18,6 +20,22 @@ from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import EmbeddingProjection
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.unet.variants import VARIANTS, batch, context, interface_of, layers_of, narrowing, random_unet, rounding
+
+
+class Operators(TorchDispatchMode):
+    """While entered, counts operators by name, and notes those that give fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.half: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        self.counts[name] += 1
+        if any(isinstance(one, torch.Tensor) and one.dtype is torch.float16 for one in tree_leaves(out)):
+            self.half.add(name)
+        return out
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -39,29 +57,11 @@ def test_fp16_on_cpu_equals_fp32_within_the_rounding_of_fp16(name: str) -> None:
 
 
 def test_on_cpu_nothing_but_copies_and_joins_is_computed_in_fp16() -> None:
-    class Dtypes(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.half: set[str] = set()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            outputs = out if isinstance(out, tuple | list) else (out,)
-            if any(isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float16 for tensor in outputs):
-                self.half.add(func.overloadpacket.__name__)
-            return out
-
     unet = random_unet(layers_of("heads")).half()
-    with Dtypes() as dtypes:
+    with Operators() as operators:
         unet(*batch("heads"))
-    assert dtypes.half <= {"_to_copy", "cat", "detach"}
-
-
-def test_bf16_weights_compute_in_bf16() -> None:
-    layers = layers_of("classes")
-    prediction, expected = random_unet(layers).bfloat16()(*batch("classes")), random_unet(layers)(*batch("classes"))
-    assert prediction.dtype is torch.bfloat16
-    assert (prediction - expected).norm() <= narrowing(len(layers), torch.bfloat16) * expected.norm()
+    assert operators.half <= {"_to_copy", "cat", "detach"}
+    assert random_unet(layers_of("classes")).bfloat16()(*batch("classes")).dtype is torch.bfloat16
 
 
 def test_prediction_of_an_image_does_not_depend_on_the_rest_of_its_batch() -> None:
@@ -76,18 +76,6 @@ def test_prediction_of_an_image_does_not_depend_on_the_rest_of_its_batch() -> No
     )
 
 
-class Operators(TorchDispatchMode):
-    """While entered, counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", ["ddpm", "scale_shift", "dropout", "wide_embedding"])
 def test_blocks_compute_together_what_each_does_alone_with_one_projection_each_way(name: str) -> None:
     layers = layers_of(name)
@@ -95,7 +83,7 @@ def test_blocks_compute_together_what_each_does_alone_with_one_projection_each_w
     blocks = sum(isinstance(layer, BlockLayer) for layer in layers)
     alone: Any = batch(name)
     ways = []
-    with Operators() as apart:
+    with Operators() as separately:
         for layer in unet.layers:
             alone = layer(alone)
         ways.append(torch.autograd.grad(alone.square().mean(), [*unet.parameters()]))
@@ -105,8 +93,8 @@ def test_blocks_compute_together_what_each_does_alone_with_one_projection_each_w
     assert (prediction - alone).norm() <= rounding(layers) * alone.norm()
     for expected, found, (parameter, _) in zip(*ways, unet.named_parameters(), strict=True):
         assert (found - expected).norm() <= 2 * rounding(layers) * (expected.norm() + 0.1), parameter
-    assert apart.counts["addmm"] - together.counts["addmm"] == blocks - 1
-    assert apart.counts["mm"] - together.counts["mm"] == 2 * (blocks - 1)
+    assert separately.counts["addmm"] - together.counts["addmm"] == blocks - 1
+    assert separately.counts["mm"] - together.counts["mm"] == 2 * (blocks - 1)
 
 
 def test_weight_gradients_of_projections_that_wait_are_one_product_for_all_blocks_and_micro_batches() -> None:
@@ -169,16 +157,12 @@ def test_what_was_compiled_for_each_layer_alone_fits_the_walk(
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 8])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_sinusoid_is_finite_and_of_the_asked_width(channels: int, shift: int) -> None:
-    waves = sinusoid(torch.tensor([0, 999]), channels, sine_first=True, shift=shift)
-    assert waves.shape == (2, channels) and waves.isfinite().all()
-
-
-def test_sinusoid_runs_from_frequency_1_to_1e_4_with_shift_1() -> None:
+def test_sinusoid_runs_from_frequency_1_to_1e_4_with_shift_1_and_is_finite_in_any_width() -> None:
     t = torch.tensor([100])
     sine_first = sinusoid(t, 8, sine_first=True, shift=1)[0]
     ends = torch.tensor([100.0, 0.01]).sin().tolist()
     assert [sine_first[0].item(), sine_first[3].item()] == pytest.approx(ends, abs=1e-5)  # 100 roundings of an fp32 1
     assert torch.equal(sinusoid(t, 8, sine_first=False, shift=1)[0], sine_first.roll(4))
+    for channels, shift in product((1, 2, 3, 8), (0, 1)):
+        waves = sinusoid(torch.tensor([0, 999]), channels, sine_first=True, shift=shift)
+        assert waves.shape == (2, channels) and waves.isfinite().all()

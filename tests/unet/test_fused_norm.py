@@ -123,10 +123,7 @@ def same_as_eager() -> dict[str, bool]:
     case = Case(vectors=("scale", "shift"), shape=(2, 12, 3, 3))
     tensors, dy = case.tensors("cpu")
     expected = results(fused_norm_silu, case, tensors, dy)
-    ways = {
-        "compiled": torch.compile(fused_norm_silu, fullgraph=True, backend="aot_eager"),
-        "recomputed": recomputed,
-    }
+    ways = {"compiled": torch.compile(fused_norm_silu, fullgraph=True, backend="aot_eager"), "recomputed": recomputed}
     found = {way: results(norm, case, tensors, dy) for way, norm in ways.items()}
     return {way: all(torch.equal(got[name], expected[name]) for name in expected) for way, got in found.items()}
 

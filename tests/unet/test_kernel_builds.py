@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,15 +17,23 @@ SUMS = {"means", "squares", "sums", "mean", "rstd", "mean_dh", "mean_dh_h", "per
 SIZES = {"C": 192, "G": 32, "ROWS": 16, "COLUMNS": 64, "TILES": 4, "GROUPS": 4, "WIDTH": 8, "SILU": 1}
 
 
+def built(kernel: Any, signature: dict[str, str], constants: dict[str, Any], hints: Any = None) -> dict[str, Any]:
+    """The code of a kernel, with constants by name."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    code = compile(ASTSource(kernel, signature, places, hints), target=GPUTarget("cuda", 90, 32)).asm
+    assert code["cubin"]
+    return code
+
+
 def build_norms(given: bool) -> None:
     """Build every kernel of the normalisation for bf16.
 
     Without optional tensors every size is 1, which Triton makes a constant.
     """
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from ddpm_ds.unet import fused_norm, fused_norm_kernels
 
     launched = set(re.findall(r"\bkernels\.(\w+)\[", inspect.getsource(fused_norm)))
@@ -44,17 +53,11 @@ def build_norms(given: bool) -> None:
                 signature[name] = "i32"
             else:
                 signature[name], constants[name] = "constexpr", 1
-        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        built = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
-        assert built.asm["cubin"]
+        built(kernel, signature, constants)
 
 
 def build_masks() -> None:
     """Build the kernel of the masks, for masks of a multiple of 16 elements and for others."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from ddpm_ds.unet.keyed_mask import ALIGNED, HASH_MULTIPLIERS, WORDS, write_keep_masks
 
     names = write_keep_masks.arg_names
@@ -62,28 +65,21 @@ def build_masks() -> None:
     for aligned in (ALIGNED, 1):
         values = dict(zip(names[6:], (*HASH_MULTIPLIERS, WORDS, aligned), strict=True))
         signature = types | dict.fromkeys(names[4:6], "i32") | dict.fromkeys(values, "constexpr")
-        places = {(names.index(name),): value for name, value in values.items()}
         hints = {(names.index(name),): [["tt.divisibility", 16]] for name in ("rows", "mask_of_block", "keep")}
-        built = compile(ASTSource(write_keep_masks, signature, places, hints), target=GPUTarget("cuda", 90, 32))
-        assert built.asm["cubin"]
-        assert ("st.global.v4.b32" in built.asm["ptx"]) == (aligned == 16), "a store of 16 bytes a thread"
+        code = built(write_keep_masks, signature, values, hints)
+        assert ("st.global.v4.b32" in code["ptx"]) == (aligned == 16), "a store of 16 bytes a thread"
 
 
 def build_draws() -> None:
     """Build the kernel of the draws for a small seed and a large one."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from ddpm_ds.keyed_draws import BLOCKS, write_draws
 
     *names, constant = write_draws.arg_names
     pointers = {"images": "*i64", "codes": "*i64", "words": "*i64", "normals": "*fp32", constant: "constexpr"}
     for wide in ("i32", "i64"):
         signature = dict.fromkeys(names, "i32") | {"seed": wide} | pointers
-        source = ASTSource(write_draws, signature, {(len(names),): BLOCKS})
-        built = compile(source, target=GPUTarget("cuda", 90, 32))
-        assert built.asm["cubin"] and "sqrt.rn.f32" in built.asm["ptx"], "another root rounds otherwise than PyTorch's"
+        code = built(write_draws, signature, {constant: BLOCKS})
+        assert "sqrt.rn.f32" in code["ptx"], "another root rounds otherwise than PyTorch's"
 
 
 @pytest.mark.long

@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.config.ds_config import TensorSplit
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.unet.blocks import CarryLayer, transformer_blocks
+from ddpm_ds.unet.blocks import transformer_blocks
 from ddpm_ds.unet.layers import BlockLayer, boundary_shapes, unet_layers
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup
 from ddpm_ds.unet.weight_gradients import weighted_parts
-from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
+from tests.unet.variants import VARIANTS, batch, layers_of, random_unet, split_layer
 
 
 def test_list_of_layers_is_encoder_middle_decoder() -> None:
@@ -58,6 +58,18 @@ def test_boundary_lists_each_tensor_once() -> None:
     assert boundary_shapes(layers, cut["out"]) == (full, emb)
 
 
+class CountedGroup(TensorGroup):
+    """The first rank of a tensor group whose other ranks add zeros; counts the elements that are summed."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.summed = 0
+
+    def start_sum(self, x: Tensor) -> Callable[[], object]:
+        self.summed += x.numel()
+        return super().start_sum(x)
+
+
 SPLIT = ("heads", "scale_shift", "text", "text_time")
 """Variants that between them have every kind of layer that can be split."""
 
@@ -69,15 +81,13 @@ SPLIT = ("heads", "scale_shift", "text", "text_time")
         *(pytest.param(name, 2, marks=() if name in SPLIT else pytest.mark.long) for name in VARIANTS),
     ],
 )
-def test_parameters_macs_and_activations_are_those_of_the_modules(name: str, shards: int) -> None:
+def test_parameters_macs_activations_and_sums_are_those_of_the_modules(name: str, shards: int) -> None:
     layers = split_layers(layers_of(name), TensorSplit(shards))
-    modules = random_unet(layers).layers
-    carry = batch(name)
-    images = 2
-    for layer, module in zip(layers, modules, strict=True):
+    carry, images = batch(name), 2
+    for layer, module in zip(layers, random_unet(layers).layers, strict=True):
+        group = CountedGroup(layer.shards)
         if layer.shards > 1:
-            assert isinstance(module, CarryLayer)
-            module.split(TensorGroup(0, shards))
+            split_layer(module, group)
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
         assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 
@@ -87,8 +97,18 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str, sha
             module(inputs)
         assert counter.get_total_flops() == pytest.approx(2 * layer.macs * images, rel=0.02), layer.name
 
+        group.summed = 0
         saved, output = saved_by_autograd(module, inputs)
         assert saved / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
+        forward, backward = layer.summed_elements
+        assert group.summed == forward * images, layer.name
+        if layer.shards > 1:
+            group.summed = 0
+            wanted = [*module.parameters(), *(one for one in inputs if one.requires_grad)]
+            total = sum((one.sum() for one in output), torch.zeros(()))  # of a carry, or of the prediction's images
+            torch.autograd.grad(total, wanted, allow_unused=True)
+            embedding = layer.embedding_channels * isinstance(layer, BlockLayer)
+            assert group.summed == (backward + embedding) * images, layer.name
         carry = tuple(tensor.detach() for tensor in output)
 
 
@@ -131,41 +151,3 @@ def saved_by_autograd(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[in
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = module(inputs)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), output
-
-
-class CountedGroup(TensorGroup):
-    """The first rank of a tensor group whose other ranks add zeros; counts the elements that are summed."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(0, size)
-        self.summed = 0
-
-    def start_sum(self, x: Tensor) -> Callable[[], object]:
-        self.summed += x.numel()
-        return super().start_sum(x)
-
-
-@pytest.mark.parametrize("name", ["heads", "scale_shift", "text_time"])
-def test_split_layers_sum_and_keep_as_many_elements_as_they_say(name: str) -> None:
-    layers = split_layers(layers_of(name), TensorSplit(size=2))
-    modules, carry, images = random_unet(layers).layers, batch(name), 2
-    for layer, module in zip(layers, modules, strict=True):
-        group = CountedGroup(layer.shards)
-        if layer.shards > 1:
-            assert isinstance(module, CarryLayer)
-            module.split(group)
-            assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
-            assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
-        made = layer is not layers[0]
-        inputs = tuple(tensor.requires_grad_(made and tensor.is_floating_point()) for tensor in carry)
-        saved, output = saved_by_autograd(module, inputs)
-        assert saved / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
-        forward, backward = layer.summed_elements
-        assert group.summed == forward * images, layer.name
-        group.summed = 0
-        total = sum((one.sum() for one in output), torch.zeros(()))  # of a carry, or of the prediction's images
-        wanted = [*module.parameters(), *(one for one in inputs if one.requires_grad)]
-        torch.autograd.grad(total, wanted, allow_unused=True)
-        embedding = layer.embedding_channels * isinstance(layer, BlockLayer) if layer.shards > 1 else 0
-        assert group.summed == (backward + embedding) * images, layer.name
-        carry = tuple(tensor.detach() for tensor in output)

@@ -18,7 +18,7 @@ from tests.launching import PATIENCE_SECONDS
 from tests.unet.variants import batch, layers_of, random_unet, rounding
 
 
-def test_weights_are_a_function_of_seed_and_index_alone() -> None:
+def test_weights_are_a_function_of_seed_and_index_alone_and_differ_in_either() -> None:
     layers = layers_of("classes")
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -28,15 +28,9 @@ def test_weights_are_a_function_of_seed_and_index_alone() -> None:
     for index in reversed(range(len(layers))):
         alone = build_layer(layers[index], index, 5).state_dict()
         assert all(torch.equal(tensor, unet.layers[index].state_dict()[name]) for name, tensor in alone.items())
-
-
-def test_weights_differ_between_seeds_and_between_layers_of_one_shape() -> None:
-    layers = layers_of("ddpm")
-    first, second = (index for index, layer in enumerate(layers) if layer.name.startswith("down.3.block"))
-    drawn = [
-        build_layer(layers[index], index, seed).state_dict()["conv1.weight"]
-        for index, seed in ((first, 0), (second, 0), (first, 1), (first, 2**31 - 1))
-    ]
+    first, second = (index for index, layer in enumerate(layers) if layer.name.startswith("down.1.block"))
+    places = (first, 5), (second, 5), (first, 6), (first, 2**31 - 1)
+    drawn = [build_layer(layers[first], *place).state_dict()["conv1.weight"] for place in places]
     assert not any(torch.equal(drawn[0], other) for other in drawn[1:])
 
 
@@ -57,10 +51,8 @@ def test_weights_start_as_in_ddpm() -> None:
             bound = math.sqrt(6 / (parameter.shape[-1] * field + parameter.shape[0] * field / parts))
             assert 0.9 * bound < parameter.abs().max().item() <= bound, name
     assert (unet(*batch("ddpm")) == 0).all()
-
-
-def test_the_vector_of_a_condition_starts_as_nothing() -> None:
-    assert (UNet(layers_of("vector"), 5).get_parameter("layers.0.condition_embedding.weight") == 0).all()
+    vector = UNet(layers_of("vector"), 5).get_parameter("layers.0.condition_embedding.weight")
+    assert (vector == 0).all(), "a condition's vector adds nothing at first"
 
 
 def test_label_changes_the_prediction_and_no_label_is_the_row_after_the_last_class() -> None:
@@ -121,7 +113,7 @@ def test_compiled_for_real_once_per_shape_and_where_weight_gradients_wait_and_ke
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others would be processes that import PyTorch
-    said = [
+    printed = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM, str(tmp_path), steps],
             env=environment,
@@ -132,7 +124,7 @@ def test_compiled_for_real_once_per_shape_and_where_weight_gradients_wait_and_ke
         ).stdout
         for steps in "31"
     ]
-    (_, _, built), (_, kept, built_again) = map(str.split, said)
+    (_, _, built), (_, kept, built_again) = map(str.split, printed)
     assert int(built) > 0 and int(kept) >= int(built) and built_again == "0"
 
 

@@ -14,7 +14,7 @@ from ddpm_ds.unet.blocks import CarryLayer, ResidualBlock
 from ddpm_ds.unet.shards import split_layers
 from ddpm_ds.unet.tensor_group import TensorGroup, part_of, shard_of
 from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
-from tests.unet.variants import accumulate, batch, layers_of, random_unet
+from tests.unet.variants import accumulate, batch, layers_of, random_unet, split_layer
 
 
 @pytest.fixture
@@ -42,9 +42,7 @@ def predict(waiting: WaitingGradients | None = None) -> tuple[list[CarryLayer], 
     split, carry = [], batch("text")
     for layer, module in zip(layers, random_unet(layers).layers, strict=True):
         if layer.shards > 1:
-            assert isinstance(module, CarryLayer)
-            module.split(TensorGroup(0, 2))
-            split.append(module)
+            split.append(split_layer(module, TensorGroup(0, 2)))
         for part in weighted_parts(module):
             part.waiting = waiting
         carry = module(carry)
@@ -83,8 +81,7 @@ def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
         if layer.units % 2:
             continue
         for rank, module in enumerate(ranks):
-            assert isinstance(module, CarryLayer)
-            module.split(TensorGroup(rank, 2))
+            split_layer(module, TensorGroup(rank, 2))
         for parameter, value in whole.named_parameters():
             own = [module.get_parameter(parameter) for module in ranks]
             shards = [shard_of(part) for part in own]

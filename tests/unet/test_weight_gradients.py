@@ -15,7 +15,7 @@ from ddpm_ds.unet import weight_gradients
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, compile_layers
 from ddpm_ds.unet.operations import set_image_index
-from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 from tests.launching import tiny_spec, tiny_text_spec
 from tests.unet.variants import accumulate
 
@@ -32,13 +32,19 @@ ROUNDINGS = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 8}
 sum over them in half precision; as a random walk, the square root of some thousands and of some tens."""
 
 
-def unet(dtype: torch.dtype, layers: Sequence[Layer] = LAYERS) -> UNet:
-    """A U-Net whose every gradient is alive."""
+def unet(dtype: torch.dtype, layers: Sequence[Layer] = LAYERS, waiting: WaitingGradients | None = None) -> UNet:
+    """A U-Net whose every gradient is alive, and may wait."""
     made, generator = UNet(layers, 0), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    for part in parts_of(made):
+        part.waiting = waiting
     return made.to(dtype)
+
+
+def parts_of(net: UNet) -> list[Weighted]:
+    return [part for layer in net.layers for part in weighted_parts(layer)]
 
 
 def backwards(net: UNet, waiting: WaitingGradients | None, *, recompute: bool | None = None) -> None:
@@ -51,11 +57,11 @@ def backwards(net: UNet, waiting: WaitingGradients | None, *, recompute: bool | 
             waiting.begin(0, number)
         set_image_index(net.layers, torch.arange(IMAGES))
         inputs = (x.requires_grad_(), torch.arange(IMAGES) + number)
-        told = partial(net, context=torch.randn(IMAGES, 5, 6, generator=generator))
+        forward = partial(net, context=torch.randn(IMAGES, 5, 6, generator=generator))
         if recompute is None:
-            y = told(*inputs)
+            y = forward(*inputs)
         else:
-            y = checkpoint(told, *inputs, use_reentrant=recompute, preserve_rng_state=False)
+            y = checkpoint(forward, *inputs, use_reentrant=recompute, preserve_rng_state=False)
         y.float().square().mean().backward()
 
 
@@ -101,15 +107,15 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(weight_gradients.ENOUGH_PIXELS, "cpu", enough)
-    split, waiting = unet(dtype, layers), WaitingGradients(SPLIT)
+    waiting = WaitingGradients(SPLIT)
+    split = unet(dtype, layers, waiting)
     if tapped:  # as what is compiled is wrapped
         monkeypatch.setattr(torch, "compile", lambda compute, **_: compute)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
         compile_layers([*split.layers], Path("unused"))
-    large = [part for layer in split.layers for part in weighted_parts(layer)]
+    large = parts_of(split)
     given = dict.fromkeys(large, 0)
     for part in large:
-        part.waiting = waiting
         part.weight.register_post_accumulate_grad_hook(lambda _, part=part: given.update({part: given[part] + 1}))
     backwards(split, waiting, recompute=recompute)
     assert set(given.values()) == {1}, "by the whole backward"
@@ -129,10 +135,8 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
 
 
 def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors() -> None:
-    net, waiting = unet(torch.float32), WaitingGradients(SPLIT)
-    large = [part for layer in net.layers for part in weighted_parts(layer)]
-    for part in large:
-        part.waiting = waiting
+    waiting = WaitingGradients(SPLIT)
+    large = parts_of(unet(torch.float32, waiting=waiting))
     with pytest.raises(KeyError):
         waiting.compute(large, [0], accumulate)
     waiting.put(large[:2], torch.zeros(1), torch.zeros(1))
@@ -141,10 +145,8 @@ def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors()
 
 
 def test_without_gradients_nothing_waits() -> None:
-    net, waiting = unet(torch.float32), WaitingGradients(SPLIT)
-    for layer in net.layers:
-        for part in weighted_parts(layer):
-            part.waiting = waiting
+    waiting = WaitingGradients(SPLIT)
+    net = unet(torch.float32, waiting=waiting)
     set_image_index(net.layers, torch.zeros(1).long())
     with torch.no_grad():
         net(torch.zeros(1, *SPEC.data.shape), torch.zeros(1).long())

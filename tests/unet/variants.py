@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.text import CrossAttentionSpec
-from ddpm_ds.unet.blocks import set_context, transformer_blocks
+from ddpm_ds.unet.blocks import CarryLayer, set_context, transformer_blocks
 from ddpm_ds.unet.layers import SIZES, Layer, TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.tensor_group import TensorGroup
 
 INTERFACE = Interface(channels=3, size=(16, 16))
 RECTANGLES = Interface(channels=3, size=(8, 16))
@@ -22,50 +25,31 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
     torch.autograd.backward([get_gradient_edge(weight)], [gradient])
 
 
+def small(**values: Any) -> UnetSpec:
+    """A U-Net of two levels, but for these values."""
+    return UnetSpec(**{"channels": 16, "multipliers": (1, 2), "norm_groups": 8, **values})
+
+
+TEXT = CrossAttentionSpec(context_channels=24, tokens=5, blocks=(1, 0), heads=(2, 4))
+TEXT_TIME = CrossAttentionSpec(
+    context_channels=12, tokens=7, blocks=(0, 2), middle_blocks=3, heads=(1, 4), pooled_channels=10, size_channels=8
+)
 VARIANTS = {
-    # google/ddpm-cifar10-32, shrunk
-    "ddpm": UnetSpec(channels=16, multipliers=(1, 2, 2, 2), attention_resolutions=(8,), norm_groups=8),
-    "symmetric": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, downsample_padding="symmetric"),
-    "cos_sin": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin", sinusoid_shift=0),
-    "heads": UnetSpec(
-        channels=16, multipliers=(1, 3, 2), attention_resolutions=(16, 4), norm_groups=4, head_channels=8
-    ),
-    "scale_shift": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, time_conditioning="scale_shift"),
-    "classes": UnetSpec(channels=16, multipliers=(2, 1), norm_groups=8, classes=10, attention_resolutions=(8,)),
-    "bare": UnetSpec(channels=16, multipliers=(1,), blocks_per_level=1, norm_groups=2, middle_attention=False),
-    "wide_embedding": UnetSpec(
-        channels=15, multipliers=(1, 2), blocks_per_level=3, norm_groups=5, norm_epsilon=1e-2, embedding_channels=48
-    ),
-    "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
-    "levels": UnetSpec(
-        channels=16, multipliers=(1, 2, 1), attention_levels=(0, 2), norm_groups=8, downsample_padding="symmetric"
-    ),
-    "level": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin"),
-    "vector": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3),
+    "ddpm": small(multipliers=(1, 2, 2, 2), attention_resolutions=(8,)),  # google/ddpm-cifar10-32, shrunk
+    "symmetric": small(downsample_padding="symmetric"),
+    "cos_sin": small(sinusoid_order="cos_sin", sinusoid_shift=0),
+    "heads": small(multipliers=(1, 3, 2), attention_resolutions=(16, 4), norm_groups=4, head_channels=8),
+    "scale_shift": small(time_conditioning="scale_shift"),
+    "classes": small(multipliers=(2, 1), classes=10, attention_resolutions=(8,)),
+    "bare": small(multipliers=(1,), blocks_per_level=1, norm_groups=2, middle_attention=False),
+    "wide_embedding": small(channels=15, blocks_per_level=3, norm_groups=5, norm_epsilon=1e-2, embedding_channels=48),
+    "dropout": small(blocks_per_level=1, dropout=0.2),
+    "levels": small(multipliers=(1, 2, 1), attention_levels=(0, 2), downsample_padding="symmetric"),
+    "level": small(sinusoid_order="cos_sin"),
+    "vector": small(classes=3),
     # SD's and SDXL's kinds, shrunk
-    "text": UnetSpec(
-        channels=16,
-        multipliers=(1, 2),
-        blocks_per_level=1,
-        norm_groups=8,
-        text=CrossAttentionSpec(context_channels=24, tokens=5, blocks=(1, 0), heads=(2, 4)),
-    ),
-    "text_time": UnetSpec(
-        channels=16,
-        multipliers=(1, 2),
-        blocks_per_level=1,
-        norm_groups=8,
-        classes=3,
-        text=CrossAttentionSpec(
-            context_channels=12,
-            tokens=7,
-            blocks=(0, 2),
-            middle_blocks=3,
-            heads=(1, 4),
-            pooled_channels=10,
-            size_channels=8,
-        ),
-    ),
+    "text": small(blocks_per_level=1, text=TEXT),
+    "text_time": small(blocks_per_level=1, classes=3, text=TEXT_TIME),
 }
 INTERFACES = {
     "level": Interface(channels=3, size=(16, 16), condition_channels=4, told_level=True),
@@ -98,10 +82,15 @@ def narrowing(roundings: int, dtype: torch.dtype) -> float:
     return 4 * roundings**0.5 * torch.finfo(dtype).eps / 2
 
 
+def split_layer(module: nn.Module, group: TensorGroup) -> CarryLayer:
+    """A layer after it is split among a group's ranks."""
+    assert isinstance(module, CarryLayer)
+    module.split(group)
+    return module
+
+
 def random_unet(layers: tuple[Layer, ...], seed: int = 0) -> UNet:
-    """A U-Net without zeros in its weights, which would hide most of it, told that images 7 and 8 come next, and their
-    text.
-    """
+    """A U-Net without zeros in its weights, which would hide most of it; images 7 and 8 come next, with their text."""
     unet = UNet(layers, seed)
     randomise(unet, seed)
     set_image_index(unet.layers, torch.tensor([7, 8]))
@@ -121,21 +110,20 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
-    """Two images x_t with their condition, their t and what else the variant is told: labels, of which the last is "no
-    label", a level, and a vector.
-    """
+    """Two images x_t with their condition, their t and the variant's other inputs: labels, of which the last is "no
+    label", a level, and a vector."""
     generator, interface = torch.Generator().manual_seed(seed), interface_of(name)
     channels = interface.channels + interface.condition_channels
     x_t = torch.randn(2, channels, *interface.size, generator=generator)
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
-    told = [] if classes is None else [torch.tensor([3, classes])]
-    told += [torch.tensor([0.0, 321.5])] if interface.told_level else []
-    told += [torch.randn(2, interface.numbers, generator=generator)] if interface.numbers else []
+    others = [] if classes is None else [torch.tensor([3, classes])]
+    others += [torch.tensor([0.0, 321.5])] if interface.told_level else []
+    others += [torch.randn(2, interface.numbers, generator=generator)] if interface.numbers else []
     if (text := VARIANTS[name].text) is not None and text.pooled_channels:
         sizes = torch.randint(0, 1000, (2, SIZES), generator=generator)
-        told.append(torch.cat((torch.randn(2, text.pooled_channels, generator=generator), sizes), dim=1))
-    return (x_t, t, *told)
+        others.append(torch.cat((torch.randn(2, text.pooled_channels, generator=generator), sizes), dim=1))
+    return (x_t, t, *others)
 
 
 def context(layers: tuple[Layer, ...], seed: int = 2) -> Tensor | None:
