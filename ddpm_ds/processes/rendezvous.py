@@ -1,15 +1,15 @@
 """Rendezvous of all ranks before they have a process group, and the key-value store on rank 0 by which they meet.
 
-Building a process group needs every rank, and one that has exited, or that trains something else, would make the others
-wait for ever. So each rank first writes its plans to a key-value store on rank 0, which answers with all of them, equal
-ones once, or with the reason why the run can't start. Then all exit for the same reason, or all continue.
+Building a process group needs every rank, and would wait for ever for one that has exited or trains something else. So
+each rank first writes its plans to a key-value store on rank 0, which answers with all plans, equal ones once, or with
+the reason why the run can't start. Then all exit for the same reason, or all continue.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
 
 PyTorch's store takes commands from anyone who connects. So it listens on loopback if the run has one host, else at the
-address by which the other hosts reach it. Ranks seal their values with the run's secret, if the environment has one,
-and ignore values without a valid seal. docs/security.md names the remaining risks.
+address by which others reach it. Ranks seal their values with the run's secret, if the environment has one, and ignore
+values without a valid seal. docs/security.md names the remaining risks.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -48,9 +48,7 @@ OVER = "over"
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store at a port of rank 0's host, served by rank 0; port 0 means a free port.
-
-    At other ports, torchrun's store is used if it serves one.
+    """Return the store at a port of rank 0's host, served by rank 0 or by torchrun; port 0 means a free port of rank 0.
 
     Raises:
         dist.DistError: the port is taken, or the store can't be reached.
@@ -70,9 +68,8 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at an address of ``host``.
+    """Return a socket that listens at an address of ``host``; None if none is this machine's, or if the port is taken.
 
-    None if no address is this machine's own, or if the port is taken, perhaps by this process, which PyTorch will find.
     A name that means loopback on its own host, as Debian sets it up, means another address elsewhere.
     """
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -94,10 +91,7 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 class SealedStore(dist.Store):
-    """Store in which every value has a seal computed from the run's secret, the key and the value.
-
-    A value with a wrong seal, or without one, is read as empty.
-    """
+    """Store whose values are sealed with the run's secret, for their key; one without a valid seal is read as empty."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -129,14 +123,13 @@ class SealedStore(dist.Store):
         return self._store.delete_key(key)
 
     def _sealed(self, key: str, value: str) -> str:
-        return f"{self._seal(key, value.encode())}{value}"
+        message = f"{key}\0{value}".encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest() + value
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
-        seal, value = sealed[: 2 * hashlib.sha256().digest_size], sealed[2 * hashlib.sha256().digest_size :]
-        return value if hmac.compare_digest(seal, self._seal(key, value).encode()) else b""
-
-    def _seal(self, key: str, value: bytes) -> str:
-        return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest()
+        value = sealed[2 * hashlib.sha256().digest_size :]
+        genuine = self._sealed(key, value.decode(errors="replace")).encode()
+        return value if hmac.compare_digest(sealed, genuine) else b""
 
 
 class Rendezvous:
@@ -150,7 +143,7 @@ class Rendezvous:
     def __init__(self, start_seconds: float) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.hosts: tuple[str, ...] = (host_name(),) * self.world_size
-        """Host name of every rank; those of others are known once they have agreed on anything."""
+        """Host name of every rank; this one's until they have agreed on anything."""
         self._start_seconds = start_seconds
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
@@ -213,10 +206,8 @@ class Rendezvous:
         store.set(topic, json.dumps(answer))
 
     def _different_secrets(self, ranks: list[int]) -> HostError:
-        return HostError(
-            f"{_ranks(ranks)} and {self.name(self.rank)} have different values of {RUN_SECRET}; set one on all hosts, "
-            "or none"
-        )
+        who = f"{_ranks(ranks)} and {self.name(self.rank)}"
+        return HostError(f"{who} have different values of {RUN_SECRET}; set one on all hosts, or none")
 
     def refuse(self, error: UserError) -> None:
         """Tell the others why this rank can't take part; rank 0 also gives them time to read it."""
@@ -233,10 +224,7 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """End the rendezvous once the process group exists, or before a rank that can't take part exits.
-
-        From now on the watchdog watches the ranks. An interpreter that exits during a beat would abort.
-        """
+        """End the rendezvous once the process group exists, or before this rank exits: a beat would abort that."""
         self._closed.set()
         if self._store is not None:
             if self.rank == 0:
@@ -300,29 +288,25 @@ def refuse_alone(error: UserError) -> None:
 def _store(rank: int, seconds: float) -> dist.Store:
     """Return the store at the master's port, also for the process group, served by rank 0 or torchrun."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    met = SimpleQueue[dist.Store | Exception]()
+    met = Future[dist.Store]()
 
     def meet() -> None:
         try:
-            met.put(connect(rank, port, timedelta(seconds=seconds)))
-        except Exception as error:
-            met.put(error)
+            met.set_result(connect(rank, port, timedelta(seconds=seconds)))
+        except BaseException as error:
+            met.set_exception(error)
 
     # In a thread, since PyTorch waits for ever for one who accepts the connection and is silent.
     threading.Thread(target=meet, daemon=True).start()
     try:
-        store = met.get(timeout=seconds + BEAT_SECONDS)
-    except Empty:
-        store = dist.DistError()
-    if isinstance(store, dist.DistError):
-        if "EADDRINUSE" in str(store):
-            raise port_taken()
+        store = met.result(seconds + BEAT_SECONDS)
+    except (dist.DistError, TimeoutError) as error:
+        if "EADDRINUSE" in str(error):
+            raise port_taken() from None
         raise PeerLostError(
             f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
             "up, and the port open? ddpm-ds doctor --hostfile FILE checks it"
-        )
-    if isinstance(store, Exception):
-        raise store
+        ) from None
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     found = SealedStore(dist.PrefixStore(f"ddpm_ds/rendezvous/{start}", store))
     if found.check([OVER]):

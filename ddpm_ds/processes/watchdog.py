@@ -2,8 +2,8 @@
 
 Every rank has two threads besides its main one. The heartbeat talks to a key-value store on rank 0 twice a second and
 reports the rank's progress and place in the code. The judge uses its own clock and never the store, which may not
-answer at all. Rank 0 reads all reports and judges the ranks; the others read rank 0's report alone, and its verdict. So
-a store is asked for a few values per rank, and all others name a rank 0 whose own report grows old.
+answer. Rank 0 reads all reports and judges the ranks; the others read rank 0's report and its verdict alone, so that a
+beat costs few values, and name rank 0 when its report grows old.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
@@ -18,9 +18,9 @@ When a run hangs, one rank does not proceed and all others wait. The states of m
                                                                           device
     neither                                                               should proceed by itself, but does not
 
-Work that a rank has given its device can't depend on later work, or the program would deadlock without any fault. So
-the device of the hanging rank finishes its work and becomes idle, while all others wait, for it or for each other. A
-device that hangs in a computation looks like one that waits: then all ranks wait, and none is blamed.
+Work on a device can't depend on later work, or the program would deadlock without any fault. So the device of the
+hanging rank becomes idle, while all others wait, for it or for each other. A device that hangs in a computation looks
+like one that waits: then all ranks wait, and none is blamed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -62,14 +63,14 @@ COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 ANSWER_SECONDS = 0.2
 """Time limit for a device to tell whether it has unfinished work."""
 
-VERDICT = "verdict"
+KEY, VERDICT = "alive/{}", "verdict"
 FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
-"""Beats, steps, state and place of a rank that has not been heard yet."""
+"""Beats, steps, state and place of a rank before its first report."""
 JUDGE_SECONDS = 0.2
 WAIT_FOR_CULPRIT_SECONDS = 5.0
 """Time for which a rank whose collective failed looks for the lost rank."""
 TOGETHER_BEATS = 3
-"""Maximum beats between the last signs of ranks that are lost at the same moment: their beat, ours, and delays."""
+"""Maximum beats between the last signs of ranks that are lost at once: their beat, ours, and delays."""
 
 
 def make_store(rank: int, world_size: int) -> SealedStore:
@@ -79,7 +80,7 @@ def make_store(rank: int, world_size: int) -> SealedStore:
     served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
     store = SealedStore(served)
     for peer in range(world_size):
-        store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
+        store.set(KEY.format(peer), FIRST_MESSAGE)  # reading a key that is missing would block
     store.set(VERDICT, "")
     if isinstance(served, dist.TCPStore):
         broadcast_object(served.port, int)
@@ -121,10 +122,11 @@ class Judgement:
 class DeviceWork:
     """Query whether a device has unfinished work, in a thread: a busy driver, which blocks it, counts as unfinished."""
 
+    _done = False
+    _asking: threading.Thread | None = None
+
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self._is_done = is_done
-        self._done = False
-        self._asking: threading.Thread | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceWork | None:
@@ -202,10 +204,10 @@ class Heartbeat(threading.Thread):
         assert self._store is not None
         self._beats += 1
         try:
-            self._store.set(_key(self._rank), json.dumps([self._beats, self.steps, state, place]))
+            self._store.set(KEY.format(self._rank), json.dumps([self._beats, self.steps, state, place]))
             if self.proposal:
                 self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
-            values = self._store.multi_get([*map(_key, self.peers), VERDICT])
+            values = self._store.multi_get([*map(KEY.format, self.peers), VERDICT])
         except Exception:  # the store may raise anything once its server has ended
             self.closed = self.peers[0].state != "left"
             return False
@@ -218,31 +220,18 @@ class Heartbeat(threading.Thread):
         return True
 
 
-def _key(rank: int) -> str:
-    return f"alive/{rank}"
-
-
 def _place(frame: FrameType) -> str:
-    """Return where a thread with this innermost frame is, in the innermost call outside of Python's own library."""
-    at = frame
-    while at.f_back and at.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
-        at = at.f_back
-    return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} ({at.f_code.co_name})"
+    """Return where a thread with this innermost frame is, outside of Python's own library."""
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def waits_for_a_rank(frame: FrameType) -> bool:
-    """Return whether the thread with this innermost Python frame waits in a collective or for a message.
-
-    The ``wait`` of a message is not Python code, so its caller is the innermost frame; a thread's is.
-    """
-    if "wait" in frame.f_code.co_names:
+    """Return whether the thread with this innermost Python frame waits in a collective or for a message."""
+    if "wait" in frame.f_code.co_names:  # a message's is not Python code, so its caller is innermost; a thread's is
         return True
-    outer: FrameType | None = frame
-    while outer:
-        if outer.f_globals.get("__name__", "").startswith(COMMUNICATION):
-            return True
-        outer = outer.f_back
-    return False
+    return any(at.f_globals.get("__name__", "").startswith(COMMUNICATION) for at, _ in traceback.walk_stack(frame))
 
 
 def _culprit_seconds() -> float:
@@ -262,9 +251,8 @@ class Watchdog:
         dead_seconds: silence after which a rank counts as dead.
         hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
         work: work of this rank's device; None for a CPU.
-        log: function that gets one line before the end; may block.
-        leave: function that ends the process at once with an exit code, since a thread that waits in a collective
-            can't be interrupted.
+        log: gets one line before the end; may block.
+        leave: ends the process with an exit code, since a thread that waits in a collective can't be interrupted.
     """
 
     def __init__(
@@ -312,11 +300,11 @@ class Watchdog:
         heartbeat, self._asked = self._heartbeat, True
         if len(self.names) == 1 or not heartbeat.is_alive():
             return
-        found = heartbeat.proposal = Judgement([self._rank], line, code)
+        heartbeat.proposal = Judgement([self._rank], line, code)
         until = time.monotonic() + LAST_WORDS_SECONDS
         while heartbeat.verdict is None and heartbeat.is_alive() and time.monotonic() < until:
             time.sleep(JUDGE_SECONDS)
-        self._end(heartbeat.verdict or found)
+        self._end(heartbeat.verdict or heartbeat.proposal)
 
     def stop(self, failure: str | None = None) -> None:
         """Stop watching and tell the others that this rank exits, with a ``failure`` that ends them too."""
@@ -350,17 +338,18 @@ class Watchdog:
         except BaseException as error:
             may_be_lost = len(self.names) > 1 and isinstance(error, RuntimeError) and not is_out_of_memory(error)
             finding = self._missing() if may_be_lost else None
-            if finding is not None and finding.code != EXIT_PEER_LOST:
-                self._end(finding)  # another rank has given the reason and exited before this judge read it
-            self.stop(failure=None if finding else type(error).__name__)
             if finding is None:
+                self.stop(failure=type(error).__name__)
                 raise
+            if finding.code != EXIT_PEER_LOST:
+                self._end(finding)  # another rank has given the reason and exited before this judge read it
+            self.stop()
             gone = ", ".join(self.names[rank] for rank in finding.ranks)
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
 
     def _missing(self) -> Judgement | None:
-        """Find the ranks to blame for a collective that raised, and tell the others; the caller then ends this rank."""
+        """Find the ranks to blame for a collective that raised, and let the others know."""
         self._asked = self._heartbeat.asks = True
         until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + (TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0)
         while (finding := self._lost()) is None and time.monotonic() < until:
@@ -382,12 +371,10 @@ class Watchdog:
         heartbeat = self._heartbeat
         if len(self.names) == 1:
             return None
-        if heartbeat.verdict:
-            return heartbeat.verdict
-        if heartbeat.closed:
+        if heartbeat.closed and not heartbeat.verdict:
             return Judgement([0], f"{self.names[0]} has gone")
-        if not heartbeat.is_alive():  # rank 0 has left as intended
-            return None
+        if heartbeat.verdict or not heartbeat.is_alive():  # None where rank 0 has left as intended
+            return heartbeat.verdict
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
         asked = any(peer.state == "asking" for peer in heartbeat.peers.values())
@@ -395,12 +382,9 @@ class Watchdog:
         return self._silent(seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
-        """Judge silent ranks at the store's last answer; wait for those that fell silent ``together_seconds`` later."""
-        silences = {
-            rank: self._heartbeat.answer_at - peer.beat_at
-            for rank, peer in self._heartbeat.peers.items()
-            if peer.state != "left"
-        }
+        """Judge silent ranks at the store's last answer; wait for others that may be with them."""
+        last = self._heartbeat.answer_at
+        silences = {rank: last - peer.beat_at for rank, peer in self._at_work().items()}
         ranks = [rank for rank, silence in silences.items() if silence > seconds]
         awaited_from = max(silences.values(), default=0.0) - together_seconds
         if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
@@ -409,25 +393,24 @@ class Watchdog:
         return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
-        """Judge a hanging run, on rank 0: a hanging rank soon stops all others; those that don't wait are to blame."""
-        if self._rank:
-            return None
-        at_work = {rank: peer for rank, peer in self._heartbeat.peers.items() if peer.state != "left"}
+        """Judge a hanging run, on rank 0: a hanging rank soon stops all others, so who does not wait is to blame."""
+        at_work = self._at_work()
         last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
-        if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
+        if self._rank or self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
             return None
         blamed = {rank: peer for rank, peer in at_work.items() if peer.state not in ("waiting", "asking")}
-        who = ", ".join(f"{self.names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
-        if not blamed:
-            who = ", ".join(f"{self.names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
-        return Judgement(list(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
+        found, does = (blamed, "hangs") if blamed else (at_work, "waits")
+        who = ", ".join(f"{self.names[rank]} {does} in {peer.place}" for rank, peer in found.items())
+        return Judgement(list(found), f"no step for {self._hang_seconds:g} s, {who}")
+
+    def _at_work(self) -> dict[int, Peer]:
+        return {rank: peer for rank, peer in self._heartbeat.peers.items() if peer.state != "left"}
 
     def _end(self, finding: Judgement) -> None:
         self._heartbeat.proposal = finding
-        line = finding.reason
-        if finding.code == EXIT_PEER_LOST:
-            line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed"
-        if finding.code == EXIT_PEER_LOST or finding.ranks == [self._rank]:
+        lost = finding.code == EXIT_PEER_LOST
+        line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed" if lost else finding.reason
+        if lost or finding.ranks == [self._rank]:
             printing = threading.Thread(target=self._log, args=(line,), daemon=True)  # logging may block on a lost lock
             printing.start()
             printing.join(timeout=LAST_WORDS_SECONDS)

@@ -19,7 +19,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.ranks import RUN_SECRET
-from ddpm_ds.processes.supervisor import SSH_ALIVE, Place, gpus, rank_environments, ssh_environment
+from ddpm_ds.processes.supervisor import Place, gpus, rank_environments
 
 OWN = socket.gethostname()
 SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
@@ -106,10 +106,3 @@ def test_without_pdsh_the_other_way_is_named(hostfile: Path, tmp_path: Path, mon
         Place(hostfile=hostfile).check()
     hostfile.write_text(f"{OWN} slots=2\n")
     Place(hostfile=hostfile).check()
-
-
-def test_ssh_notices_a_host_that_has_gone_unless_the_user_has_said_how() -> None:
-    assert ssh_environment({}) == {"PDSH_SSH_ARGS_APPEND": SSH_ALIVE}
-    assert ssh_environment({"PDSH_SSH_ARGS_APPEND": "-p 23"}) == {"PDSH_SSH_ARGS_APPEND": f"-p 23 {SSH_ALIVE}"}
-    for name in ("PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
-        assert ssh_environment({name: "-o ServerAliveInterval=60"}) == {}

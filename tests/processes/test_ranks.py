@@ -249,7 +249,7 @@ recorded(read_images)
         "LOCAL_RANK=4 and LOCAL_WORLD_SIZE = 4 in the environment contradict each other; correct",
         "LOCAL_RANK=3,RANK=2 LOCAL_RANK = 3 and RANK = 2 in the environment contradict each other",
         "LOCAL_WORLD_SIZE=9 and WORLD_SIZE = 8 in the environment contradict each other",
-        "RANK=8 in the environment is none of WORLD_SIZE = 8 ranks",
+        "RANK=8 and WORLD_SIZE = 8 in the environment contradict each other",
     ],
 )
 def test_numbers_of_a_launcher_that_are_none_out_of_range_or_contradict_each_other_are_refused(

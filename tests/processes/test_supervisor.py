@@ -395,7 +395,7 @@ def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_p
     asked = ["--no_ssh_check", "--master_addr", "10.0.0.7"]
     assert first == ["--log_level", "critical", *asked, "--hostfile", "hostfile", "--master_port", "29511"]
     assert second == [*first[:-1], "29512"]
-    assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
+    assert environment["PDSH_SSH_ARGS_APPEND"] == f"-i key {supervisor.SSH_ALIVE}"
     assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={environment[EXIT_FILE_VARIABLE]}\n"
 
 
@@ -489,7 +489,7 @@ def test_ranks_record_how_they_end_where_their_supervisor_runs(tmp_path: Path, m
         for path in ("/proc/1/fd/1000", f"/proc/{os.getpid()}/fd/{file.fileno()}", elsewhere):
             monkeypatch.setenv(EXIT_FILE_VARIABLE, f"{path}@{record.name.rpartition('@')[2]}")
             assert recorded(lambda: 5) == 5  # nothing is written, nothing fails
-    assert elsewhere.read_bytes() == b"" and not record.read().started
+    assert elsewhere.read_bytes() == b"" and record.read() == ExitRecord()
     monkeypatch.setenv(EXIT_FILE_VARIABLE, record.name)
     monkeypatch.setenv("RANK", "1")
     assert recorded(lambda: 0) == 0
