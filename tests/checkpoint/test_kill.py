@@ -77,8 +77,3 @@ def is_written(folder: Path, name: str) -> bool:
 
 def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     assert kill_and_look(tmp_path, 8, random.Random(0)) > 0
-
-
-@pytest.mark.long
-def test_writers_killed_many_times_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    assert kill_and_look(tmp_path, 60, random.Random(1)) > 0

@@ -102,6 +102,8 @@ def test_any_sharing_reads_what_any_other_wrote(
     path = written(tmp_path_factory.mktemp("sharing"), one)
     check(path, 1)
     assert newest_good(path.parent, print) == path
+    owners = {f"{name}.safetensors" for name, fragments in one.fragments(1).items() if fragments}
+    assert {file.name for file in path.glob("*.safetensors")} == owners
     reader = Reader(path)
     for rank, _, name, shard, start, length in (*other.pieces(), *one.pieces()):
         kind = KINDS[(rank + start) % len(KINDS)]
