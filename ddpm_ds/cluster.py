@@ -163,9 +163,9 @@ def look(
 
 
 def _gpus() -> list[tuple[str, str]]:
-    """Return the name of each GPU, and why this PyTorch can't use it, if it can't."""
+    """Return the name of each GPU, and a reason if this PyTorch can't use it."""
     found = []
-    with contextlib.suppress(Exception):  # no driver, or no binding of it: no device that PyTorch could use either
+    with contextlib.suppress(Exception):  # no driver: no device that PyTorch could use either
         import pynvml
 
         from ddpm_ds.device import check_architecture
@@ -182,7 +182,7 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def all_reduce(rank: int, world: int, address: str, port: int, on_gpus: bool, seconds: int) -> str:
-    """Add up the ranks' numbers; return the name of the backend. Any failure is an exception."""
+    """Add up the ranks' numbers, or raise any exception; return the name of the backend."""
     use_interface_towards(address)
     import torch
     import torch.distributed as dist

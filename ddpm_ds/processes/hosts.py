@@ -59,17 +59,12 @@ def user_name() -> str:
 
 def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[str]:
     """Return the command line that runs ``words``, each unchanged, on ``host``; raises as :func:`ssh_to`."""
-    program, *to_host = ssh_to(host)
     asks_nothing = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_seconds}"]
-    return [program, *asks_nothing, *to_host, shlex.join(words)]
+    return ["ssh", *asks_nothing, *ssh_to(host)[1:], shlex.join(words)]
 
 
 def address_of(host: str) -> str:
-    """Return the first address of a host, as DeepSpeed asks for it there, but over ssh as pdsh calls it.
-
-    Raises:
-        SpecError: ssh can't reach the host without a question; the message has the command that must work.
-    """
+    """Return a host's first address, as DeepSpeed asks for it, but over ssh as pdsh calls it; raises SpecError."""
     words = ssh(host, ["hostname", "-I"])
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
@@ -83,12 +78,9 @@ def address_of(host: str) -> str:
 
 
 def ssh_to(host: str) -> list[str]:
-    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host.
+    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host, perhaps with USER@.
 
-    ``host`` is a name of ssh's configuration, an address, or USER@ and one of these.
-
-    Raises:
-        SpecError: ssh would take ``host`` for an option, or the environment's options can't be read.
+    Raises SpecError if ssh would take ``host`` for an option, or the environment's options can't be read.
     """
     user, _, name = host.rpartition("@")
     if host.startswith("-") or name.startswith("-"):
@@ -118,11 +110,7 @@ def _lines_of(path: Path, what: str, fix: str) -> Iterator[tuple[str, str]]:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the hosts of a hostfile and their slots, in order. Blank lines and lines that begin with # are ignored.
-
-    Raises:
-        SpecError: the file can't be read, has no host or a duplicate, or a line is invalid.
-    """
+    """Return the hosts of a hostfile and their slots, in order; # begins a comment. Raises SpecError."""
     hosts: dict[str, int] = {}
     for place, line in _lines_of(path, f"hostfile {path}", "give --hostfile a file that can"):
         if line.startswith("#"):
@@ -147,10 +135,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 def this_host(names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that means this machine: its host name, its address, or an ssh alias of them.
 
-    ``user@`` before a name is ignored.
-
-    Raises:
-        SpecError: ssh would take a name for an option.
+    ``user@`` before a name is ignored. Raises SpecError as :func:`ssh_to`.
     """
     named = {name: name.rpartition("@")[2] for name in names}
     own = socket.gethostname()
@@ -161,8 +146,7 @@ def this_host(names: Iterable[str]) -> str | None:
     for name, host in named.items():
         settings: list[str] = []
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            program, *to_host = ssh_to(name)
-            words = [program, "-G", *to_host]  # tells its settings without connecting
+            words = ["ssh", "-G", *ssh_to(name)[1:]]  # prints its settings without connecting
             settings = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
         address = dict(line.partition(" ")[::2] for line in settings).get("hostname", host)
         if _is_address_of_this_host(address):
@@ -181,11 +165,7 @@ def _is_address_of_this_host(host: str) -> bool:
 
 
 def read_environment(path: Path) -> dict[str, str]:
-    """Return the variables in a file of lines NAME=VALUE; empty lines are ignored.
-
-    Raises:
-        SpecError: the file can't be read, or a line is not NAME=VALUE.
-    """
+    """Return the variables in a file of lines NAME=VALUE; empty lines are ignored. Raises SpecError."""
     values = {}
     for place, line in _lines_of(path, str(path), "fix or delete it"):
         if found := _LINE.fullmatch(line):
@@ -201,10 +181,7 @@ def read_environment(path: Path) -> dict[str, str]:
 
 
 def find_environment() -> dict[str, str]:
-    """Return the variables of the user's file, overridden by those of the file in the working folder, as in DeepSpeed.
-
-    Raises SpecError as :func:`read_environment` does.
-    """
+    """Return the variables of the user's file, overridden by those of the working folder's; raises SpecError."""
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
     for path in (Path(os.path.expanduser("~"), name), Path(name)):

@@ -37,11 +37,8 @@ def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD
 def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     """Make the process group for DeepSpeed, and destroy it at the end, since gloo aborts a process that exits with one.
 
-    Groups made inside have the same time-out. All ranks know of a UserError that leaves the block.
-
-    Raises:
-        LayoutError: another job on this host has the port.
-        HostError: the hosts' ranks can't connect to each other.
+    Groups made inside have the same time-out. All ranks know of a UserError that leaves the block. Raises LayoutError
+    if another job has the port, HostError if the hosts' ranks can't connect to each other.
     """
     timeout = timeout or group_timeout()
     use_interface_towards(os.environ["MASTER_ADDR"])
@@ -90,17 +87,15 @@ def _join() -> None:
 def decided_by_rank_0(decide: Callable[[], Value], kind: Any) -> Value:
     """Return, on every rank, the value of type ``kind`` that ``decide`` returns on rank 0; collective.
 
-    Raises:
-        UserError: ``decide`` failed on rank 0; raised on every rank, so that none waits for it.
+    A UserError of ``decide`` is raised on every rank, so that none waits for rank 0.
     """
-    decided, refused = None, None
+    decided, name, why = None, "", ""
     if dist.get_rank() == 0:
         try:
             decided = decide()
         except UserError as error:
-            refused = type(error).__name__, str(error)
-    decided, refused = broadcast_object((decided, refused), tuple[kind | None, tuple[str, str] | None])
-    if refused is not None:
-        name, why = refused
+            name, why = type(error).__name__, str(error)
+    decided, name, why = broadcast_object((decided, name, why), tuple[kind | None, str, str])
+    if name:
         raise vars(errors)[name](why)
     return cast(Value, decided)

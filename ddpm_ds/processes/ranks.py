@@ -48,11 +48,7 @@ def set_environment() -> None:
     ``.deepspeed_env``, where they are missing.
 
     ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is Slurm's, or the process is a single
-    rank. GNU OpenMP's threads spin briefly before they sleep: long spinning made a step ten times slower on two cores
-    shared with another process, short spinning a tenth on two idle ones.
-
-    Raises:
-        SpecError: ``.deepspeed_env`` or a launcher's variable can't be parsed, or the first host is unknown.
+    rank. Raises SpecError if variables can't be parsed or contradict each other, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
@@ -65,7 +61,7 @@ def set_environment() -> None:
     for name, value in (find_environment() | _handed_on()).items():
         os.environ.setdefault(name, value)
     _check_environment([name for name in alone if started or name not in unknown])
-    if "OMP_WAIT_POLICY" not in os.environ:
+    if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two cores that are shared
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         raise SpecError(
@@ -79,7 +75,7 @@ def set_environment() -> None:
 
 
 def _check_environment(given: Collection[str]) -> None:
-    """Raise SpecError if a rank number in the environment is none, or if two ``given`` ones contradict each other."""
+    """Raise SpecError if a number in the environment is none, or if two ``given`` ones contradict each other."""
     ranges = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"), (1, MOST_PROCESSES))
     ranges |= {"RANK": (0, MOST_PROCESSES), "LOCAL_RANK": (0, MOST_PROCESSES), "MASTER_PORT": (0, 2**16 - 1)}
     numbers = {}
@@ -104,10 +100,9 @@ def _check_environment(given: Collection[str]) -> None:
 
 def _handed_on() -> dict[str, str]:
     """Return the secret variables of ``ddpm-ds run``, if it runs on this host and as this user."""
-    with contextlib.suppress(OSError):
-        if path := _exit_file():
-            with path.open() as file:
-                return dict(json.loads(file.readline()))
+    if path := _exit_file():
+        with contextlib.suppress(OSError), path.open() as file:
+            return dict(json.loads(file.readline()))
     return {}
 
 
@@ -139,12 +134,12 @@ def on_several_hosts() -> bool:
 
 
 def host_name() -> str:
-    """Return this host's name in metrics and messages: MLflow's node id if it is set, else the host name."""
+    """Return this host's name in metrics and messages: MLflow's node id, or else the host name."""
     return re.sub(r"[^\w.-]", "_", os.environ.get(NODE_ID) or platform.node())
 
 
 def free_port() -> int:
-    """Return a port of this host on which nobody listens, and which Linux lends to no connection before a restart."""
+    """Return a port of this host on which nobody listens, and which Linux lends to no connection."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)  # 32,768: the first that Linux lends
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -211,7 +206,7 @@ def record_exit(code: int) -> int:
 
 
 def record_training() -> None:
-    """Record that this rank listens to requests and watches the others, so that it may outlive one that fails."""
+    """Record that this rank listens to requests and watches the others, and may outlive one that fails."""
     _record(TRAINING)
 
 
@@ -243,10 +238,9 @@ def _leave(number: int) -> None:
 
 
 def _record(word: str) -> None:
-    with contextlib.suppress(OSError):  # its supervisor has just ended
-        if path := _exit_file():
-            with path.open("ab", buffering=0) as file:  # one write, so that lines of several ranks don't mix
-                file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())
+    if path := _exit_file():
+        with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:  # its supervisor may just have ended
+            file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())  # in one write, so that lines don't mix
 
 
 def _exit_file() -> Path | None:

@@ -34,37 +34,28 @@ from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
 from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048
-BEAT_SECONDS = 2.0
-SILENCE_SECONDS = 60.0
-"""Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
-POLL_SECONDS = 0.01
-MOST_LOOKS = 5000
-"""Maximum number of times a second that all waiting ranks together look at the store."""
+BEAT_SECONDS, SILENCE_SECONDS = 2.0, 60.0
+"""Time between beats, and silence after which a rank counts as lost; imports can keep a process busy for long."""
+POLL_SECONDS, MOST_LOOKS = 0.01, 5000
+"""Time between looks at the store, and most looks a second of all waiting ranks together."""
 TELL_SECONDS = 10.0
 """Time for which a rank that can't take part tries to tell the others."""
-REFUSAL = "refusal"
-OVER = "over"
-"""Key that rank 0 writes at the end of a rendezvous: a rank that comes later belongs to another run."""
+REFUSAL, OVER = "refusal", "over"
+"""Keys: why a rank can't take part; the rendezvous has ended, so a rank that comes later belongs to another run."""
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
     """Return the store at a port of rank 0's host, served by rank 0 or by torchrun; port 0 means a free port of rank 0.
 
-    Raises:
-        dist.DistError: the port is taken, or the store can't be reached.
+    Raises dist.DistError if the port is taken, or the store can't be reached.
     """
     host, by_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     served = rank == 0 and not (port and by_agent)
     listener = _listener(host, port) if served else None
-    return dist.TCPStore(
-        host,
-        port if listener is None else listener.getsockname()[1],
-        is_master=served,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    options = {"is_master": served, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    if listener is None:
+        return dist.TCPStore(host, port, **options)
+    return dist.TCPStore(host, listener.getsockname()[1], **options, master_listen_fd=listener.detach())
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
@@ -135,9 +126,7 @@ class SealedStore(dist.Store):
 class Rendezvous:
     """Rendezvous of the ranks of a start, until their process group exists. A single rank waits for nobody.
 
-    Raises:
-        LayoutError: another job has the port.
-        PeerLostError: rank 0 can't be reached.
+    Raises LayoutError if another job has the port, PeerLostError if rank 0 can't be reached.
     """
 
     def __init__(self, start_seconds: float) -> None:
@@ -154,10 +143,10 @@ class Rendezvous:
 
     def name(self, rank: int, stage: int | None = None, part: int | None = None) -> str:
         """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, the host if not alone."""
-        facts = [f"stage {stage}"] if stage is not None else []
-        facts += [f"tensor part {part}"] if part is not None else []
-        facts += [f"host {self.hosts[rank]}"] if len(set(self.hosts)) > 1 else []
-        return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
+        host = self.hosts[rank] if len(set(self.hosts)) > 1 else None
+        facts = {"stage": stage, "tensor part": part, "host": host}
+        known = ", ".join(f"{what} {value}" for what, value in facts.items() if value is not None)
+        return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def host_of(self, rank: int) -> str:
         """Return a rank's host as the subject of a sentence: ``host b (rank 2)``."""
@@ -166,9 +155,7 @@ class Rendezvous:
     def agree(self, topic: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Share ``facts`` (JSON values) about a topic with all ranks, once; return the facts of all, by rank.
 
-        Raises:
-            HostError: another rank can't take part.
-            PeerLostError: a rank did not join, or is lost.
+        Raises HostError if another rank can't take part, PeerLostError if one did not join, or is lost.
         """
         if self._store is None:
             return [facts]
@@ -210,15 +197,14 @@ class Rendezvous:
         return HostError(f"{who} have different values of {RUN_SECRET}; set one on all hosts, or none")
 
     def refuse(self, error: UserError) -> None:
-        """Tell the others why this rank can't take part; rank 0 also gives them time to read it."""
+        """Let the others know why this rank can't take part; rank 0 also gives them time to read it."""
         if self._store is None:
             return
         with contextlib.suppress(dist.DistError):
-            why = {"rank": self.rank, "host": host_name(), "why": str(error)}
-            self._store.compare_set(REFUSAL, "", json.dumps(why))
+            faults = [f"rank {self.rank} (host {host_name()}): {fault}" for fault in str(error).splitlines()]
+            self._store.compare_set(REFUSAL, "", json.dumps(faults))
             self._store.set(f"left/{self.rank}", "")
-            others = [f"left/{rank}" for rank in range(self.world_size)]
-            until = time.monotonic() + TELL_SECONDS
+            others, until = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + TELL_SECONDS
             while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         self.close()
@@ -234,7 +220,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others about a user's error that ends this rank inside this context."""
+        """Let the others know of a user's error that ends this rank inside this context."""
         try:
             yield
         except UserError as error:
@@ -243,14 +229,12 @@ class Rendezvous:
             raise
 
     def _wait(self, store: dist.Store, keys: list[str], awaited: Sequence[int]) -> None:
-        """Wait for the keys that the ``awaited`` ranks write, looking up missing ones no more often than ranks beat."""
+        """Wait for the keys of the ``awaited`` ranks, looking up missing ones no more often than ranks beat."""
         started = looked_at = time.monotonic()
         received = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]) and (text := store.get(REFUSAL)):
-                refusal = json.loads(text)
-                who, faults = f"rank {refusal['rank']} (host {refusal['host']})", refusal["why"].splitlines()
-                raise HostError(*(f"{who}: {fault}" for fault in faults))
+                raise HostError(*json.loads(text))
             time.sleep(self._poll_seconds)
             if (now := time.monotonic()) - looked_at < BEAT_SECONDS:
                 continue
@@ -258,8 +242,7 @@ class Rendezvous:
             missing = [rank for rank, key in zip(awaited, keys, strict=True) if not store.check([key])]
             for rank in missing:
                 beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-                if beat != received[rank][0]:
-                    received[rank] = beat, now
+                received[rank] = received[rank] if beat == received[rank][0] else (beat, now)
             absent = [rank for rank in missing if not received[rank][0]]
             if absent and now - started > self._start_seconds:
                 raise PeerLostError(
@@ -280,13 +263,13 @@ class Rendezvous:
 
 
 def refuse_alone(error: UserError) -> None:
-    """Tell the other hosts' ranks, which are or will be at the rendezvous, about an error before this one joined it."""
+    """Tell the other ranks about an error before this one has joined their rendezvous."""
     with contextlib.suppress(UserError, PeerLostError):
         Rendezvous(TELL_SECONDS).refuse(error)
 
 
 def _store(rank: int, seconds: float) -> dist.Store:
-    """Return the store at the master's port, also for the process group, served by rank 0 or torchrun."""
+    """Return the store at the master's port; raises as :class:`Rendezvous`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     met = Future[dist.Store]()
 
@@ -315,7 +298,6 @@ def _store(rank: int, seconds: float) -> dist.Store:
 
 
 def port_taken() -> LayoutError:
-    """Return the error for a port that another job uses."""
     return LayoutError(
         f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
         "ddpm-ds run --port PORT, or deepspeed --master_port PORT launch/train.py ..."

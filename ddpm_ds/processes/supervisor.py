@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 
@@ -42,14 +42,12 @@ PRINTED_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
 """Exit codes of errors that all ranks find and rank 0 prints, while the others hold back."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
-POLL_SECONDS = 0.1
+POLL_SECONDS, KILL_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 10.0, 60.0
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive them."""
 LOSING_SECONDS = 45.0
 """Time for which ranks may go on after one has failed, or the launcher after a rank here has lost others: it gives its
 ranks 30 s to end, and ssh gives up a lost host after 20 s."""
-KILL_SECONDS = 10.0
-LONGEST_PAUSE_SECONDS = 60.0
 
 
 def gpus() -> int:
@@ -79,8 +77,8 @@ def rank_environments(
 
     Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
     """
-    world = {"WORLD_SIZE": node.of * processes, "LOCAL_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    world |= {"CROSS_RANK": node.rank, "CROSS_SIZE": node.of, "MASTER_ADDR": node.master, "MASTER_PORT": port}
+    world: dict[str, object] = {"CROSS_RANK": node.rank, "CROSS_SIZE": node.of, "WORLD_SIZE": node.of * processes}
+    world |= {"LOCAL_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": node.master, "MASTER_PORT": port}
     if node.of == 1:
         world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
     ranks = [{"RANK": node.rank * processes + local, "LOCAL_RANK": local} for local in range(processes)]
@@ -133,10 +131,8 @@ class Place:
         if self.hostfile is not None:
             return hosts.read_hostfile(self.hostfile)
         if self.node.rank >= self.node.of:
-            raise SpecError(
-                f"--node-rank {self.node.rank} of --nodes {self.node.of}: hosts are numbered from 0 to "
-                f"{self.node.of - 1}; give each its own number"
-            )
+            numbers = f"hosts are numbered from 0 to {self.node.of - 1}; give each its own number"
+            raise SpecError(f"--node-rank {self.node.rank} of --nodes {self.node.of}: {numbers}")
         nodes = [f"node-{rank}" for rank in range(self.node.of)] if self.node.of > 1 else ["localhost"]
         return dict.fromkeys(nodes, self.processes)
 
@@ -144,10 +140,8 @@ class Place:
         """Raise SpecError if the ranks can't be started from this host, or their end can't be seen here."""
         names = self.hosts()
         if self.hostfile is not None and hosts.this_host(names) is None:
-            raise SpecError(
-                f"none of {', '.join(names)} of hostfile {self.hostfile} is this host; start it on one of them, best "
-                "the first"
-            )
+            which = f"none of {', '.join(names)} of hostfile {self.hostfile} is this host"
+            raise SpecError(f"{which}; start it on one of them, best the first")
         if self.hostfile is not None and len(names) > 1 and shutil.which("pdsh") is None:
             raise SpecError("pdsh is not installed; install it, or start on each host: deepspeed --no_ssh --node_rank")
 
@@ -158,7 +152,7 @@ class Place:
 
 
 class Outcome(NamedTuple):
-    """How a start of the ranks ended; ``killed`` is whether somebody killed the rank that failed first."""
+    """How a start of the ranks ended; ``killed``: whether the rank that failed first was killed."""
 
     code: int
     killed: bool = False
@@ -179,8 +173,7 @@ def supervise(
     its hosts uses another port, so that no straggler can join. Without a hostfile several hosts start again on their
     own, at the same port. Runs in the main thread, as the last work of a process: afterwards stop signals are ignored.
 
-    Raises:
-        SpecError: ``program`` has no --run-dir; see also :meth:`Place.check` and :func:`find_environment`.
+    Raises SpecError if ``program`` has no --run-dir, and as :meth:`Place.check`.
     """
     if not (run_dir := _option(program, "--run-dir")):
         raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
@@ -235,16 +228,13 @@ def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool)
 
 
 def _option(command: Sequence[str], name: str) -> str | None:
-    """Return the value of an option of the training script."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, nargs="?", dest="value")
-    value: str | None = parser.parse_known_args(command)[0].value
-    return value
+    return cast(str | None, parser.parse_known_args(command)[0].value)
 
 
 def _written(path: Path) -> tuple[bytes, int]:
-    """Return a file's content and its time of writing; a checkpoint may be written again."""
-    try:
+    try:  # the time, since a checkpoint may be written again
         return read_bytes(path), path.stat().st_mtime_ns
     except OSError:
         return b"", 0
@@ -323,46 +313,38 @@ class _Start:
             if now > grace_end:
                 self.log(f"not saved within {self.grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
-            if now > losing_end and self.place.hostfile is not None:
-                self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
-                return EXIT_PEER_LOST
-            if now > losing_end and (failed := self._first_failure()):
-                rank, code = failed
-                if rank != 0 or code not in PRINTED_BY_RANK_0:
-                    self.log(f"rank {rank} has ended {LOSING_SECONDS:g} s ago and others have not: ending them")
-                return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=False)
+            if now > losing_end:
+                if self._lost:
+                    self.log(self._lost)
+                first = self._processes.failed[1] if self._processes.failed else EXIT_PEER_LOST
+                return exit_code(first, self._exits.read(), stopping=bool(self.received), orphaned=False)
             time.sleep(POLL_SECONDS)
         if code is None:
             return 128 + self.received[-1]
 
         self._wait_until_gone(SETTLE_SECONDS)
-        orphaned = self.place.hostfile is not None and self._ask_to_stop(
-            f"the launcher has ended (exit code {code}), but its ranks have not"
-        )
-        if orphaned:
+        why = f"the launcher has ended (exit code {code}), but its ranks have not"
+        if orphaned := self.place.hostfile is not None and self._ask_to_stop(why):
             self._wait_until_gone(self.grace_seconds)
         return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=orphaned)
 
     def _patience(self) -> float:
         """Return for how many seconds ranks may go on since one has failed; infinity if none has."""
-        record = self._exits.read()
+        record, ago = self._exits.read(), f"{LOSING_SECONDS:g} s ago"
         if self.place.hostfile is not None:
+            self._lost = f"ranks were lost {ago} and the launcher has not ended: ending it"
             return LOSING_SECONDS if record.failure == EXIT_PEER_LOST else math.inf
-        if (failed := self._first_failure()) is None:
+        if self._processes.failed is None:
             return math.inf
-        rank, code = failed
+        local, code = self._processes.failed
+        rank = self.place.node.rank * self.place.processes + local
         if code < 0:  # it can't have printed a line itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
         if not record.training:  # they have nothing to save, and would not notice for long
             _send(signal.SIGTERM, self._alive_ranks())
-        return 0.0 if rank == 0 and code in PRINTED_BY_RANK_0 else LOSING_SECONDS
-
-    def _first_failure(self) -> tuple[int, int] | None:
-        """Return the rank and the exit code of this host's process that was the first to fail."""
-        if self._processes.failed is None:
-            return None
-        local, code = self._processes.failed
-        return self.place.node.rank * self.place.processes + local, code
+        printed = rank == 0 and code in PRINTED_BY_RANK_0
+        self._lost = "" if printed else f"rank {rank} has ended {ago} and others have not: ending them"
+        return 0.0 if printed else LOSING_SECONDS
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any; they end their own children."""
@@ -378,7 +360,6 @@ class _Start:
             time.sleep(POLL_SECONDS)
 
     def _alive(self) -> list[psutil.Process]:
-        """Return the processes of this start, in its sessions or with its environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,7 @@ LAST_WORDS_SECONDS = 3.0
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2
-"""Time limit for a device to tell whether it has unfinished work."""
-
+"""Time limit for a device's answer whether it has unfinished work."""
 KEY, VERDICT = "alive/{}", "verdict"
 FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
 """Beats, steps, state and place of a rank before its first report."""
@@ -74,7 +73,7 @@ TOGETHER_BEATS = 3
 
 
 def make_store(rank: int, world_size: int) -> SealedStore:
-    """Return a key-value store that rank 0 serves on a free port, or a single rank's in its memory; collective."""
+    """Return a store that rank 0 serves on a free port, or a single rank's in its memory; collective."""
     if rank != 0:
         return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
     served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
@@ -89,20 +88,16 @@ def make_store(rank: int, world_size: int) -> SealedStore:
 
 @dataclass
 class Peer:
-    """Newest message of a rank, and when it last changed, on the reader's clock.
-
-    ``state`` is running, waiting, paused, asking (its collective has failed: which rank is lost?) or left.
-    """
+    """Newest message of a rank, and when it last changed, on the reader's clock."""
 
     beats: int = 0
     steps: int = 0
-    state: str = "running"
+    state: str = "running"  # or waiting, paused, asking (its collective has failed: which rank is lost?), left
     place: str = "-"
     beat_at: float = 0.0
     step_at: float = 0.0
 
     def read(self, now: float, beats: int, steps: int, state: str, place: str) -> None:
-        """Store a message that was just read from the store."""
         if beats != self.beats:
             self.beat_at = now
             if steps != self.steps or self.state == "paused":
@@ -112,7 +107,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Reason why the run can't continue, and the exit code; the first one in the store counts for all ranks."""
+    """Reason why the run can't continue, and the exit code; the first in the store counts for all ranks."""
 
     ranks: list[int]
     reason: str
@@ -150,28 +145,22 @@ class DeviceWork:
 class Heartbeat(threading.Thread):
     """Thread that talks to the store. ``clock`` gives the times in ``peers`` and ``answer_at``."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: dist.Store | None,
-        clock: Callable[[], float],
-        work: DeviceWork | None = None,
-    ) -> None:
+    work: DeviceWork | None = None
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store | None, clock: Callable[[], float]) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._rank, self._store, self._clock, self._work = rank, store, clock, work
+        self._rank, self._store, self._clock = rank, store, clock
         self._leaving = threading.Event()
-        self._beats = 0
-        self.steps = self.pauses = 0  # of this rank's main thread
+        self._beats = self.steps = self.pauses = 0  # steps and pauses of this rank's main thread
         self.asks = False  # this rank's collective has failed, and rank 0 should look for a lost rank
         self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
         self.answer_at = 0.0  # when the store last answered
         self.closed = False  # the store has gone although rank 0 had not left
         self.proposal: Judgement | None = None  # this rank's own
-        self.verdict: Judgement | None = None  # the one that counts for all ranks
+        self.verdict: Judgement | None = None  # counts for all ranks
 
     def leave(self) -> None:
-        """Tell the others that this rank leaves, and end the thread."""
+        """Let the others know that this rank leaves, and end the thread."""
         self._leaving.set()
         if self.is_alive():
             self.join(timeout=LAST_WORDS_SECONDS + BEAT_SECONDS)
@@ -191,16 +180,16 @@ class Heartbeat(threading.Thread):
             time.sleep(BEAT_SECONDS / 2)
 
     def _look(self, stuck: bool) -> tuple[str, str]:
-        """Return whether this rank proceeds by itself or waits, and the place of its main thread if it is stuck."""
+        """Return whether this rank proceeds by itself or waits, and where if its main thread is stuck."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
         if frame is None:
             return "running", "-"
         place = _place(frame)
-        waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
+        waits = waits_for_a_rank(frame) or (self.work is not None and self.work.is_unfinished())
         return "waiting" if waits else "running", place
 
     def _exchange(self, state: str, place: str) -> bool:
-        """Write this rank's message and read those of its peers; return False if the store is gone."""
+        """Write this rank's message and read its peers'; return False if the store is gone."""
         assert self._store is not None
         self._beats += 1
         try:
@@ -235,15 +224,15 @@ def waits_for_a_rank(frame: FrameType) -> bool:
 
 
 def _culprit_seconds() -> float:
-    """Return the silence after which a rank is to blame for a collective that has failed."""
+    """Return the silence that makes a rank the culprit of a failed collective."""
     return max(WAIT_FOR_CULPRIT_SECONDS / 2, 4 * BEAT_SECONDS)
 
 
 class Watchdog:
     """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices a hang.
 
-    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: only the rank
-    that reads a bad file knows of it, and the others would wait for this rank.
+    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: the others would
+    wait for the one rank that has read a bad file.
 
     Args:
         names: all ranks' names for users, such as "rank 2 (stage 1)".
@@ -268,18 +257,17 @@ class Watchdog:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._rank, self.names, self.store = rank, names, store
-        self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
-        self._log, self._leave = log, leave
-        self._now = 0.0
-        self._asked = False
+        self._dead_seconds, self._hang_seconds, self._log, self._leave = dead_seconds, hang_seconds, log, leave
+        self._now, self._asked = 0.0, False
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now, work=work)
+        self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now)
+        self._heartbeat.work = work
         if store is not None:
             self._heartbeat.start()
             threading.Thread(target=self._judge, name="judge", daemon=True).start()
 
     def progress(self) -> None:
-        """Report progress of the main thread; call it once a step and around long operations."""
+        """Report progress of the main thread, once a step and around long operations."""
         self._heartbeat.steps += 1
 
     @contextlib.contextmanager
@@ -295,7 +283,7 @@ class Watchdog:
     def fail(self, line: str, code: int) -> None:
         """End all ranks with exit code ``code`` for a reason that perhaps only this rank knows; it prints ``line``.
 
-        If several ranks fail at once, the reason of one of them counts for all. Returns only for a single rank.
+        Of several ranks that fail at once one gives the reason. Returns only for a single rank.
         """
         heartbeat, self._asked = self._heartbeat, True
         if len(self.names) == 1 or not heartbeat.is_alive():
@@ -307,7 +295,7 @@ class Watchdog:
         self._end(heartbeat.verdict or heartbeat.proposal)
 
     def stop(self, failure: str | None = None) -> None:
-        """Stop watching and tell the others that this rank exits, with a ``failure`` that ends them too."""
+        """Stop watching and let the others know that this rank exits, with a ``failure`` that ends them too."""
         if failure:
             self._heartbeat.proposal = Judgement([self._rank], f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
@@ -316,9 +304,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, UserError):
             self.fail(f"ddpm_ds: error: {error}", error.exit_code)
         known = error is None or isinstance(error, KNOWN_TO_ALL_RANKS)
@@ -326,11 +312,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Surround collective work: if it fails, tell the others and find the lost rank.
-
-        Raises:
-            PeerLostError: in place of a collective's error, if a rank is lost.
-        """
+        """Surround collective work; if a lost rank made it fail, raise PeerLostError with its name on all ranks."""
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):
@@ -349,7 +331,6 @@ class Watchdog:
             raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
 
     def _missing(self) -> Judgement | None:
-        """Find the ranks to blame for a collective that raised, and let the others know."""
         self._asked = self._heartbeat.asks = True
         until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + (TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0)
         while (finding := self._lost()) is None and time.monotonic() < until:
@@ -358,7 +339,7 @@ class Watchdog:
         return self._heartbeat.proposal
 
     def _judge(self) -> None:
-        """Judge the other ranks by a clock that stops while this process is suspended or starved."""
+        """Judge by a clock that stops while this process is suspended or starved."""
         last = time.monotonic()
         while not self._stopped.wait(JUDGE_SECONDS):
             now = time.monotonic()
