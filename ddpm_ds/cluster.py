@@ -40,7 +40,7 @@ NETWORK = "open all TCP ports between the hosts, or name their interface in .dee
 
 
 class Cell(NamedTuple):
-    """A column's text for a host, with what is wrong and what helps, if anything is."""
+    """A column's text for a host, with a fault and its fix, if there is one."""
 
     text: str
     why: str = ""
@@ -68,7 +68,7 @@ class Fleet:
     seconds: int
 
     def ask(self, what: str, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the answer of each host to its question; a :class:`Cell` that says why there is none."""
+        """Return the answer of each host to its question; a :class:`Cell` with the reason if there is none."""
         with ThreadPoolExecutor(len(questions)) as pool:
             answers = pool.map(lambda host: self._ask(host, what, questions[host]), questions)
             return dict(zip(questions, answers, strict=True))

@@ -273,7 +273,7 @@ GIB = 2**30
 def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
     """Parse a number with one of ``units`` into the unit of factor 1, from 1 to ``most``.
 
-    Other texts raise argparse.ArgumentTypeError, which says ``what`` to give.
+    Other texts raise argparse.ArgumentTypeError, with ``what`` to give.
     """
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:

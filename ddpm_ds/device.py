@@ -81,7 +81,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
             torch.cuda.set_device(local_rank)
     except RuntimeError as error:
         raise LayoutError(
-            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); nvidia-smi says what it does"
+            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); see nvidia-smi"
         ) from None
     if chosen and os.environ.get("RANK") == "0":
         settings = ", ".join(f"{name}={value}" for name, value in chosen.items())

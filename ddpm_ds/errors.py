@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix, and the exit codes of every program.
 
 A message is one line for each fault, naming the key, the value and the fix. Exit codes are a contract with launchers
-and schedulers; ``docs/exit_codes.md`` says what to do with each.
+and schedulers; ``docs/exit_codes.md`` explains each.
 """
 
 import contextlib

@@ -203,7 +203,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a temporary name beside ``path``, to be renamed to it; remove those that killed processes left."""
+    """Return a temporary name beside ``path``, to be renamed to it; remove leftovers of killed processes."""
     prefix = f".{path.name}.writing-"
     with contextlib.suppress(OSError):
         for left in path.parent.glob(f"{glob.escape(prefix)}*"):

@@ -43,7 +43,7 @@ class Stream(IntEnum):
     CAPTION = 14
     TEXT_DROP = 15
     DROPOUT = 16
-    NOISE_OFFSET = 2**20 - 1  # above those of all layers
+    NOISE_OFFSET = 2**20 - 1  # above all layers
     HELD_OUT = 2**20
     SAMPLE = 2**21
 
@@ -133,7 +133,7 @@ def _fused(device: torch.device) -> Callable[..., None] | None:
 class Draws:
     """Draws of several streams for the same images, by one Philox, since operators take the host's time.
 
-    The bits are those of each stream alone. Where Triton runs it is one kernel, normal draws included.
+    Each stream has the bits that it has alone. Where Triton runs it is one kernel, normal draws included.
 
     Args:
         seed: integer in [0, 2^32), as streams; others raise ValueError.
@@ -196,7 +196,7 @@ class Draws:
         return self.bits(stream)[:, 0] * high >> 32  # (N,)
 
     def coins(self, stream: int) -> Tensor:
-        """Return one draw per image, (N,) bool: those of :meth:`integers` in [0, 2), in one operation."""
+        """Return one draw per image, (N,) bool: :meth:`integers` in [0, 2), in one operation."""
         return self.bits(stream)[:, 0] >= 2**31
 
 

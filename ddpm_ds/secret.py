@@ -74,7 +74,7 @@ def shown(name: str, value: str) -> str:
 
 
 def _addresses(name: str, value: str) -> list[str]:
-    """Return the addresses in a variable's value, which may be one, without a scheme if the name says so."""
+    """Return the addresses in a variable's value, which may be one, without a scheme if the name ends so."""
     if _NAME_OF_ADDRESS.search(name) or "://" in _matched(_SCHEME, value):
         return [value]
     return _ADDRESS_IN_TEXT.findall(value)

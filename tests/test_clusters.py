@@ -21,7 +21,7 @@ from ddpm_ds.cli import launch
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port, on_several_hosts, set_environment
-from ddpm_ds.processes.supervisor import DEFAULT_PORT, Outcome, Place, rank_environments
+from ddpm_ds.processes.supervisor import Outcome, Place
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.version import __version__
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
@@ -83,10 +83,6 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[
     return found
 
 
-def environments(place: Place, given: dict[str, str]) -> list[dict[str, str]]:
-    return rank_environments(place.processes, place.port or DEFAULT_PORT, given, place.node)
-
-
 @pytest.mark.parametrize("platform", VARIABLES)
 def test_the_variables_of_a_platform_make_the_ranks_of_one_run(
     platform: str, started: list[tuple[list[str], Place]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +93,7 @@ def test_the_variables_of_a_platform_make_the_ranks_of_one_run(
     ranks = [
         rank
         for variables, (_, place) in zip(VARIABLES[platform], started, strict=True)
-        for rank in environments(place, {"PATH": "", "HOME": str(tmp_path), **variables})
+        for rank in place.environments({"PATH": "", "HOME": str(tmp_path), **variables})
     ]
     numbers = [rank["RANK"] + rank["LOCAL_RANK"] + rank["CROSS_RANK"] for rank in ranks]
     assert numbers == ["000", "110", "201", "311"]
@@ -165,7 +161,7 @@ def test_ranks_with_exactly_these_variables_train_together(
     output, ranks = tmp_path / "output", []
     for (program, place), variables in zip(started, VARIABLES[platform], strict=True):
         words = [str(REPOSITORY / "launch" / "train.py"), *program[2:]]
-        for environment in environments(place, {**os.environ, **ONE_THREAD, "MLFLOW_TRACKING_URI": "", **variables}):
+        for environment in place.environments({**os.environ, **ONE_THREAD, "MLFLOW_TRACKING_URI": "", **variables}):
             ranks.append(Forked.script(words, env=environment, stdout=output, stderr=output))
     assert [rank.wait() for rank in ranks] == [0, 0], output.read_text()[-4000:]
     assert (checkpoints_of(tmp_path / "run") / LATEST).is_file()

@@ -181,7 +181,7 @@ def read_environment(path: Path) -> dict[str, str]:
 
 
 def find_environment() -> dict[str, str]:
-    """Return the variables of the user's file, overridden by those of the working folder's; raises SpecError."""
+    """Return the variables of the user's file, overridden by the working folder's; raises SpecError."""
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
     for path in (Path(os.path.expanduser("~"), name), Path(name)):

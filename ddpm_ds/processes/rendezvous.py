@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ BEAT_SECONDS, SILENCE_SECONDS = 2.0, 60.0
 POLL_SECONDS, MOST_LOOKS = 0.01, 5000
 """Time between looks at the store, and most looks a second of all waiting ranks together."""
 TELL_SECONDS = 10.0
-"""Time for which a rank that can't take part tries to tell the others."""
+"""Time for which a rank that can't take part tries to let the others know."""
 REFUSAL, OVER = "refusal", "over"
 """Keys: why a rank can't take part; the rendezvous has ended, so a rank that comes later belongs to another run."""
 
@@ -52,10 +53,9 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
     host, by_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     served = rank == 0 and not (port and by_agent)
     listener = _listener(host, port) if served else None
-    options = {"is_master": served, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
-    if listener is None:
-        return dist.TCPStore(host, port, **options)
-    return dist.TCPStore(host, listener.getsockname()[1], **options, master_listen_fd=listener.detach())
+    number, descriptor = (port, None) if listener is None else (listener.getsockname()[1], listener.detach())
+    store = partial(dist.TCPStore, is_master=served, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    return store(host, number, master_listen_fd=descriptor)
 
 
 def _listener(host: str, port: int) -> socket.socket | None:

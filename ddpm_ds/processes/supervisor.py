@@ -60,31 +60,6 @@ def gpus() -> int:
     return count.value if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)) else 0
 
 
-@dataclass(frozen=True)
-class Node:
-    """One of ``of`` hosts of a run, on each of which the same command is typed; each has as many processes."""
-
-    rank: int = 0
-    of: int = 1
-    master: str = "127.0.0.1"
-    """Address of the first host."""
-
-
-def rank_environments(
-    processes: int, port: int, environment: Mapping[str, str], node: Node = Node()
-) -> list[dict[str, str]]:
-    """Return the environment of each rank on this host: ``environment``, and the variables of DeepSpeed's launcher.
-
-    Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
-    """
-    world: dict[str, object] = {"CROSS_RANK": node.rank, "CROSS_SIZE": node.of, "WORLD_SIZE": node.of * processes}
-    world |= {"LOCAL_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": node.master, "MASTER_PORT": port}
-    if node.of == 1:
-        world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
-    ranks = [{"RANK": node.rank * processes + local, "LOCAL_RANK": local} for local in range(processes)]
-    return [{**environment, **{name: str(value) for name, value in (world | rank).items()}} for rank in ranks]
-
-
 class Processes:
     """Processes of one program, each with its environment, no input, and a session that a terminal's Ctrl-C does not
     reach; ``output`` are options of :class:`subprocess.Popen`.
@@ -110,7 +85,7 @@ class Processes:
         return None if None in codes else self.failed[1] if self.failed else 0
 
     def kill(self) -> None:
-        """End what is left of the processes and of their process groups."""
+        """End the rest of the processes and of their process groups."""
         for process in self._all:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -119,21 +94,44 @@ class Processes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a run are: ``processes`` of this host, perhaps a ``node`` of several, or a hostfile's."""
+    """Where the ranks of a run are: ``processes`` of this host, which may be one of ``nodes`` on each of which the same
+    command is typed, or of the hosts of a hostfile.
+    """
 
     processes: int = 1
-    node: Node = Node()
+    node_rank: int = 0
+    nodes: int = 1
+    master: str = "127.0.0.1"
+    """Address of the first node."""
     hostfile: Path | None = None
     port: int | None = None
+
+    def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the environment of each rank of this host: ``environment``, and the variables of DeepSpeed's launcher.
+
+        Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
+        """
+        world: dict[str, object] = {"MASTER_ADDR": self.master, "MASTER_PORT": self.port or DEFAULT_PORT}
+        world |= {"LOCAL_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
+        world |= {"WORLD_SIZE": self.nodes * self.processes, "CROSS_RANK": self.node_rank, "CROSS_SIZE": self.nodes}
+        if self.nodes == 1:
+            world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
+        ranks = [{"RANK": self.first_rank + local, "LOCAL_RANK": local} for local in range(self.processes)]
+        return [{**environment, **{name: str(value) for name, value in (world | rank).items()}} for rank in ranks]
+
+    @property
+    def first_rank(self) -> int:
+        """First rank of this host."""
+        return self.node_rank * self.processes
 
     def hosts(self) -> dict[str, int]:
         """Return the hosts with their numbers of ranks, in the order of the ranks; raises SpecError."""
         if self.hostfile is not None:
             return hosts.read_hostfile(self.hostfile)
-        if self.node.rank >= self.node.of:
-            numbers = f"hosts are numbered from 0 to {self.node.of - 1}; give each its own number"
-            raise SpecError(f"--node-rank {self.node.rank} of --nodes {self.node.of}: {numbers}")
-        nodes = [f"node-{rank}" for rank in range(self.node.of)] if self.node.of > 1 else ["localhost"]
+        if self.node_rank >= self.nodes:
+            numbers = f"hosts are numbered from 0 to {self.nodes - 1}; give each its own number"
+            raise SpecError(f"--node-rank {self.node_rank} of --nodes {self.nodes}: {numbers}")
+        nodes = [f"node-{rank}" for rank in range(self.nodes)] if self.nodes > 1 else ["localhost"]
         return dict.fromkeys(nodes, self.processes)
 
     def check(self) -> None:
@@ -183,7 +181,7 @@ def supervise(
         while True:
             before = _written(latest)
             place.check()
-            port = place.port or (DEFAULT_PORT if place.hostfile or place.node.of > 1 else free_port())
+            port = place.port or (DEFAULT_PORT if place.hostfile or place.nodes > 1 else free_port())
             port += starts if place.hostfile else 0
             ended = _Start(tuple(program), replace(place, port=port), received, grace_seconds, log).run()
             if ended.code in FINAL or received:
@@ -255,8 +253,7 @@ class _Start:
         with contextlib.ExitStack() as cleanup:
             if self.place.hostfile is None:
                 self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
-                given = {**os.environ, EXIT_FILE_VARIABLE: self._exits.name}
-                ranks = rank_environments(self.place.processes, self.place.port or 0, given, self.place.node)
+                ranks = self.place.environments({**os.environ, EXIT_FILE_VARIABLE: self._exits.name})
                 self._processes = Processes([sys.executable, "-u", *self.program], ranks)
             else:
                 self._processes = self._launcher(cleanup)
@@ -337,7 +334,7 @@ class _Start:
         if self._processes.failed is None:
             return math.inf
         local, code = self._processes.failed
-        rank = self.place.node.rank * self.place.processes + local
+        rank = self.place.first_rank + local
         if code < 0:  # it can't have printed a line itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
         if not record.training:  # they have nothing to save, and would not notice for long

@@ -10,7 +10,7 @@ beat costs few values, and name rank 0 when its report grows old.
     rank 0   judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ verdict in the store
     rank 1   judge       reads the verdict ─▶ exit code 76
 
-When a run hangs, one rank does not proceed and all others wait. The states of main thread and device tell which:
+When a run hangs, one rank does not proceed and all others wait. The states of main thread and device show which:
 
     main thread in a call of torch.distributed or waiting for a message   waits for another rank
     its device has unfinished work                                        waits: under NCCL the message is in that work,

@@ -20,14 +20,13 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from ddpm_ds.cli.main import main
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes import signals as processes_signals
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitFile, ExitRecord, free_port, record_exit, recorded
 from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, heard_signals
-from ddpm_ds.processes.supervisor import DEFAULT_PORT, Node, Outcome, Place, exit_code, supervise
+from ddpm_ds.processes.supervisor import DEFAULT_PORT, Outcome, Place, exit_code, supervise
 from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 ONE, TWO = Place(1), Place(2)
@@ -107,7 +106,7 @@ def test_hosts_that_start_again_on_their_own_meet_at_the_same_port(
         return Mock(run=lambda: Outcome(76 if len(places) < 3 else 0))
 
     monkeypatch.setattr(supervisor, "_Start", start)
-    place = Place(2, Node(1, 2, "node-1"))
+    place = Place(2, 1, 2, "node-1")
     assert supervised(["train.py", "--run-dir", str(run_dir)], place, max_restarts=2)[0] == 0
     assert places == [replace(place, port=DEFAULT_PORT)] * 3
 
@@ -429,25 +428,6 @@ def test_when_a_rank_fails_only_those_that_do_not_train_are_asked_to_stop(
     monkeypatch.setattr(supervisor, "LOSING_SECONDS", PATIENCE_SECONDS if saved else 0.5)
     assert supervised(playing(run_dir, part)) == (expected, said)
     assert (run_dir / "saved-0-rank-1").exists() == saved
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "add --run-dir DIR"),
-        ("launch/train.py --run-dir", "add --run-dir DIR"),
-        ("--hostfile hostfile launch/train.py --run-dir run", "line 1: 'GLOO_SOCKET_IFNAME' is not NAME=VALUE"),
-    ],
-)
-def test_what_could_not_start_is_refused_in_one_line(
-    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("hostfile").write_text(f"{socket.gethostname()} slots=2\n")
-    Path(".deepspeed_env").write_text("GLOO_SOCKET_IFNAME\n")
-    assert main(["run", "--", *words.split()]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and not Path("run").exists()
 
 
 def test_ranks_record_how_they_end_where_their_supervisor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
