@@ -39,7 +39,7 @@ SALLOC = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}
 
 @pytest.fixture(autouse=True)
 def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that no launcher has started, in a folder and a home without files; restored afterwards."""
+    """A process without a launcher, in a folder and a home without files; restored afterwards."""
     for name in (*NAMES, *(name for name in os.environ if name.startswith(("SLURM_", "DS_ENV")))):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -97,11 +97,6 @@ def test_only_ranks_on_several_hosts_have_to_know_the_first(tmp_path: Path, monk
     monkeypatch.delenv("MASTER_ADDR")
     with pytest.raises(SpecError, match="7 ranks were started on several hosts, and MASTER_ADDR"):
         set_environment()
-    (tmp_path / ".deepspeed_env").write_text("MASTER_ADDR=node-1\n")
-    set_environment()
-    assert os.environ["MASTER_ADDR"] == "node-1"
-    (tmp_path / ".deepspeed_env").unlink()
-    monkeypatch.delenv("MASTER_ADDR")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     set_environment()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
@@ -149,6 +144,7 @@ def test_a_supervisor_that_was_killed_before_its_rank_began_is_missed_unless_it_
     assert before.is_gone() and Launcher().is_gone() == (hosts == "one host")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
@@ -158,7 +154,7 @@ def test_a_launcher_is_missed_when_it_is_killed_and_any_parent_when_nobody_reads
 ) -> None:
     said, streams = tmp_path / "said", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     streams[output] = subprocess.PIPE
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **({"CROSS_RANK": "0"} if launched else {})}
+    variables = {**ENVIRONMENT, **({"CROSS_RANK": "0"} if launched else {})}
     command = [sys.executable, "-c", LAUNCHER, RANK, str(said)]
     parent = subprocess.Popen(command, env=variables, **streams, start_new_session=True)  # type: ignore[call-overload]
     try:
@@ -200,8 +196,7 @@ def stuck():
 
 sys.exit(recorded(stuck, stoppable=True))
 """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as rank:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=ENVIRONMENT) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"on\n"
         for _ in range(5):
             rank.send_signal(number)
@@ -214,8 +209,7 @@ def test_a_signal_after_a_rank_has_ended_does_not_change_its_code(number: int) -
         "import os, sys; from ddpm_ds.processes.ranks import recorded\n"
         f"code = recorded(lambda: 2, stoppable=True); os.kill(os.getpid(), {number:d}); sys.exit(code)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 2
+    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT).returncode == 2
 
 
 def test_a_rank_that_reads_what_a_mapped_file_no_longer_has_says_where_it_was(tmp_path: Path) -> None:
@@ -299,6 +293,5 @@ if __name__ == "__main__":
 def test_a_rank_that_is_stopped_while_its_decoders_start_ends_without_a_word(tmp_path: Path) -> None:
     script = tmp_path / "decodes.py"
     script.write_text(DECODES)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, script], capture_output=True, env=environment, timeout=PATIENCE_SECONDS)
+    done = subprocess.run([sys.executable, script], capture_output=True, env=ENVIRONMENT, timeout=PATIENCE_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (75, b"", b"")
