@@ -36,21 +36,11 @@ from ddpm_ds.tracking.run_folder import flatten
 
 MARK = "ddpm-ds-doctor "
 LEAST_OPEN_FILES = 1024
-NO_FOLDER, NO_PYTHON, NO_SSH, SILENT = 71, 72, 255, -1
-"""Exit codes: the working folder or the interpreter is not on the host; ssh's own; no answer in time."""
-FIXES = {
-    NO_FOLDER: "put the project there: a shared file system, or rsync -a {folder}/ {host}:{folder}/",
-    NO_PYTHON: "make the environment there at the same path: {python}",
-    NO_SSH: "this must work without a question: {ssh} true",
-    SILENT: "see whether it is up, or give it longer: --timeout-seconds",
-}
-"""Fixes for a host that does not answer, by the exit code of its process."""
-NOT_OURS = "install this version there: {python} -m pip install -e {folder}"
 NETWORK = "open all TCP ports between the hosts, or name their interface in .deepspeed_env: GLOO_SOCKET_IFNAME=eth0"
 
 
 class Cell(NamedTuple):
-    """A column's text for a host, with what is wrong and what helps, if anything is."""
+    """A column's text for a host, with a fault and its fix, if there is one."""
 
     text: str
     why: str = ""
@@ -58,26 +48,27 @@ class Cell(NamedTuple):
 
 
 Findings = tuple[dict[str, str], dict[str, Cell], int]
-"""What a process finds on its host: everything that training compares between hosts
-(:func:`ddpm_ds.processes.hosts.facts`), by name; everything else, by column; the number of GPUs."""
+"""Facts of a host that training compares (:func:`ddpm_ds.processes.hosts.facts`), by name; all else, by column; the
+number of GPUs."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Hosts and their processes, and how a program is started on each."""
+    """Hosts and their processes, and how a program is started on each.
+
+    ``environment`` has the variables that DeepSpeed gives to every process. ``local`` is whether there is only this
+    machine, which needs no ssh. An answer may take ``seconds``.
+    """
 
     slots: Mapping[str, int]
     python: str
     folder: str
     environment: Mapping[str, str]
-    """The variables that DeepSpeed gives to every process."""
     local: bool
-    """Whether it is this machine alone, which needs no ssh."""
     seconds: int
-    """Time for an answer."""
 
     def ask(self, what: str, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the answer of each host to its question; a :class:`Cell` that says why there is none."""
+        """Return the answer of each host to its question; a :class:`Cell` with the reason if there is none."""
         with ThreadPoolExecutor(len(questions)) as pool:
             answers = pool.map(lambda host: self._ask(host, what, questions[host]), questions)
             return dict(zip(questions, answers, strict=True))
@@ -85,9 +76,7 @@ class Fleet:
     def _ask(self, host: str, what: str, question: Mapping[str, Any]) -> Any:
         program = [self.python, "-u", "-m", __name__, what, json.dumps(question), str(self.seconds)]
         words = shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *program])
-        folder, python = shlex.quote(self.folder), shlex.quote(self.python)
-        script = f"cd {folder} || exit {NO_FOLDER}; test -x {python} || exit {NO_PYTHON}; exec {words}"
-        command = ["sh", "-c", script]
+        command = ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {words}"]
         try:
             done = subprocess.run(
                 command if self.local else ssh(host, command),
@@ -97,15 +86,16 @@ class Fleet:
                 errors="replace",
                 timeout=self.seconds,
             )
-            code, said = done.returncode, [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())]
+            why = [f"exit code {done.returncode}", *filter(str.strip, done.stderr.splitlines())][-1]
             for line in done.stdout.splitlines():
                 if line.startswith(MARK):
                     return json.loads(line.removeprefix(MARK))
         except subprocess.TimeoutExpired:
-            code, said = SILENT, [f"no answer in {self.seconds} s"]
-        fix = NETWORK if what == "all_reduce" else FIXES.get(code, NOT_OURS)
-        words = shlex.join(ssh_to(host))
-        return Cell("no", said[-1].strip(), fix.format(host=host, folder=self.folder, python=self.python, ssh=words))
+            why = f"no answer in {self.seconds} s"
+        least = f"cd {shlex.quote(self.folder)} && {shlex.quote(self.python)} -c 'import ddpm_ds'"
+        must = least if self.local else shlex.join([*ssh_to(host), least])
+        fix = f"this must work without a question, within --timeout-seconds: {must}"
+        return Cell("no", why.strip(), NETWORK if what == "all_reduce" else fix)
 
 
 def examined(fleet: Fleet, question: Mapping[str, Any], port: int, *, network: bool) -> dict[str, dict[str, Cell]]:
@@ -137,7 +127,7 @@ def examined(fleet: Fleet, question: Mapping[str, Any], port: int, *, network: b
 def look(
     spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str, run_bytes: int, slots: int, port: int
 ) -> Findings:
-    """Return what this host has; paths are relative to the working folder. ``port``, if not 0, is tried."""
+    """Return this host's findings; paths are relative to the working folder. ``port``, if not 0, is tried."""
     documents: dict[str, Mapping[str, Any]] = {}
     cells, folders = dict[str, Cell](), {"runs": (Path(run_dir), run_bytes, "--run-dir DIR")}
     try:
@@ -167,17 +157,15 @@ def look(
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
-            cells[f"port {port}"] = Cell(
-                "taken", error.strerror or str(error), "take another: --port, here --master-port"
-            )
+            cells[f"port {port}"] = Cell("taken", str(error.strerror), "take another: --port, here --master-port")
     named = {f"{title}{key}": value for title, some in facts(documents).items() for key, value in flatten(some).items()}
     return named, cells, len(gpus)
 
 
 def _gpus() -> list[tuple[str, str]]:
-    """Return the name of each GPU, and why this PyTorch can't use it, if it can't."""
+    """Return the name of each GPU, and a reason if this PyTorch can't use it."""
     found = []
-    with contextlib.suppress(Exception):  # no driver, or no binding of it: no device that PyTorch could use either
+    with contextlib.suppress(Exception):  # no driver: no device that PyTorch could use either
         import pynvml
 
         from ddpm_ds.device import check_architecture
@@ -194,14 +182,14 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def all_reduce(rank: int, world: int, address: str, port: int, on_gpus: bool, seconds: int) -> str:
-    """Add up the ranks' numbers; return the name of the backend. Any failure is an exception."""
+    """Add up the ranks' numbers, or raise any exception; return the name of the backend."""
     use_interface_towards(address)
     import torch
     import torch.distributed as dist
 
     backend, device = ("nccl", "cuda:0") if on_gpus else ("gloo", "cpu")
     way = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    limit = timedelta(seconds=seconds / 2)  # the reason is told before all ends
+    limit = timedelta(seconds=seconds / 2)  # leaves time to print the reason
     dist.init_process_group(backend, init_method=way, rank=rank, world_size=world, timeout=limit)
     dist.all_reduce(total := torch.tensor([rank + 1.0], device=device))
     if total.item() != world * (world + 1) / 2:

@@ -20,27 +20,20 @@ from typing import Any, NoReturn, TypeAlias
 from ddpm_ds.errors import OutputError, SpecError
 from ddpm_ds.files import DS_CONFIG, MOST_DIGITS, SPEC, expanded, path_fault, write_file
 
-MOST_PROCESSES = 2**16
-"""Most processes of a run."""
-MOST_BATCH = 2**20
-"""Most images of a step."""
-MOST_IMAGES = 10**15
-"""Most images that a run sees, and most optimizer steps."""
-MOST_COUNT = 10**6
-"""Most of anything else that is counted, such as images to draw."""
+MOST_PROCESSES, MOST_BATCH = 2**16, 2**20
+"""Most processes of a run, and most images of a step."""
+MOST_IMAGES, MOST_COUNT = 10**15, 10**6
+"""Most images or optimizer steps of a run, and most of anything else that is counted, such as images to draw."""
 MOST_IMAGE, MOST_SEED = 2**48, 2**32 - 1
-MOST_MEMBERS = 4096
-"""Maximum images that are drawn for one input."""
 """Highest number of an image among all those drawn from one seed, and highest such seed."""
+MOST_MEMBERS = 4096
+"""Most images that are drawn for one input."""
 MOST_BYTES, MOST_BANDWIDTH, MOST_FLOPS = 2**60, 1e18, 1e21
 """Most memory of a device in bytes, bytes per second of a link, and flops per second."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Parser that raises a SpecError where argparse would print its usage and exit; its subparsers do the same.
-
-    Descriptions are printed as written.
-    """
+    """Parser that raises a SpecError where argparse would exit, as its subparsers do; descriptions stay as written."""
 
     def __init__(self, **options: Any) -> None:
         written = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -83,12 +76,10 @@ def take_files(
     options: argparse.Namespace, spec: Path | None = None, *, needed: bool = True, quiet: bool = False
 ) -> None:
     """Fill in the spec and the JSON that are not given: those of the run in ``--run-dir``, unless it begins
-    anew, else those of the current folder, else ``spec``. A line names what was taken.
-
-    A verb may do without a JSON that is not ``needed``.
+    anew, else those of the current folder, else ``spec``. A line names the files.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no JSON, and it is ``needed``.
     """
     run_dir = getattr(options, "run_dir", None)
     folders = [Path()] if run_dir is None or getattr(options, "resume", "") == "never" else [run_dir, Path()]
@@ -140,12 +131,11 @@ def check_outputs(options: argparse.Namespace, *names: str) -> None:
 def check_output(path: Path, *, overwrite: bool, called: str = "", stream: bool = False) -> None:
     """Check that a file of the user's can be written: there is none of this name, or it may be overwritten.
 
-    It does not matter who wrote it, since a file can't tell what it is worth. A link, even a broken one, is never
-    followed or replaced. A ``stream``, such as a pipe, is written to as it is. ``called`` is what names the path.
+    A link, even a broken one, is never followed or replaced. A ``stream``, such as a pipe, is written to as it is.
+    ``called`` is the option that names the path.
 
     Raises:
-        OutputError: it exists, is a folder or something else that can't be replaced, its folder is missing, or
-            permissions forbid it.
+        OutputError: it exists or can't be replaced, its folder is missing, or permissions forbid it.
     """
     folder = path.absolute().parent
     if path.is_symlink() and not stream:
@@ -164,10 +154,9 @@ def _is_stream(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(path: Path, *, overwrite: bool) -> Iterator[io.BytesIO]:
-    """Yield what becomes the content of a file of the user's, whole or not at all, when the body ends.
+    """Yield a buffer for a file of the user's, which is written, whole or not at all, when the body ends.
 
-    Raises:
-        OutputError: as :func:`check_output`, or the file can't be written, such as on a full disk.
+    Raises OutputError as :func:`check_output`, and if the file can't be written, such as on a full disk.
     """
     content = io.BytesIO()
     yield content
@@ -183,10 +172,9 @@ def writing(path: Path, *, overwrite: bool) -> Iterator[io.BytesIO]:
 
 
 def file_path(text: str) -> Path:
-    """Parse the path of a file or folder, which need not exist; ``~`` is the home folder.
+    """Option type: path of a file or folder, which need not exist; ``~`` is the home folder.
 
-    Raises:
-        argparse.ArgumentTypeError: the path is impossible, passes through a loop of links, or can't be accessed.
+    Impossible paths, loops of links and folders without permission raise argparse.ArgumentTypeError.
     """
     path = expanded(text)
     fault = path_fault(path) if text else "a path can't be empty"
@@ -204,11 +192,7 @@ def file_path(text: str) -> Path:
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:
-    """Parse a whole number from ``lowest`` to ``highest``; ``what`` describes this range in the error.
-
-    Raises:
-        argparse.ArgumentTypeError: ``text`` is something else.
-    """
+    """Parse a whole number from ``lowest`` to ``highest``, or raise argparse.ArgumentTypeError with ``what`` it is."""
     if not (text.isdecimal() and len(text) <= MOST_DIGITS and lowest <= int(text) <= highest):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(text)
@@ -219,7 +203,6 @@ natural = partial(whole, lowest=0, highest=MOST_COUNT, what="a whole number from
 processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
 """Option type: number of processes, stages or hosts."""
 batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
-"""Option type: number of images or micro-batches that are processed together."""
 image_number = partial(whole, lowest=0, highest=MOST_IMAGE, what="a whole number from 0 to 2^48")
 """Option type: number of an image among all those drawn from one seed."""
 port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
@@ -227,11 +210,7 @@ seed = partial(whole, lowest=0, highest=MOST_SEED, what="a number from 0 to 2^32
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
-    """Parse a number from ``lowest`` to ``highest``, not ``nan``; ``what`` describes this range in the error.
-
-    Raises:
-        argparse.ArgumentTypeError: ``text`` is something else.
-    """
+    """Parse a number from ``lowest`` to ``highest``, or raise argparse.ArgumentTypeError with ``what`` it is."""
     try:
         found = float(text) if len(text) <= MOST_DIGITS else math.nan
     except ValueError:
@@ -274,7 +253,7 @@ def valid_text(text: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table with columns as wide as their widest cell, right-aligned except those in ``left``."""
+    """Return the lines of a table with columns as wide as their widest cell, right-aligned except ``left`` ones."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -292,12 +271,9 @@ GIB = 2**30
 
 
 def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
-    """Parse a number with one of ``units`` and convert it to the unit of factor 1; the result is from 1 to ``most``.
+    """Parse a number with one of ``units`` into the unit of factor 1, from 1 to ``most``.
 
-    ``what`` describes the option in the error.
-
-    Raises:
-        argparse.ArgumentTypeError: ``text`` is something else.
+    Other texts raise argparse.ArgumentTypeError, with ``what`` to give.
     """
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:

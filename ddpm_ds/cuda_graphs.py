@@ -17,12 +17,8 @@ class Graphs:
 
         graph   post receive   graph   wait for it   graph   send   graph   ...
 
-    All graphs are in one pool of memory, which they use in the order of their capture. What is sent or received between
-    them keeps its memory as long as the graphs.
-
-    Args:
-        device: CUDA device.
-        pool: handle of a pool that other graphs use too; of several works only results are kept while another computes.
+    All graphs use one pool of memory, in the order of their capture. Messages between them keep their memory as long as
+    the graphs. ``pool`` is the handle of a pool that others use too; only results are kept while another computes.
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
@@ -32,10 +28,9 @@ class Graphs:
         self._calls: list[Callable[[], object]] = []
 
     def capture(self, work: Callable[[], object]) -> None:
-        """Capture some work, without computing it. It may draw none of PyTorch's random numbers.
+        """Capture some work without computing it, or give the memory back and raise the operation's error.
 
-        Raises:
-            Exception: of an operation that can't be captured; the memory is given back.
+        It may draw none of PyTorch's random numbers.
         """
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two calls
         with _spare_generator(self._device):

@@ -33,19 +33,16 @@ LOCKING_ENVIRONMENT = {
 """Variables that deadlock a pipeline of several stages unless they are 0, with the reason."""
 
 KEPT_MEMORY = {"MMAP_THRESHOLD": (-3, 2**31 - 1), "TRIM_THRESHOLD": (-1, -1), "TOP_PAD": (-2, 64 * 2**20)}
-"""Settings of glibc's malloc by environment name: (parameter number, value). They make it keep large blocks for the
-next pass instead of returning them to the system, which would clear every page again (docs/performance.md)."""
+"""Settings of glibc's malloc by environment name: (parameter number, value). It keeps large blocks for the next pass:
+the system would clear every page again (docs/performance.md)."""
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
-    """Choose this process's device and set its environment.
+    """Choose this process's device for a pipeline of ``stages`` and set its environment.
 
     ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes CUDA if available. Sets
     ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
-    :data:`MESSAGE_ENVIRONMENT`. ``stages`` is the number of stages of the pipeline.
-
-    On CUDA this turns on cuDNN's benchmark mode, since shapes stay the same from step to step; timing a new shape
-    takes memory and waits for the device.
+    :data:`MESSAGE_ENVIRONMENT`. CUDA gets cuDNN's benchmark mode, since shapes stay the same from step to step.
 
     Raises:
         LayoutError: CUDA was requested but is missing or unusable, has fewer devices than local processes, or its
@@ -84,22 +81,18 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
             torch.cuda.set_device(local_rank)
     except RuntimeError as error:
         raise LayoutError(
-            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); nvidia-smi says what it does"
+            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); see nvidia-smi"
         ) from None
     if chosen and os.environ.get("RANK") == "0":
-        said = ", ".join(f"{name}={value}" for name, value in chosen.items())
-        print(f"set for messages between GPUs (docs/gpu.md): {said}", flush=True)
+        settings = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        print(f"set for messages between GPUs (docs/gpu.md): {settings}", flush=True)
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.backends.cudnn.benchmark = True
     return torch.device("cuda", local_rank)
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """Return a device that the caller names, such as ``cuda:1``, without changing the environment.
-
-    Raises:
-        LayoutError: it is neither a CPU nor a CUDA device of this host.
-    """
+    """Return a device by name, such as ``cuda:1``; raises LayoutError unless it is a CPU or a GPU of this host."""
     try:
         found = torch.device(device)
     except (RuntimeError, UnicodeError):
@@ -121,16 +114,14 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
-    """Return a device's bytes of memory; on a CPU, the share of one of ``sharing`` processes (default: this host's)."""
+    """Return a device's bytes of memory; of a CPU, the share of one of ``sharing`` processes (default: this host's)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory() // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def described(sharing: int) -> tuple[str, int]:
-    """Return the name of this process's GPU, or ``cpu``, and its memory in bytes: of a CPU, the share of one of
-    ``sharing`` processes.
-    """
+    """Return the name of this process's GPU, or ``cpu``, and its :func:`memory_bytes`."""
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
         return "cpu", memory_bytes(torch.device("cpu"), sharing)
     return torch.cuda.get_device_name(), memory_bytes(torch.device("cuda", 0))
@@ -144,7 +135,7 @@ def share_threads(device: torch.device) -> None:
 
 
 def limit_memory(device: torch.device, size: int | None) -> None:
-    """Let PyTorch's allocator reserve at most ``size`` bytes of a GPU; None, and a CPU, have no limit of their own."""
+    """Let PyTorch's allocator reserve at most ``size`` bytes of a GPU, if given."""
     if size is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(size / memory_bytes(device), 1.0), device)
 
@@ -160,10 +151,7 @@ def host_memory() -> int:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a device has finished all its work, on every stream.
-
-    Call it only while no receive is posted: it would wait for that message too.
-    """
+    """Wait until a device has finished all its work, on every stream, posted receives included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -190,16 +178,12 @@ def _prepare_messages() -> dict[str, str]:
 
 
 def check_cuda(devices: int) -> None:
-    """Raise an error if this host has a GPU that CUDA can't use, rather than fall back on the CPU or fail later.
-
-    ``devices`` is PyTorch's count of CUDA devices.
-
-    Raises:
-        LayoutError: the driver is too old for this PyTorch or broken, or CUDA_VISIBLE_DEVICES is wrong.
+    """Raise LayoutError if this host has a GPU that CUDA can't use: its driver is too old or broken, or
+    CUDA_VISIBLE_DEVICES is wrong. ``devices`` is PyTorch's count of CUDA devices.
     """
     if torch.version.cuda is None or _hidden() or not (devices or _gpus()):
         return
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return
@@ -210,7 +194,7 @@ def check_cuda(devices: int) -> None:
             f"CUDA_VISIBLE_DEVICES = {visible} names a GPU twice, so that CUDA shows none; name each once, or use "
             "--device cpu"
         )
-    why = str(said[-1].message).removeprefix("CUDA initialization: ").split(". ")[0] if said else "no device"
+    why = str(caught[-1].message).removeprefix("CUDA initialization: ").split(". ")[0] if caught else "no device"
     raise LayoutError(
         f"this host has a GPU{f' and CUDA_VISIBLE_DEVICES = {visible}' if visible else ''}, but CUDA does not start "
         f"({why}); {_driver()}, and this PyTorch is built for CUDA {torch.version.cuda}: update the driver, install a "
@@ -219,13 +203,10 @@ def check_cuda(devices: int) -> None:
 
 
 def check_architecture(name: str, capability: tuple[int, int]) -> None:
-    """Raise an error if this PyTorch has no kernels for a GPU; without this the first kernel of a run would fail.
+    """Raise LayoutError if this PyTorch has no kernels for a GPU.
 
     Kernels of one architecture run on later ones of the same major number, and code for ``compute_XY`` on all later
     ones, for which the driver compiles it.
-
-    Raises:
-        LayoutError: the message names the architectures that it has.
     """
     built = torch.cuda.get_arch_list()
     for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
@@ -266,7 +247,7 @@ def _driver() -> str:
 
 
 def _why_no_device() -> str:
-    """Explain why PyTorch has no CUDA device on a host without a usable GPU, and what to do."""
+    """Explain why PyTorch has no CUDA device on a host without a usable GPU, with the fix."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
     if _hidden():

@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix, and the exit codes of every program.
 
 A message is one line for each fault, naming the key, the value and the fix. Exit codes are a contract with launchers
-and schedulers; ``docs/exit_codes.md`` says what to do with each.
+and schedulers; ``docs/exit_codes.md`` explains each.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ ERROR = "ddpm_ds: error: "
 """Beginning of a line in which a rank names its error."""
 RAN_OUT, NEEDS_MORE = "ran out of memory", "needs about"
 LAST_LINES = 8
-"""Lines of output that are shown of a program that failed without naming an error."""
+"""Lines of output that are shown where a program failed without naming an error."""
 MOST_FAULTS = 40
-"""Maximum faults of a file that are named at once; the next start names the others."""
+"""Maximum faults of a file that are named at once."""
 OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch's allocator on a CPU
     "Cannot allocate memory",
@@ -39,11 +39,7 @@ OUT_OF_MEMORY = (
 
 
 def one_line(text: str) -> str:
-    """Return a text that can be shown on one line of any terminal.
-
-    Newlines, control characters and other unprintable characters are written as escapes, such as ``\\n`` and
-    ``\\x1b``. A text longer than ``LONGEST_LINE`` characters loses its middle.
-    """
+    """Return a text for one line of any terminal: :func:`shortened`, with escapes such as ``\\n`` and ``\\x1b``."""
     text = shortened(text)
     return shortened("".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text))
 

@@ -34,6 +34,7 @@ MOST_RECORD_BYTES = 2**24
 """Maximum size of a file written by a program: checkpoint manifests and states, configurations, trace summaries."""
 DEEPEST = 32
 """Maximum nesting of lists and blocks."""
+_TOO_DEEP = f"lists or blocks are more than {DEEPEST} levels deep"
 MOST_DIGITS = 40
 """Maximum characters of a number: enough for 64-bit integers and every digit of a float."""
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
@@ -41,12 +42,9 @@ LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 
 
 def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> BinaryIO:
-    """Open a regular file in a mode of Python's ``open``; one that is written may be missing.
+    """Open a regular file in a mode of Python's ``open``; raises OSError, whose ``strerror`` is the reason.
 
     Named pipes, which wait for the other end, and devices, which may be endless, are not opened.
-
-    Raises:
-        OSError: it can't be opened or is not a regular file; ``strerror`` is the reason.
     """
     if fault := path_fault(path.absolute()):
         raise OSError(errno.EINVAL, fault, str(path))
@@ -61,11 +59,7 @@ def open_regular(path: Path, mode: Literal["rb", "wb", "ab", "ab+"] = "rb") -> B
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line in one write. A line before it that was cut off, as by a full disk, stays on a line of its own.
-
-    Raises:
-        OSError: the disk does not take the whole line, or as :func:`open_regular`; ``strerror`` is the reason.
-    """
+    """Append a line in one write, after the end of a line that was cut off, as by a full disk; raises OSError."""
     with open_regular(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
         cut_off = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -98,10 +92,7 @@ def preset(path: Path | str, folder: Path) -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path from a user with the home folder in place of a leading ``~`` or ``~user``.
-
-    It is unchanged if no home folder is known; :func:`path_fault` tells.
-    """
+    """Return a path from a user with the home folder in place of a leading ``~`` or ``~user``, if one is known."""
     with contextlib.suppress(RuntimeError, ValueError):  # no such home; a zero byte
         return Path(path).expanduser()
     return Path(path)
@@ -123,11 +114,7 @@ def path_fault(path: Path | str) -> str | None:
 
 
 def read_bytes(path: Path, most: int = MOST_RECORD_BYTES) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: it can't be read, is not a regular file, or is larger; ``strerror`` is the reason.
-    """
+    """Return the content of a regular file; raises OSError, also if it is larger than ``most``."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -136,11 +123,7 @@ def read_bytes(path: Path, most: int = MOST_RECORD_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_RECORD_BYTES) -> str:
-    """Return the text of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: as :func:`read_bytes`, or it is not UTF-8; ``strerror`` is the reason.
-    """
+    """Return the text of a regular file; raises OSError as :func:`read_bytes`, and if it is not UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -148,12 +131,7 @@ def read_text(path: Path, most: int = MOST_RECORD_BYTES) -> str:
 
 
 def read_json(path: Path, most: int = MOST_RECORD_BYTES) -> Any:
-    """Return the value of a JSON file of at most ``most`` bytes.
-
-    Raises:
-        OSError: as :func:`read_text`.
-        ValueError: as :func:`parse_json`.
-    """
+    """Return the value of a JSON file; raises OSError as :func:`read_text`, ValueError as :func:`parse_json`."""
     return parse_json(read_text(path, most))
 
 
@@ -182,29 +160,19 @@ def parse_json(text: str | bytes) -> Any:
             message = f"a comma before {found}; remove it" if comma else error.msg
             raise json.JSONDecodeError(message, error.doc, max(len(before) - 1, 0)) from None
         raise
-    _check_depth(value)
-    return value
-
-
-_TOO_DEEP = f"lists or blocks are more than {DEEPEST} levels deep"
-
-
-def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEEPEST + 1):
         blocks = [block for block in level if isinstance(block, dict | list)]
         level = [item for block in blocks for item in (block.values() if isinstance(block, dict) else block)]
     if level:
         raise ValueError(_TOO_DEEP)
+    return value
 
 
 def open_tensors(path: Path, framework: str = "pt") -> Any:
-    """Open a safetensors file for PyTorch or ``"numpy"``, reading names, shapes and types, but no values yet.
+    """Open a safetensors file for PyTorch or ``"numpy"``, reading names, shapes and types; raises OSError.
 
     The library checks the header's offsets and sizes against the file; the header's length is limited here.
-
-    Raises:
-        OSError: it can't be read or is not a safetensors file; ``strerror`` is the reason.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -235,7 +203,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a temporary name beside ``path``, to be renamed to it; remove those that killed processes left."""
+    """Return a temporary name beside ``path``, to be renamed to it; remove leftovers of killed processes."""
     prefix = f".{path.name}.writing-"
     with contextlib.suppress(OSError):
         for left in path.parent.glob(f"{glob.escape(prefix)}*"):
@@ -252,10 +220,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file atomically: it holds either all of ``content`` or its old content.
-
-    Nothing can fail after the file is in place.
-    """
+    """Write a small file atomically: it holds either all of ``content`` or its old content. The rename comes last."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open_regular(temporary, "wb") as file:
@@ -279,8 +244,7 @@ def sync(path: Path) -> None:
 
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's files with the limits of control groups, which bound what containers and jobs get, and with the groups of
-this process."""
+"""Linux's limits of control groups, such as a container's, and the groups of this process."""
 
 
 def control_groups(controller: str) -> Iterator[Path]:
@@ -294,7 +258,7 @@ def control_groups(controller: str) -> Iterator[Path]:
 
 
 def processors() -> int:
-    """Return the processors that this process may use: those it is bound to, or fewer by a control group's quota."""
+    """Return the number of processors that this process may use, by its affinity and its control group's quota."""
     most = len(os.sched_getaffinity(0))
     for folder in control_groups("cpu"):
         for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
@@ -316,7 +280,7 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
 
 
 def until_changed(work: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Return ``work`` on a file, which is done again in this process only when the file has changed; raises OSError."""
+    """Return ``work`` on a file with a cache: it is done again only when the file has changed; raises OSError."""
 
     @functools.lru_cache(maxsize=64)
     def kept(path: Path, size: int, changed: int) -> str:
@@ -332,22 +296,17 @@ def until_changed(work: Callable[[Path], str]) -> Callable[[Path], str]:
 
 
 SPEC, DS_CONFIG, STAGES = "spec.yaml", "ds_config.json", "stages.txt"
-"""Files in a run's folder with what it trains, how, and its table of stages."""
+"""Files in a run's folder: the spec, the DeepSpeed JSON and the table of stages."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files in a run's folder with log points, held-out losses and observers' measurements."""
-VERDICT = "verdict.txt"
-"""File in a run's folder with what is printed at its end: where its time went."""
-REHEARSAL = "rehearsal.json"
-"""File in the folder of ``train --steps`` with the seconds of its steps and the memory of its ranks."""
+VERDICT, REHEARSAL = "verdict.txt", "rehearsal.json"
+"""Files in a run's folder: where its time went, and for ``train --steps`` seconds of steps and memory of ranks."""
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
     """Return the points of a JSON-lines file in order, each a ``step`` and numbers; empty if there is no file.
 
-    Damaged lines, such as one cut off by a full disk, are skipped.
-
-    Raises:
-        OSError: the file can't be read.
+    Damaged lines, such as one cut off by a full disk, are skipped. Raises OSError if the file can't be read.
     """
     found = []
     if path.is_file():

@@ -26,7 +26,7 @@ from ddpm_ds.planning import RunPlan, plan_run, workload
 from ddpm_ds.predict.layouts import usable
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.signals import heard_signals
-from ddpm_ds.processes.supervisor import Processes, rank_environments
+from ddpm_ds.processes.supervisor import Place, Processes
 
 RANK = (sys.executable, "-m", "ddpm_ds.cli.rank")
 POLL_SECONDS = 0.05
@@ -231,7 +231,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
         KeyboardInterrupt: a signal asked to end.
     """
     with heard_signals() as heard, log.open("wb") as output:
-        environments = rank_environments(processes, free_port(), os.environ)
+        environments = Place(processes, port=free_port()).environments(os.environ)
         ranks, until = Processes([*RANK, *arguments], environments, stdout=output, stderr=output), math.inf
         try:
             for pid in ranks.pids:

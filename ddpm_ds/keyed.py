@@ -43,7 +43,7 @@ class Stream(IntEnum):
     CAPTION = 14
     TEXT_DROP = 15
     DROPOUT = 16
-    NOISE_OFFSET = 2**20 - 1  # above those of all layers
+    NOISE_OFFSET = 2**20 - 1  # above all layers
     HELD_OUT = 2**20
     SAMPLE = 2**21
 
@@ -71,8 +71,7 @@ def check_key(seed: int, stream: int) -> None:
 def drop_threshold(drop: float) -> int:
     """Return how many of the 2^16 values of an element's bits make `keep_mask` drop it.
 
-    Raises:
-        ValueError: drop is not in [0, 1).
+    Raises ValueError unless drop is in [0, 1).
     """
     if not 0.0 <= drop < 1.0:
         raise ValueError(f"drop = {drop} must be in [0, 1)")
@@ -80,10 +79,7 @@ def drop_threshold(drop: float) -> int:
 
 
 def _philox(seed: int, blocks: Mapping[int, int], images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each, one stream's after the other's.
-
-    ``blocks`` has the number of blocks by stream; see :func:`bits`.
-    """
+    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each; ``blocks`` counts them by stream."""
     key_0, index = seed, images.to(torch.int64)[:, None]  # (N, 1)
     x0, key_1 = _columns(tuple(blocks.items()), images.device)
     x1 = index & _WORD
@@ -107,9 +103,8 @@ def _columns(blocks: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     counters = torch.cat([torch.arange(count, device=device) for _, count in blocks])
     if len(blocks) == 1:
         return counters[None], int(blocks[0][0])
-    return counters[None], torch.cat([torch.full((count,), int(stream), device=device) for stream, count in blocks])[
-        None
-    ]
+    streams = torch.cat([torch.full((count,), int(stream), device=device) for stream, count in blocks])
+    return counters[None], streams[None]
 
 
 @functools.cache  # likewise
@@ -136,18 +131,15 @@ def _fused(device: torch.device) -> Callable[..., None] | None:
 
 
 class Draws:
-    """Draws of several streams for the same images, by one Philox, since the operators of each take the host's time.
+    """Draws of several streams for the same images, by one Philox, since operators take the host's time.
 
-    The bits are those of each stream alone. Where Triton runs it is one kernel, normal draws included.
+    Each stream has the bits that it has alone. Where Triton runs it is one kernel, normal draws included.
 
     Args:
-        seed: integer in [0, 2^32).
+        seed: integer in [0, 2^32), as streams; others raise ValueError.
         images: (N,) int64 image indices.
         words: number of 32-bit words of each stream of bits; a uniform draw or an integer takes one.
         normals: number of normal draws of each other stream.
-
-    Raises:
-        ValueError: a seed or stream is out of range.
     """
 
     def __init__(
@@ -197,33 +189,22 @@ class Draws:
     def integers(self, stream: int, high: int) -> Tensor:
         """Return one draw per image, (N,) int64, uniform in [0, high) up to a bias below high / 2^32.
 
-        Raises:
-            ValueError: high is not in 1 .. 2^31.
+        Raises ValueError unless high is in 1 .. 2^31.
         """
         if not 0 < high <= 2**31:
             raise ValueError(f"high = {high} must be in 1 .. 2^31")
         return self.bits(stream)[:, 0] * high >> 32  # (N,)
 
     def coins(self, stream: int) -> Tensor:
-        """Return one draw per image, (N,) bool: those of :meth:`integers` in [0, 2), in one operation."""
+        """Return one draw per image, (N,) bool: :meth:`integers` in [0, 2), in one operation."""
         return self.bits(stream)[:, 0] >= 2**31
 
 
 def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Return `count` 32-bit words for each image, by Philox4x32-10.
+    """Return 32-bit words (N, count) int64, by Philox4x32-10, for `images` (N,) int64.
 
-    Key (seed, stream), counter (block, image low, image high, 0): four words per block. The first words don't
-    depend on `count`. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
-
-    Args:
-        seed, stream: integers in [0, 2^32).
-        images: (N,) int64 image indices.
-
-    Returns:
-        (N, count) int64 with values in [0, 2^32).
-
-    Raises:
-        ValueError: seed or stream is out of range.
+    Key (seed, stream), each in [0, 2^32), counter (block, image low, image high, 0): four words per block. The first
+    words don't depend on `count`. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     return Draws(seed, images, {stream: count}).bits(stream)
 
@@ -248,10 +229,7 @@ def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -
 
     To be fast for large activations, Philox gives each image two 32-bit keys and an integer hash of (keys, counter)
     gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. The first elements don't depend on
-    `count`. ``ddpm_ds.unet.keyed_mask`` computes the same bits in one kernel.
-
-    Raises:
-        ValueError: seed or stream is out of range, or drop is not in [0, 1).
+    `count`. ``ddpm_ds.unet.keyed_mask`` computes the same bits in one kernel. Numbers out of range raise ValueError.
     """
     threshold = drop_threshold(drop) - 2**15  # compared with the bits as a signed integer
     key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, {stream: 1}, images))  # (N, 1) each

@@ -1,6 +1,6 @@
 """Draws of several streams in one Triton kernel; imported only where Triton is installed.
 
-Words are the same bits as those of :class:`ddpm_ds.keyed.Draws`. Normal draws round as PyTorch's do on CUDA: log, sin
+Words have the bits of :class:`ddpm_ds.keyed.Draws`. Normal draws round as PyTorch's do on CUDA: log, sin
 and cos are those of CUDA's libdevice, of which PyTorch's kernels are made too.
 """
 

@@ -1,8 +1,8 @@
 """Detection and removal of secrets in environment variables, addresses and other programs' messages. Imports no torch.
 
-Of an address only scheme, host, port and path are shown. From the messages of MLflow, database drivers and HTTP clients
-everything is removed that the environment has in a secret variable or in the other parts of an address. Secrets never
-appear on command lines, and only its owner can read a file that holds any. How users pass secrets: docs/security.md.
+Of an address only scheme, host, port and path are shown. Messages of MLflow, database drivers and HTTP clients lose all
+that the environment has in secret variables or in other parts of addresses. Secrets never appear on command lines, and
+only its owner can read a file that holds any. How users pass secrets: docs/security.md.
 """
 
 import functools
@@ -43,10 +43,7 @@ def public_address(address: str) -> str:
 
 
 def without_secrets(text: str, *others: str) -> str:
-    """Return another program's message without the secrets of this process's environment, and with public addresses.
-
-    ``others`` are secrets that come from elsewhere.
-    """
+    """Return another program's message without the environment's secrets and ``others``, and with public addresses."""
     secrets = set(others)
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name):
@@ -65,9 +62,7 @@ def without_secrets(text: str, *others: str) -> str:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether an environment variable is secret: by its name, or by an address in its value of which more than
-    scheme, host, port and path is given.
-    """
+    """Return whether an environment variable is secret: by its name, or by an address that is not all public."""
     return _SECRET_NAME.search(name) is not None or any(
         public_address(address) != address for address in _addresses(name, value)
     )
@@ -79,7 +74,7 @@ def shown(name: str, value: str) -> str:
 
 
 def _addresses(name: str, value: str) -> list[str]:
-    """Return the addresses in a variable's value, which may be one, without a scheme if the name says so."""
+    """Return the addresses in a variable's value, which may be one, without a scheme if the name ends so."""
     if _NAME_OF_ADDRESS.search(name) or "://" in _matched(_SCHEME, value):
         return [value]
     return _ADDRESS_IN_TEXT.findall(value)
@@ -126,11 +121,7 @@ def _character(one: str) -> str:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, even while it is being written.
-
-    Raises:
-        OSError: it can't be written, or belongs to somebody else.
-    """
+    """Write a file that only its owner can read, even while it is being written; raises OSError."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         os.fchmod(file.fileno(), 0o600)  # the file may have existed
         file.truncate()

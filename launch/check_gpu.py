@@ -49,7 +49,7 @@ Result = Literal["pass", "fail", "skipped", "measured"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Line of the report's table; the result ``measured`` says that the numbers have no limit."""
+    """Line of the report's table; the result ``measured`` means that the numbers have no limit."""
 
     name: str
     measured: str
@@ -144,9 +144,9 @@ def benchmark(machine: Machine, name: str, spec: str, rows: str, options: Sequen
     machine.run(name, REPOSITORY / "launch/bench.py", *files, *options, "--rows", rows, *steps, seconds=600)
     report = json.loads(file.read_text())
     for row in report["rows"]:
-        held = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"
+        peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.2f} GiB"
         step = f"{1e3 * row['step_seconds']['median']:.4g} ms a step"
-        yield Finding(f"{name}, {row['row']}", f"{row['images_per_second']:,.4g} images/s, {step}{held}")
+        yield Finding(f"{name}, {row['row']}", f"{row['images_per_second']:,.4g} images/s, {step}{peak}")
     for row in report["not_run"]:
         yield Finding(f"{name}, {row['row']}", row["reason"], "skipped")
 

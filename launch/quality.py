@@ -127,11 +127,11 @@ def ddpm_ds(log: Path, words: Sequence[str]) -> None:
         command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
         done = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False)
     if code := done.returncode:
-        raise SystemExit(f"quality.py: a run ended with code {code}; {log} says why")
+        raise SystemExit(f"quality.py: a run ended with code {code}; see {log}")
 
 
 def result(name: str, seed: int, options: argparse.Namespace) -> Run:
-    """Train a row with a seed, score its samples, and return the result; what is there is not done again."""
+    """Train a row with a seed, score its samples, and return the result; finished parts are not done again."""
     images, count = options.images, options.count
     folder = options.out / f"{name.replace(' ', '-')}-{seed}-{images}"
     file = folder.with_name(f"{folder.name}-{count}.json")
@@ -151,7 +151,7 @@ def result(name: str, seed: int, options: argparse.Namespace) -> Run:
 
 def table(results: Mapping[str, Sequence[Run]]) -> str:
     """Return a line for each row: mean over its runs, least to most, and for layouts of the first row the largest
-    relative difference between their training losses and those of the same seeds.
+    relative difference between their training losses and its losses with the same seeds.
     """
     lines: list[tuple[str, ...]] = [("", "seeds", *SCORES, "loss differs by")]
     for name, runs in results.items():
@@ -159,8 +159,9 @@ def table(results: Mapping[str, Sequence[Run]]) -> str:
         for values in ([run.scores[score] for run in runs] for score in SCORES):
             cells.append(f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})")
         pairs = list(zip(runs, results.get(FIRST, ()), strict=False)) if ROWS[name][0] > 1 else []
-        apart = [abs(mine / its - 1) for run, one in pairs for mine, its in zip(run.losses, one.losses, strict=True)]
-        lines.append((name, str(len(runs)), *cells, f"{max(apart):.1e}" if apart else ""))
+        both = [losses for run, one in pairs for losses in zip(run.losses, one.losses, strict=True)]
+        difference = f"{max(abs(mine / its - 1) for mine, its in both):.1e}" if both else ""
+        lines.append((name, str(len(runs)), *cells, difference))
     return "\n".join(aligned(lines, {0}))
 
 

@@ -1,8 +1,7 @@
 """Processes that share one import: PyTorch and DeepSpeed take seconds in each process that imports them anew.
 
-A server, one for all workers of a test run, has imported them and forks a process for each script that is asked for.
-What it is asked comes as lines of JSON, and so do its answers. Whoever starts the process that sends to MLflow finds
-that forked as well.
+A server, one for all workers of a test run, has imported them and forks a process for each script, and for each process
+that sends to MLflow. Questions and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -41,15 +40,13 @@ ONE_THREAD = {
 DIE_WITH_PARENT = 1
 READS_TEXT = "READS_TEXT"
 """Variable of scripts that open text encoders."""
-
-
 DETACHED = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, '-u', sys.argv[1]])"
 """Starts a program that is nobody's child: a test may end all children of its process."""
 
 
 class Server:
-    """A process that forks others for this one and for all other workers of the test run; the first that asks starts
-    it, and it ends with the last one."""
+    """A process that forks others for all workers of the test run; the first of them starts it, and it ends with the
+    last."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -59,7 +56,7 @@ class Server:
             time.sleep(0.01)
 
     def _connected(self) -> bool:
-        """Whether the server, which is started unless there is one, has said its id; one that just ends says none."""
+        """Whether the server, which is started unless there is one, has sent its id; one that just ends sends none."""
         self._socket = socket.socket(socket.AF_UNIX)
         with socket.socket(socket.AF_UNIX) as listener:
             try:
@@ -83,37 +80,36 @@ class Server:
                 self._socket.connect(self._address)
             except ConnectionRefusedError:  # somebody else is about to listen
                 return False
-        self.pid = heard(self._socket)[0]
+        self.pid = receive(self._socket)[0]
         return self.pid is not None
 
     def ask(self, question: str, details: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
         """The answer to a question, which may come with open files."""
         with self._asking:
-            tell(self._socket, {"question": question, **details}, fds)
-            return heard(self._socket)[0]
+            send(self._socket, {"question": question, **details}, fds)
+            return receive(self._socket)[0]
 
 
-def tell(listener: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
+def send(to: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
     """Send a line of JSON, and open files with its first byte."""
     line = json.dumps(value).encode() + b"\n"
-    socket.send_fds(listener, [line[:1]], fds)
-    listener.sendall(line[1:])
+    socket.send_fds(to, [line[:1]], fds)
+    to.sendall(line[1:])
 
 
-def heard(teller: socket.socket) -> tuple[Any, list[int]]:
-    """The value and the open files of the next line; None where nobody tells anything any more."""
+def receive(sender: socket.socket) -> tuple[Any, list[int]]:
+    """The value and the open files of the next line; None at the end."""
     try:
-        line, fds, _, _ = socket.recv_fds(teller, 1, 8)
+        line, fds, _, _ = socket.recv_fds(sender, 1, 8)
     except ConnectionResetError:  # ended before it has read everything
         return None, []
     while line and not line.endswith(b"\n"):
-        line = line + more if (more := teller.recv(1 << 16)) else b""
+        line = line + more if (more := sender.recv(1 << 16)) else b""
     return json.loads(line or b"null"), fds
 
 
 def wait_for_end(pids: Sequence[int], deadline: float) -> None:
-    """Wait until one of some processes ends that nobody has asked about yet, or for a deadline of the monotonic clock;
-    asking the server again and again takes a twentieth of a core."""
+    """Wait until one of some processes ends, or for a deadline of the monotonic clock, without a busy loop."""
     fds: list[int] = []
     try:
         fds.extend(map(os.pidfd_open, pids))
@@ -127,11 +123,10 @@ def wait_for_end(pids: Sequence[int], deadline: float) -> None:
 
 
 server = functools.cache(Server)
-"""The server of this process."""
 
 
 class Forked:
-    """A process of its own that the server has forked, with what is used of :class:`subprocess.Popen`."""
+    """A process that the server has forked, with a part of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -141,7 +136,7 @@ class Forked:
 
     @classmethod
     def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Forked:
-        """A script with its arguments; what it prints is appended to two files, or to one."""
+        """A script with its arguments; its output is appended to two files, or to one."""
         details = {"words": list(words), "environment": dict(env), "stdout": str(stdout), "stderr": str(stderr)}
         return cls(server().ask("script", details))
 
@@ -178,10 +173,14 @@ def pipes() -> Iterator[tuple[IO[bytes], IO[bytes], list[int]]]:
         os.close(written)
 
 
-class ServedWorkers:
-    """Whoever takes this for the module ``subprocess`` finds what a tracker uses of that. Workers are the server's."""
+class Workers:
+    """Stands for the module ``subprocess`` where a tracker starts its worker."""
 
     DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
+
+
+class ServedWorkers(Workers):
+    """Workers are forked by the server."""
 
     @staticmethod
     def Popen(words: Sequence[str], *, env: Mapping[str, str], **others: int) -> Forked:
@@ -195,11 +194,8 @@ class ServedWorkers:
         return worker
 
 
-class ForkedWorker:
-    """A child of this process that becomes the first ``python -m MODULE`` that is asked for. It was forked before there
-    were threads; whoever takes this for the module ``subprocess`` finds what a tracker uses of that."""
-
-    DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
+class ForkedWorker(Workers):
+    """A child of this process, forked before there were threads, that becomes the first worker."""
 
     def __init__(self) -> None:
         self._asked, asking = socket.socketpair()
@@ -212,8 +208,8 @@ class ForkedWorker:
 
     @staticmethod
     def _become(asking: socket.socket) -> None:
-        details, fds = heard(asking)
-        if details is not None:  # else the rank has ended and wanted no worker
+        details, fds = receive(asking)
+        if details is not None:  # else the rank has ended without a worker
             become(fds, **details)
 
     def Popen(self, words: Sequence[str], *, env: Mapping[str, str], **others: int) -> Any:
@@ -222,7 +218,7 @@ class ForkedWorker:
             return subprocess.Popen(words, env=env, **others)  # type: ignore[call-overload]
         _, _, module, *arguments = words
         with self._asked, pipes() as (self.stdin, self.stdout, theirs):
-            tell(self._asked, {"module": module, "arguments": arguments, "environment": dict(env)}, theirs)
+            send(self._asked, {"module": module, "arguments": arguments, "environment": dict(env)}, theirs)
         return self
 
     def wait(self) -> int:
@@ -245,16 +241,8 @@ def import_store() -> None:
     gc.freeze()
 
 
-@functools.cache
-def import_encoders() -> None:
-    """Import what reads text, which takes longer than PyTorch."""
-    from transformers import CLIPTextModel, CLIPTokenizer  # noqa: F401
-
-    gc.freeze()
-
-
 def run(program: Callable[[], object]) -> NoReturn:
-    """Run a program and end as Python does, but do not free one by one what the server imported."""
+    """Run a program and end as Python does, but without freeing the server's imports one by one."""
     code = 0
     try:
         program()
@@ -273,7 +261,7 @@ def run(program: Callable[[], object]) -> NoReturn:
 
 
 def become(fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module with the standard input and output that it is given."""
+    """Run a module with the given standard input and output."""
     for number, fd in enumerate(fds):
         move(fd, number)
     os.environ.clear()
@@ -285,7 +273,7 @@ def become(fds: Sequence[int], module: str, arguments: Sequence[str], environmen
 
 
 def move(fd: int, number: int) -> None:
-    """Give an open file another number; the server's 0 was the socket where it is asked, which its forks close."""
+    """Give an open file another number."""
     if fd != number:
         os.dup2(fd, number)
         os.close(fd)
@@ -301,7 +289,6 @@ def fork() -> int:
 
 
 def fork_module(fds: Sequence[int], **details: Any) -> int:
-    """The id of a process that becomes a module."""
     import_store()
     import ddpm_ds.tracking.sender  # noqa: F401
 
@@ -313,12 +300,11 @@ def fork_module(fds: Sequence[int], **details: Any) -> int:
 def fork_script(
     fds: Sequence[int], words: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str
 ) -> int:
-    """The id of a process that is what the script would be."""
-    records = "MLFLOW_TRACKING_URI" in environment  # which says that a store is where the run is
+    records = "MLFLOW_TRACKING_URI" in environment
     if records:
         import_store()
     if READS_TEXT in environment:
-        import_encoders()
+        from transformers import CLIPTextModel, CLIPTokenizer  # noqa: F401  (takes longer than PyTorch)
     if (pid := fork()) != 0:
         return pid
     os.environ.clear()
@@ -333,17 +319,16 @@ def fork_script(
 
 
 def poll(pid: int) -> int | None:
-    """The exit code of a process that has ended."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 CONNECTIONS: list[socket.socket] = []
-"""The server's: where it is asked for, and one to each of those who ask."""
+"""The server's: its listener, and one to each worker of the test run."""
 
 
 def serve(listener: socket.socket) -> None:
-    """Answer until nobody is left who could ask. What was forked for a worker ends with it."""
+    """Answer until all workers of the test run have gone. Processes forked for a worker end with it."""
     forks: dict[str, Callable[..., int]] = {"module": fork_module, "script": fork_script}
     forked: dict[socket.socket, set[int]] = {}
     CONNECTIONS.append(listener)
@@ -358,7 +343,7 @@ def serve(listener: socket.socket) -> None:
                 CONNECTIONS.append(worker)
                 forked[worker] = set()
                 answer: int | None = os.getpid()
-            elif (details := (asked := heard(worker := ready))[0]) is None:
+            elif (details := (asked := receive(worker := ready))[0]) is None:
                 CONNECTIONS.remove(worker)
                 worker.close()
                 for pid in forked.pop(worker):
@@ -375,7 +360,7 @@ def serve(listener: socket.socket) -> None:
                 for fd in asked[1]:
                     os.close(fd)
             with contextlib.suppress(BrokenPipeError):  # it has been killed
-                tell(worker, answer)
+                send(worker, answer)
 
 
 if __name__ == "__main__":

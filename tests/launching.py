@@ -20,7 +20,7 @@ import pytest
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.supervisor import PRINTED_BY_RANK_0, rank_environments
+from ddpm_ds.processes.supervisor import PRINTED_BY_RANK_0, Place
 from tests.forking import ONE_THREAD, REPOSITORY, Forked, wait_for_end
 
 OTHERS_SECONDS = 30.0
@@ -38,7 +38,7 @@ def _empty_store() -> bytes:
 
 
 def place_empty_store(folder: Path) -> None:
-    """Put MLflow's SQLite store without runs into a folder that has none: making one takes longer than most tests."""
+    """Put MLflow's SQLite store without runs into a folder that has none; making one takes long."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "mlflow.db").exists():
         (folder / "mlflow.db").write_bytes(_empty_store())
@@ -86,11 +86,8 @@ def wait_for(
     running: Callable[[], bool] = lambda: True,
     pause: float = 0.01,
 ) -> Any:
-    """The first result of ``happened`` that is true; it is asked every ``pause`` seconds.
-
-    Fails with what ``said`` returns if it takes longer than ``seconds``, or if what should make it happen is no longer
-    ``running``.
-    """
+    """The first true result of ``happened``, called every ``pause`` seconds; fails with the text of ``said`` after
+    ``seconds``, or when nothing is ``running`` any more."""
     until = time.monotonic() + seconds
     while not (result := happened()):
         assert running(), f"ended before it happened and said {said()[-6000:]}"
@@ -102,12 +99,11 @@ def wait_for(
 def fork_ranks(
     processes: int, script: Path, *arguments: str, stdout: Path, stderr: Path, **environment: str
 ) -> list[Any]:
-    """The ranks of one run, with one thread each; what they print is appended to two files, or to one.
+    """The ranks of one run, with one thread each; their output is appended to two files, or to one.
 
-    They are forked from a server that has imported DeepSpeed on the CPU, unless ``environment`` names another
-    accelerator.
+    They are forked from a server that has imported DeepSpeed, unless ``environment`` names another accelerator.
     """
-    words, ranks = [str(script), *arguments], rank_environments(processes, free_port(), os.environ | ONE_THREAD)
+    words, ranks = [str(script), *arguments], Place(processes, port=free_port()).environments(os.environ | ONE_THREAD)
     variables = [rank | environment for rank in ranks]
     if variables[0]["DS_ACCELERATOR"] == "cpu":
         return [Forked.script(words, env=each, stdout=stdout, stderr=stderr) for each in variables]
@@ -117,10 +113,9 @@ def fork_ranks(
 
 
 def run_ranks(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the ranks of :func:`fork_ranks` to their end and return what they printed.
+    """Run the ranks of :func:`fork_ranks` to their end; return their output and the code of the first that failed.
 
-    The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then, and none where they
-    hold back, since rank 0 says that the input or the numbers are bad.
+    The others then have ``OTHERS_SECONDS``, and none where rank 0 has printed that input or numbers are bad.
     """
     with TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -68,14 +69,17 @@ def test_hosts_answer_and_one_that_does_not_says_why_and_what_helps(tmp_path: Pa
     table = examined(named, question(tmp_path, overrides=["train.seed=7"]), free_port(), network=True)
     assert table["no-host"] == {
         "answers": Cell(
-            "no", "ssh: Could not resolve hostname no-host", "this must work without a question: ssh -a -x no-host true"
+            "no",
+            "ssh: Could not resolve hostname no-host",
+            "this must work without a question, within --timeout-seconds: ssh -a -x no-host "
+            + shlex.quote(f"cd {REPOSITORY} && {sys.executable} -c 'import ddpm_ds'"),
         )
     }
     assert [name.split()[0] for name in table["one"]] == ["answers", "devices", "open", "free", "free", "port"]
     assert table["one"]["answers"] == Cell("yes") and table["one"]["devices"].text.endswith("processors")
     for changes, why in (
         ({"folder": str(tmp_path / "none")}, "none"),
-        ({"python": "/none/python"}, "exit code 72"),
+        ({"python": "/none/python"}, "/none/python"),
         ({"python": "/bin/false"}, "exit code 1"),
     ):
         (cell,) = examined(fleet("one", **changes), question(tmp_path), 1, network=False)["one"].values()

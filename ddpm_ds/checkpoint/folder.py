@@ -134,10 +134,9 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename checkpoints of more than ``after`` images, so that they are never read again; return the new names.
+    """Rename checkpoints of more than ``after`` images, so that no resume uses them; return the new names.
 
-    They are damaged, or were abandoned when the run resumed from an older checkpoint, and the next resume must not use
-    them.
+    They are damaged, or were abandoned when the run resumed from an older checkpoint.
     """
     abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:
@@ -198,11 +197,7 @@ class Completion:
         self._store.set(self._key("part", self._rank), text)
 
     def collect(self, own: str) -> list[str]:
-        """Return the texts of all ranks; only on rank 0, whose ``own`` is the first.
-
-        Raises:
-            NotSaved: another rank has failed or not answered.
-        """
+        """Return the texts of all ranks, on rank 0, whose ``own`` is the first; raises NotSaved if one is missing."""
         if not self._others:
             return [own]
         keys, trouble = {rank: self._key("part", rank) for rank in self._others}, self._key("trouble", 0)
@@ -244,7 +239,7 @@ def newest(
 ) -> CompleteCheckpoint | None:
     """Return the newest complete checkpoint of at most ``until`` images; None if there is no checkpoint.
 
-    Skipped checkpoints are reported through ``log``, with what is wrong.
+    Skipped checkpoints are reported through ``log``, with their fault.
 
     Raises:
         NoCheckpointError: there are checkpoints, but none can be used; starting from scratch would not be a resume.
@@ -266,8 +261,7 @@ def newest(
 def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gather) -> CompleteCheckpoint | None:
     """Return on all ranks the checkpoint that ``find`` returns on rank 0, which has verified it; collective.
 
-    Raises:
-        CheckpointError: ``find`` raised it, or a rank can't read the manifest.
+    Raises CheckpointError if ``find`` did, or a rank can't read the manifest.
     """
     found, answer = None, {"path": "", "error": "", "none": False}
     if rank == 0:
@@ -286,11 +280,7 @@ def agreed(find: Callable[[], CompleteCheckpoint | None], rank: int, gather: Gat
 
 
 def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:
-    """Return ``path`` or, if it is a run's folder, its newest good checkpoint.
-
-    Raises:
-        NoCheckpointError: the run has no good checkpoint.
-    """
+    """Return ``path`` or, if it is a run's folder, its newest good checkpoint; raises NoCheckpointError if none is."""
     folder = path / "checkpoints"
     if (path / MANIFEST).exists() or not folder.is_dir():
         return path
@@ -301,11 +291,7 @@ def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:
 
 
 def whole(path: Path, *, progress: bool = False) -> CompleteCheckpoint:
-    """Return the checkpoint at ``path``, after comparing every byte with its manifest.
-
-    Raises:
-        CheckpointError: something is missing or damaged; the message says what.
-    """
+    """Return the checkpoint at ``path``, after comparing every byte with its manifest; raises CheckpointError."""
     manifest = read_manifest(path)
     verify(path, manifest, progress)
     spans = {span for name in manifest.files if name != STATE for span in check_headers(path, manifest, name)}

@@ -4,9 +4,9 @@ Adam's moments may be codes of 8 bits, which are rounded in blocks of a paramete
 
     block of a moment ─▶ scale: its element farthest from 0 ─▶ elements / scale ─▶ number of the nearest in a table
 
-The tables are those of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"
+Source of the tables: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"
 (https://arxiv.org/abs/2110.02861): seven powers of ten, each with twice as many numbers as the one below it. Two things
-differ from the paper, so that rounding what is rounded already changes no bit. A scale has the sign of its element,
+differ from the paper, so that rounding rounded values changes no bit. A scale has the sign of its element,
 which is then the table's 1. A block whose elements are all below :data:`SMALLEST` is 0. And a second moment that is not
 0 never becomes 0, since Adam divides by its root.
 """
@@ -134,7 +134,7 @@ class Reader:
         split = next(iter(self._spans_of(kind, name)), None)
         if split is None:
             return self._stored(Span(kind, name, start, length))
-        size = split.ranks * split.run  # of what is dealt to each rank in turn
+        size = split.ranks * split.run  # of a deal to all ranks
         first, last = start // size, -(-(start + length) // size)
         values = torch.empty(last - first, split.ranks, split.run)
         for rank in range(split.ranks):

@@ -109,7 +109,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
-        """Reason, on rank 0, why the last checkpoint that was not saved was not, and what is there instead."""
+        """On rank 0: why the last lost checkpoint was not saved, and which one is there instead."""
         self._host = HostCopy()
         if rank == 0:
             with contextlib.suppress(OSError):

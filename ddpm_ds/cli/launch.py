@@ -8,25 +8,16 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.plan import describe_plan
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import (
-    OneLineParser,
-    Verbs,
-    file_path,
-    gib,
-    grace_seconds,
-    natural,
-    port,
-    processes,
-    without,
-)
+from ddpm_ds.command_line import OneLineParser, Verbs, file_path, gib, grace_seconds, natural, port, processes, without
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, SpecError, print_to_stderr
 from ddpm_ds.files import REHEARSAL
-from ddpm_ds.processes.supervisor import Node, Outcome, Place, gpus, supervise
+from ddpm_ds.processes.supervisor import Outcome, Place, gpus, supervise
 from ddpm_ds.tracking import run_folder
 from ddpm_ds.tracking.address import check_experiment
 
@@ -34,7 +25,7 @@ TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start the processes, stay with them, and say at the end what was saved and
 how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
 
-The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
+The run spec (YAML) has the U-Net, images and length, the DeepSpeed JSON the engine. Processes are stages x replicas.
 """
 TRAIN_EPILOG = """\
 examples
@@ -43,13 +34,13 @@ examples
   ddpm-ds train --processes 4 -p 2 --deepspeed_config ds_configs/zero2_fp16.json
       2 stages x 2 replicas
   ddpm-ds train --hostfile hostfile -p 4 --deepspeed_config ds_configs/zero2_fp16.json --spec launch/specs/cifar10.yaml
-      on several hosts; --dry-run says what would run
+      on several hosts; --dry-run shows the plan
 
-exit codes are those of run (docs/exit_codes.md)
+exit codes as of run (docs/exit_codes.md)
 """
 RUN_DESCRIPTION = """\
-Start a training script on the processes of this machine, or on those of a hostfile by DeepSpeed's launcher, and stay
-with them. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends
+Start a training script on the processes of this machine, or by DeepSpeed's launcher on a hostfile's, and stay with
+them. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step, save and stop; a second signal ends
 them at once. If ranks are lost, the run is started again and resumes from the newest checkpoint of its --run-dir, which
 must be given. Nothing is left running. For several hosts, start it on one host of the hostfile, preferably the first;
 each start reads the hostfile again. For other launchers and their options type deepspeed, torchrun or srun.
@@ -81,22 +72,17 @@ def add_train(verbs: Verbs) -> None:
 
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--processes", type=processes, metavar="N", help="processes on this machine (default: one for each GPU, or one)"
-    )
-    where.add_argument(
-        "--hostfile", type=file_path, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
-    )
-    parser.add_argument(
-        "--nodes", type=processes, default=1, metavar="N", help="hosts on each of which this is typed (default 1)"
-    )
-    parser.add_argument(
-        "--node-rank", type=natural, default=0, metavar="K", help="this one's place among them, from 0 (default 0)"
-    )
+    about = "processes on this machine (default: one for each GPU, or one)"
+    where.add_argument("--processes", type=processes, metavar="N", help=about)
+    about = "hosts and their processes, as DeepSpeed reads them"
+    where.add_argument("--hostfile", type=file_path, metavar="FILE", help=about)
+    about = "hosts on each of which this is typed (default 1)"
+    parser.add_argument("--nodes", type=processes, default=1, metavar="N", help=about)
+    about = "this one's place among them, from 0 (default 0)"
+    parser.add_argument("--node-rank", type=natural, default=0, metavar="K", help=about)
     parser.add_argument("--master-addr", metavar="HOST", help="name or address of the first of them")
-    parser.add_argument(
-        "--port", type=port, metavar="PORT", help="where ranks meet (default: a free one; with a hostfile 29500)"
-    )
+    about = "where ranks meet (default: a free one; with a hostfile 29500)"
+    parser.add_argument("--port", type=port, metavar="PORT", help=about)
     _add_restart_options(parser)
 
 
@@ -107,13 +93,11 @@ def _place(options: argparse.Namespace, device: str) -> Place:
         asked = os.environ.get("DS_ACCELERATOR", device) if device == "auto" else device
         count = 1 if asked == "cpu" else max(1, gpus())
     if options.nodes > 1 and options.hostfile is not None:
-        raise SpecError(
-            "--nodes and --hostfile both say where ranks run; a hostfile names all hosts, so leave --nodes out"
-        )
+        raise SpecError("--nodes and --hostfile both say where ranks run; leave --nodes out")
     if options.nodes > 1 and options.master_addr is None:
         raise SpecError(f"--nodes {options.nodes} needs --master-addr HOST, the address of the host with --node-rank 0")
-    node = Node(options.node_rank, options.nodes, options.master_addr or Node.master)
-    return Place(count or 0, node, options.hostfile, options.port)
+    master = options.master_addr or Place.master
+    return Place(count or 0, options.node_rank, options.nodes, master, options.hostfile, options.port)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -123,8 +107,8 @@ def _train(options: argparse.Namespace) -> int:
     check_experiment(plan.spec.logging.experiment, run_dir.parent)
     if not options.dry_run:
         place.check()
-    if options.run_dir is None and place.node.of > 1:
-        raise SpecError(f"--nodes {place.node.of} needs --run-dir DIR, a folder that all hosts share")
+    if options.run_dir is None and place.nodes > 1:
+        raise SpecError(f"--nodes {place.nodes} needs --run-dir DIR, a folder that all hosts share")
     if options.run_dir is None and not options.dry_run:
         run_dir = run_folder.make_run_dir(run_dir)
     run_folder.check_output(run_dir, options.resume)
@@ -146,29 +130,28 @@ def _train(options: argparse.Namespace) -> int:
     if place.hostfile is not None:
         words = ["deepspeed", *place.deepspeed(program)]
     print(f"starting     {words[0]} {shlex.join(words[1:])}", flush=True)
-    ended = supervise(
-        [*program, "--described"],
-        place,
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        log=functools.partial(_log, "train"),
-    )
-    if ended.code > 128:  # a second signal has ended what sends to MLflow too
+    log = functools.partial(_log, "train")
+    ended = supervise([*program, "--described"], place, **_limits(options), log=log)
+    if ended.code > 128:  # a second signal has ended the process that sends to MLflow too
         events = run_dir / run_folder.EVENTS
-        run_folder.end_killed(events, functools.partial(_log, "train"))
+        run_folder.end_killed(events, log)
         if line := run_folder.unsent(events):
-            _log("train", line)
+            log(line)
     again = options.arguments
     if options.run_dir is None:
         run_folder.remove_if_empty(run_dir)
         again = [*again, "--run-dir", str(run_dir)]
     rehearsed = options.steps is not None and ended.code == 0
-    _log("train", f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(ended, run_dir, again))
+    log(f"rehearsed: {run_dir / REHEARSAL}" if rehearsed else _outcome(ended, run_dir, again))
     return ended.code
 
 
+def _limits(options: argparse.Namespace) -> dict[str, Any]:
+    return {"max_restarts": options.max_restarts, "grace_seconds": options.grace_seconds}
+
+
 def _outcome(ended: Outcome, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return a line that says what a run has saved, and which command continues it, unless it would fail again."""
+    """Return the last line: what a run has saved, and the command that continues it unless it would fail again."""
     latest = run_folder.checkpoints_of(run_dir) / LATEST
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if ended.code == 0:
@@ -214,30 +197,15 @@ def _run(options: argparse.Namespace) -> int:
         raise SpecError(
             f"run has no option {unknown[0]}; write the script's after it, and for DeepSpeed's type: {instead}"
         )
-    return supervise(
-        options.program,
-        _place(options, "auto"),
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        log=functools.partial(_log, "run"),
-    ).code
+    place, log = _place(options, "auto"), functools.partial(_log, "run")
+    return supervise(options.program, place, **_limits(options), log=log).code
 
 
 def _add_restart_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-restarts",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="restarts in a row without a new checkpoint (default 0)",
-    )
-    parser.add_argument(
-        "--grace-seconds",
-        type=grace_seconds,
-        default=300.0,
-        metavar="S",
-        help="seconds for the ranks to save and stop after a signal (default 300)",
-    )
+    about = "restarts in a row without a new checkpoint (default 0)"
+    parser.add_argument("--max-restarts", type=natural, default=0, metavar="N", help=about)
+    about = "seconds for the ranks to save and stop after a signal (default 300)"
+    parser.add_argument("--grace-seconds", type=grace_seconds, default=300.0, metavar="S", help=about)
 
 
 def _log(verb: str, line: str) -> None:

@@ -13,7 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ddpm_ds.secret import shown
 from ddpm_ds.version import __version__
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
-"""Variables with ssh options for pdsh: those that replace its usual ones, and those that precede them."""
+"""Variables with ssh options for pdsh: one replaces its usual ones, the other precedes them."""
 USUAL_ARGUMENTS = "-a -x"
 """Options that forward neither agent nor X11."""
 DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -35,14 +35,12 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
 """File of variables that are sent to all hosts, and the variable that names another file, as in DeepSpeed."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable that names the interface on which gloo listens. By default gloo takes the one of the host's own name, which
-is loopback on many systems, and fails after minutes."""
+"""Variable that names gloo's interface: by default that of the host's own name, often loopback, which fails after
+minutes."""
 
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Prefixes of the variables that DeepSpeed's launcher sends by itself, on its command lines; NCCL only with its CUDA
-accelerator."""
-PRINTED = "NCCL"
-"""Part of the names of the variables that DeepSpeed's launcher prints on every host, with their values."""
+"""Prefixes of variables that DeepSpeed's launcher puts on command lines; NCCL only with its CUDA accelerator. It prints
+every variable with NCCL in its name, with its value, on every host."""
 
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 """Packages whose versions ranks compare when they meet, and ``ddpm-ds doctor`` before they do."""
@@ -52,7 +50,7 @@ _LINE = re.compile(r"([A-Za-z_]\w*)=((?:(?!\s\#)[^'\"\\$`])*)", re.ASCII)
 
 
 def user_name() -> str:
-    """Return the login name, or the user's number if there is no name, as in some containers."""
+    """Return the login name, or the user's number where there is no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # in Python 3.11 and 3.13
@@ -60,24 +58,13 @@ def user_name() -> str:
 
 
 def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[str]:
-    """Return the command line that runs ``words`` on ``host``, quoted so that each word arrives unchanged.
-
-    ``host`` is a name of ssh's configuration, an address, or USER@ and one of these.
-
-    Raises:
-        SpecError: ssh would take ``host`` for an option, or the environment's options can't be read.
-    """
-    program, *to_host = ssh_to(host)
+    """Return the command line that runs ``words``, each unchanged, on ``host``; raises as :func:`ssh_to`."""
     asks_nothing = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_seconds}"]
-    return [program, *asks_nothing, *to_host, shlex.join(words)]
+    return ["ssh", *asks_nothing, *ssh_to(host)[1:], shlex.join(words)]
 
 
 def address_of(host: str) -> str:
-    """Return the first address of a host, as DeepSpeed asks for it there; but over ssh as pdsh calls it.
-
-    Raises:
-        SpecError: ssh can't reach the host without a question; the message has what must work.
-    """
+    """Return a host's first address, as DeepSpeed asks for it, but over ssh as pdsh calls it; raises SpecError."""
     words = ssh(host, ["hostname", "-I"])
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
@@ -91,55 +78,44 @@ def address_of(host: str) -> str:
 
 
 def ssh_to(host: str) -> list[str]:
-    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
+    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host, perhaps with USER@.
+
+    Raises SpecError if ssh would take ``host`` for an option, or the environment's options can't be read.
+    """
     user, _, name = host.rpartition("@")
     if host.startswith("-") or name.startswith("-"):
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
-    options = [word for variable in (PDSH_MORE_ARGUMENTS, PDSH_ARGUMENTS) for word in _words_of(variable)]
+    options: list[str] = []
+    for variable, usual in ((PDSH_MORE_ARGUMENTS, ""), (PDSH_ARGUMENTS, USUAL_ARGUMENTS)):
+        text = os.environ.get(variable, usual)
+        try:
+            options += shlex.split(text)
+        except ValueError as error:
+            raise SpecError(f"{variable}={text!r} can't be read ({error}); close its quotes") from None
     named = any("%h" in option for option in options)
-    for sign, value in (("%h", name), ("%u", user or user_name())):
-        options = [option.replace(sign, value) for option in options]
+    options = [option.replace("%h", name).replace("%u", user or user_name()) for option in options]
     as_user = ["-l", user] if user else []
     return ["ssh", *as_user, *options, *([] if named else [name])]
 
 
-def ssh_settings(host: str) -> dict[str, str]:
-    """Return the settings of pdsh's ssh to a host, by lower-case name, without connecting.
-
-    Empty if ssh does not tell them. Raises SpecError as :func:`ssh` does.
-    """
-    program, *to_host = ssh_to(host)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.run(
-            [program, "-G", *to_host], capture_output=True, text=True, check=True, timeout=10
-        ).stdout
-        return dict(line.partition(" ")[::2] for line in answer.splitlines())
-    return {}
-
-
-def _words_of(variable: str) -> list[str]:
-    text = os.environ.get(variable, USUAL_ARGUMENTS if variable == PDSH_ARGUMENTS else "")
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise SpecError(f"{variable}={text!r} can't be read ({error}); close its quotes") from None
-
-
-def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the hosts of a hostfile and their slots, in order. Blank lines and lines that begin with # are ignored.
-
-    Raises:
-        SpecError: the file can't be read, has no host or a duplicate, or a line is invalid.
-    """
+def _lines_of(path: Path, what: str, fix: str) -> Iterator[tuple[str, str]]:
+    """Yield each line of a file that is not empty, with its place for messages; raises SpecError."""
     try:
         lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
     except OSError as error:
-        raise SpecError(f"hostfile {path} can't be read ({error.strerror}); give --hostfile a file that can") from None
-    hosts: dict[str, int] = {}
+        raise SpecError(f"{what} can't be read ({error.strerror}); {fix}") from None
     for number, line in enumerate(map(str.strip, lines), start=1):
-        if not line or line.startswith("#"):
+        if line:
+            yield f"{what}, line {number}", line
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return the hosts of a hostfile and their slots, in order; # begins a comment. Raises SpecError."""
+    hosts: dict[str, int] = {}
+    for place, line in _lines_of(path, f"hostfile {path}", "give --hostfile a file that can"):
+        if line.startswith("#"):
             continue
-        where = f"hostfile {path}, line {number}: {line!r}"
+        where = f"{place}: {line!r}"
         entry = _ENTRY.match(line)
         if entry is None:
             raise SpecError(f"{where} is not HOST slots=N; write it as: worker-1 slots=4")
@@ -159,10 +135,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 def this_host(names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that means this machine: its host name, its address, or an ssh alias of them.
 
-    ``user@`` before a name is ignored.
-
-    Raises:
-        SpecError: ssh would take a name for an option.
+    ``user@`` before a name is ignored. Raises SpecError as :func:`ssh_to`.
     """
     named = {name: name.rpartition("@")[2] for name in names}
     own = socket.gethostname()
@@ -170,8 +143,15 @@ def this_host(names: Iterable[str]) -> str | None:
         for name, host in named.items():
             if host == wanted:
                 return name
-    of_ssh = (ssh_settings(name).get("hostname", host) for name, host in named.items())
-    return next((name for name, host in zip(named, of_ssh, strict=True) if _is_address_of_this_host(host)), None)
+    for name, host in named.items():
+        settings: list[str] = []
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            words = ["ssh", "-G", *ssh_to(name)[1:]]  # prints its settings without connecting
+            settings = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+        address = dict(line.partition(" ")[::2] for line in settings).get("hostname", host)
+        if _is_address_of_this_host(address):
+            return name
+    return None
 
 
 def _is_address_of_this_host(host: str) -> bool:
@@ -185,34 +165,23 @@ def _is_address_of_this_host(host: str) -> bool:
 
 
 def read_environment(path: Path) -> dict[str, str]:
-    """Return the variables in a file of lines NAME=VALUE; empty lines are ignored.
-
-    Raises:
-        SpecError: the file can't be read, or a line is not NAME=VALUE.
-    """
-    try:
-        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
-    except OSError as error:
-        raise SpecError(f"{path} can't be read ({error.strerror}); fix or delete it") from None
+    """Return the variables in a file of lines NAME=VALUE; empty lines are ignored. Raises SpecError."""
     values = {}
-    for number, line in enumerate(map(str.strip, lines), start=1):
+    for place, line in _lines_of(path, str(path), "fix or delete it"):
         if found := _LINE.fullmatch(line):
             values[found[1]] = found[2]
-        elif line:
-            name, equals, value = line.partition("=")
-            text = f"{name}={shown(name, value)}" if equals else shown(line, line)
-            raise SpecError(
-                f"{path}, line {number}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, without "
-                "export, quotes, $, backslash, backquote or comment"
-            )
+            continue
+        name, equals, value = line.partition("=")
+        text = f"{name}={shown(name, value)}" if equals else shown(line, line)
+        raise SpecError(
+            f"{place}: {text!r} is not NAME=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0, without export, quotes, $, "
+            "backslash, backquote or comment"
+        )
     return values
 
 
 def find_environment() -> dict[str, str]:
-    """Return the variables of the user's file, overridden by those of the file in the working folder, as in DeepSpeed.
-
-    Raises SpecError as :func:`read_environment` does.
-    """
+    """Return the variables of the user's file, overridden by the working folder's; raises SpecError."""
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
     for path in (Path(os.path.expanduser("~"), name), Path(name)):
@@ -221,35 +190,22 @@ def find_environment() -> dict[str, str]:
     return values
 
 
-def route_towards(address: str) -> tuple[str | None, str]:
-    """Return the local interface through which packets to a host (name or address) leave, and its address.
-
-    Raises:
-        OSError: the name is unknown, or no route leads there.
-    """
-    family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # a datagram socket only chooses a route and sends nothing
-        own = str(probe.getsockname()[0])
-    plain = own.partition("%")[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == plain for found in addresses):
-            return name, own
-    return None, own
-
-
 def use_interface_towards(address: str) -> None:
     """Let gloo use the interface that reaches ``address``, unless the environment has chosen one."""
-    with contextlib.suppress(OSError):
-        if GLOO_INTERFACE not in os.environ and (name := route_towards(address)[0]) is not None:
-            os.environ[GLOO_INTERFACE] = name
+    with contextlib.suppress(OSError):  # an unknown name, or no route
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # a datagram socket only chooses a route and sends nothing
+            own = str(probe.getsockname()[0]).partition("%")[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(found.address.partition("%")[0] == own for found in addresses):
+                os.environ.setdefault(GLOO_INTERFACE, name)
 
 
 def facts(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return everything in which the hosts of a run must be alike, by the beginning of its name in a message.
 
-    ``documents`` are the content of the spec and of the DeepSpeed JSON, by file name. A package that is missing is left
-    out; all files of ddpm_ds have one checksum.
+    ``documents`` are the contents of the spec and of the DeepSpeed JSON, by file name. Missing packages are left out.
     """
     found = {"python": ".".join(map(str, sys.version_info[:2])), "ddpm_ds": __version__}
     for package in PACKAGES:
@@ -267,4 +223,4 @@ REMEDIES = {
     "version of ": "install the same versions on all hosts",
     "": "bring all hosts to one commit, with the same changes",
 }
-"""Fixes for hosts that differ, by the beginning of the names of :func:`facts`; of all others the files differ."""
+"""Fixes for hosts that differ, by the beginning of the names of :func:`facts`; for all others: one file."""

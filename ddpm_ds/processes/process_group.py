@@ -22,27 +22,23 @@ PAUSE_SECONDS = 1800.0
 """Time for which ranks wait for a rank that checkpoints, validates or compiles before their process groups abort."""
 JOIN_TIMEOUT = timedelta(minutes=30)
 """Time limit for all ranks to join the group, which after a rendezvous they do at once."""
-LONGEST_TIMEOUT = timedelta(days=365)
-"""Much longer ones overflow clocks that count nanoseconds."""
+LONGEST_SECONDS = 365 * 86400.0
+"""Much longer time-outs overflow clocks that count nanoseconds."""
 
 Value = TypeVar("Value")
 
 
 def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
     """Return the time-out of process groups: the watchdog acts first, even after a pause between two steps."""
-    return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_TIMEOUT.total_seconds()))
+    return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_SECONDS))
 
 
 @contextlib.contextmanager
 def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     """Make the process group for DeepSpeed, and destroy it at the end, since gloo aborts a process that exits with one.
 
-    ``timeout`` (default: :func:`group_timeout`) is also that of groups made inside. All ranks know of a UserError that
-    leaves the block.
-
-    Raises:
-        LayoutError: another job on this host has the port.
-        HostError: the hosts' ranks can't connect to each other.
+    Groups made inside have the same time-out. All ranks know of a UserError that leaves the block. Raises LayoutError
+    if another job has the port, HostError if the hosts' ranks can't connect to each other.
     """
     timeout = timeout or group_timeout()
     use_interface_towards(os.environ["MASTER_ADDR"])
@@ -61,11 +57,17 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
 
 
 def _join() -> None:
-    """Make the default group and let DeepSpeed use it. A single rank opens no port."""
+    """Make the default group and let DeepSpeed use it. A single rank opens no port.
+
+    The store is the rendezvous's, or a new one at its port, with keys that only the run's ranks know.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     try:
-        store = dist.HashStore() if world_size == 1 else _shared_store(rank)
+        store: dist.Store = dist.HashStore()
+        if world_size > 1:
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
+            store = dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -75,33 +77,25 @@ def _join() -> None:
         if not on_several_hosts():
             raise
         raise HostError(
-            f"rank {os.environ['RANK']} (host {host_name()}) can't connect to the ranks of other hosts over interface "
+            f"rank {rank} (host {host_name()}) can't connect to the ranks of other hosts over interface "
             f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile "
             f"FILE tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
         ) from error
     deepspeed.init_distributed(verbose=False)
 
 
-def _shared_store(rank: int) -> dist.Store:
-    """Return the rendezvous's store, or a new one at its port, with keys that only the run's ranks know."""
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
-    return dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
-
-
 def decided_by_rank_0(decide: Callable[[], Value], kind: Any) -> Value:
     """Return, on every rank, the value of type ``kind`` that ``decide`` returns on rank 0; collective.
 
-    Raises:
-        UserError: ``decide`` failed on rank 0; raised on every rank, so that none waits for it.
+    A UserError of ``decide`` is raised on every rank, so that none waits for rank 0.
     """
-    decided, refused = None, None
+    decided, name, why = None, "", ""
     if dist.get_rank() == 0:
         try:
             decided = decide()
         except UserError as error:
-            refused = type(error).__name__, str(error)
-    decided, refused = broadcast_object((decided, refused), tuple[kind | None, tuple[str, str] | None])
-    if refused is not None:
-        name, why = refused
+            name, why = type(error).__name__, str(error)
+    decided, name, why = broadcast_object((decided, name, why), tuple[kind | None, str, str])
+    if name:
         raise vars(errors)[name](why)
     return cast(Value, decided)

@@ -37,9 +37,7 @@ RUN_SECRET = "DDPM_DS_RUN_SECRET"
 """Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.rendezvous`."""
 STARTED, TRAINING = "started", "training"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
-"""Variables set by DeepSpeed's and PyTorch's launchers. Without them the parent of a process may be a shell, which may
-exit."""
-
+"""Variables of DeepSpeed's and PyTorch's launchers; without them the parent may be a shell, which may exit."""
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
 """First of Slurm's step numbers for other than srun's tasks: batch script, interactive shell, external processes."""
@@ -50,11 +48,7 @@ def set_environment() -> None:
     ``.deepspeed_env``, where they are missing.
 
     ``ddpm-ds``, DeepSpeed's launcher and torchrun set the rank; without them it is Slurm's, or the process is a single
-    rank. GNU OpenMP's threads spin more briefly before they sleep: on two cores shared with
-    another process, long spinning made a step ten times slower; short spinning costs a tenth on two idle cores.
-
-    Raises:
-        SpecError: ``.deepspeed_env`` or a launcher's variable can't be parsed, or the first host is unknown.
+    rank. Raises SpecError if variables can't be parsed or contradict each other, or the first host is unknown.
     """
     os.environ.setdefault("LOGNAME", user_name())  # PyTorch's compiler asks, and a container's user may have no name
     of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
@@ -67,7 +61,7 @@ def set_environment() -> None:
     for name, value in (find_environment() | _handed_on()).items():
         os.environ.setdefault(name, value)
     _check_environment([name for name in alone if started or name not in unknown])
-    if "OMP_WAIT_POLICY" not in os.environ:
+    if "OMP_WAIT_POLICY" not in os.environ:  # long spinning made steps ten times slower on two cores that are shared
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         raise SpecError(
@@ -81,45 +75,40 @@ def set_environment() -> None:
 
 
 def _check_environment(given: Collection[str]) -> None:
-    """Raise SpecError if a rank number in the environment is none, or if two ``given`` ones contradict each other."""
+    """Raise SpecError if a number in the environment is none, or if two ``given`` ones contradict each other."""
     ranges = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"), (1, MOST_PROCESSES))
     ranges |= {"RANK": (0, MOST_PROCESSES), "LOCAL_RANK": (0, MOST_PROCESSES), "MASTER_PORT": (0, 2**16 - 1)}
+    numbers = {}
     for name in os.environ.keys() & ranges.keys():
         lowest, highest = ranges[name]
         try:
-            whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
+            numbers[name] = whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
         except argparse.ArgumentTypeError as error:
             raise SpecError(f"{name} in the environment: {error}; unset it, or start with a launcher") from None
-    number = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if number["RANK"] >= number["WORLD_SIZE"]:
-        rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-        raise SpecError(f"RANK = {rank} in the environment is none of WORLD_SIZE = {world} ranks; unset both")
     for small, large, least in (
+        ("RANK", "WORLD_SIZE", 1),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE", 1),
         ("LOCAL_RANK", "RANK", 0),
         ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0),
     ):
-        if {small, large} <= set(given) and number[small] + least > number[large]:
+        if ({small, large} <= set(given) or small == "RANK") and numbers[small] + least > numbers[large]:
             raise SpecError(
-                f"{small} = {number[small]} and {large} = {number[large]} in the environment contradict each other; "
+                f"{small} = {numbers[small]} and {large} = {numbers[large]} in the environment contradict each other; "
                 "correct the launcher's numbers, or unset all and let ddpm-ds train start the ranks"
             )
 
 
 def _handed_on() -> dict[str, str]:
     """Return the secret variables of ``ddpm-ds run``, if it runs on this host and as this user."""
-    with contextlib.suppress(OSError):
-        if path := _exit_file():
-            with path.open() as file:
-                return dict(json.loads(file.readline()))
+    if path := _exit_file():
+        with contextlib.suppress(OSError), path.open() as file:
+            return dict(json.loads(file.readline()))
     return {}
 
 
 def _of_slurm() -> dict[str, str]:
-    """Return the rank variables of a task of srun.
-
-    A batch script and the shell of salloc also have a task number, but are no tasks: they have no step, or one of
-    Slurm's own step numbers.
+    """Return the rank variables of a task of srun. Batch scripts and shells of salloc have no step, or one of Slurm's
+    own.
     """
     step = os.environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_OWN_STEP_OF_SLURM or not os.environ.keys() >= SLURM_TASK:
@@ -134,12 +123,8 @@ def _of_slurm() -> dict[str, str]:
             f"SLURM_NODEID = {node} in the environment is no node of SLURM_STEP_TASKS_PER_NODE = "
             f"{os.environ['SLURM_STEP_TASKS_PER_NODE']}; start with srun, or unset SLURM_STEP_ID"
         )
-    return {
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": per_node[int(node)],
-    }
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    return {name: os.environ[slurms] for name, slurms in names.items()} | {"LOCAL_WORLD_SIZE": per_node[int(node)]}
 
 
 def on_several_hosts() -> bool:
@@ -149,12 +134,12 @@ def on_several_hosts() -> bool:
 
 
 def host_name() -> str:
-    """Return this host's name in metrics and messages: MLflow's node id if it is set, else the host name."""
+    """Return this host's name in metrics and messages: MLflow's node id, or else the host name."""
     return re.sub(r"[^\w.-]", "_", os.environ.get(NODE_ID) or platform.node())
 
 
 def free_port() -> int:
-    """Return a port of this host on which nobody listens, and which Linux lends to no connection before a restart."""
+    """Return a port of this host on which nobody listens, and which Linux lends to no connection."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)  # 32,768: the first that Linux lends
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -163,7 +148,7 @@ def free_port() -> int:
 
 
 class Launcher:
-    """Launcher of this process, which may be killed, or lost with an ssh connection, and leave its ranks running.
+    """Launcher of this process, which may be killed, or lost with an ssh connection.
 
     A rank notices that its parent changes, that its supervisor's :class:`ExitFile` is gone, or that nobody reads its
     output any more.
@@ -195,9 +180,9 @@ class Launcher:
 
 @contextlib.contextmanager
 def for_good() -> Iterator[None]:
-    """Keep Python's garbage collector from what is imported and made inside, which lives as long as this process.
+    """Keep Python's garbage collector away from objects made inside, which live as long as this process.
 
-    Else it looks through PyTorch's modules over and over: a tenth of their import, and a second when Python ends.
+    It would look through PyTorch's modules over and over: a tenth of their import, and a second when Python ends.
     """
     gc.disable()
     try:
@@ -221,15 +206,15 @@ def record_exit(code: int) -> int:
 
 
 def record_training() -> None:
-    """Record that this rank listens to requests and watches the others, so that it may outlive one that fails."""
+    """Record that this rank listens to requests and watches the others, and may outlive one that fails."""
     _record(TRAINING)
 
 
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
-    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself, since there is
-    nothing to save yet. A crash outside of Python, as on an image file truncated while it is read, prints a stack.
+    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself. A crash outside
+    of Python, as on an image file truncated while it is read, prints a stack.
     """
     faulthandler.enable(2)
     if stoppable:
@@ -246,17 +231,16 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
 
 
 def _leave(number: int) -> None:
-    """End this process, and first its worker processes, which would complain that their parent has gone."""
+    """End this process, and first its workers, which would complain that their parent has gone."""
     for worker in multiprocessing.active_children():
         worker.kill()
     os._exit(record_exit(EXIT_PREEMPTED))
 
 
 def _record(word: str) -> None:
-    with contextlib.suppress(OSError):  # its supervisor has just ended
-        if path := _exit_file():
-            with path.open("ab", buffering=0) as file:  # one write, so that lines of several ranks don't mix
-                file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())
+    if path := _exit_file():
+        with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:  # its supervisor may just have ended
+            file.write(f"{os.environ.get('RANK', '0')} {word}\n".encode())  # in one write, so that lines don't mix
 
 
 def _exit_file() -> Path | None:
@@ -276,14 +260,9 @@ class ExitRecord(NamedTuple):
     finished: bool = False  # a rank has exited with 0, as it does only after the run's last barrier
     training: bool = False  # a rank has begun to train
 
-    @property
-    def started(self) -> bool:
-        """Whether any rank has recorded anything."""
-        return self != ExitRecord()
-
 
 class ExitFile:
-    """File in memory in which the ranks of this host record their starts and exit codes; it ends with their supervisor.
+    """File in memory, with the supervisor's life, in which this host's ranks record their starts and exit codes.
 
     Its first line has the variables in ``private``, which no command line may show.
     """

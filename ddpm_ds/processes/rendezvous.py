@@ -1,15 +1,15 @@
 """Rendezvous of all ranks before they have a process group, and the key-value store on rank 0 by which they meet.
 
-Building a process group needs every rank, and one that has exited, or that trains something else, would make the others
-wait for ever. So each rank first writes its plans to a key-value store on rank 0, which answers with all of them, equal
-ones once, or with the reason why the run can't start. Then all exit for the same reason, or all continue.
+Building a process group needs every rank, and would wait for ever for one that has exited or trains something else. So
+each rank first writes its plans to a key-value store on rank 0, which answers with all plans, equal ones once, or with
+the reason why the run can't start. Then all exit for the same reason, or all continue.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
 
 PyTorch's store takes commands from anyone who connects. So it listens on loopback if the run has one host, else at the
-address by which the other hosts reach it. Ranks seal their values with the run's secret, if the environment has one,
-and ignore values without a valid seal. docs/security.md names the remaining risks.
+address by which others reach it. Ranks seal their values with the run's secret, if the environment has one, and ignore
+values without a valid seal. docs/security.md names the remaining risks.
 """
 
 import contextlib
@@ -24,8 +24,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,45 +35,32 @@ from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
 from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
 
 BACKLOG = 2048
-BEAT_SECONDS = 2.0
-SILENCE_SECONDS = 60.0
-"""Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
-POLL_SECONDS = 0.01
-MOST_LOOKS = 5000
-"""Maximum number of times a second that all waiting ranks together look at the store."""
+BEAT_SECONDS, SILENCE_SECONDS = 2.0, 60.0
+"""Time between beats, and silence after which a rank counts as lost; imports can keep a process busy for long."""
+POLL_SECONDS, MOST_LOOKS = 0.01, 5000
+"""Time between looks at the store, and most looks a second of all waiting ranks together."""
 TELL_SECONDS = 10.0
-"""Time for which a rank that can't take part tries to tell the others."""
-REFUSAL = "refusal"
-OVER = "over"
-"""Key that rank 0 writes at the end of a rendezvous: a rank that comes later belongs to another run."""
+"""Time for which a rank that can't take part tries to let the others know."""
+REFUSAL, OVER = "refusal", "over"
+"""Keys: why a rank can't take part; the rendezvous has ended, so a rank that comes later belongs to another run."""
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store at a port of rank 0's host, served by rank 0; port 0 means a free port.
+    """Return the store at a port of rank 0's host, served by rank 0 or by torchrun; port 0 means a free port of rank 0.
 
-    At other ports, torchrun's store is used if it serves one.
-
-    Raises:
-        dist.DistError: the port is taken, or the store can't be reached.
+    Raises dist.DistError if the port is taken, or the store can't be reached.
     """
     host, by_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     served = rank == 0 and not (port and by_agent)
     listener = _listener(host, port) if served else None
-    return dist.TCPStore(
-        host,
-        port if listener is None else listener.getsockname()[1],
-        is_master=served,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    number, descriptor = (port, None) if listener is None else (listener.getsockname()[1], listener.detach())
+    store = partial(dist.TCPStore, is_master=served, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    return store(host, number, master_listen_fd=descriptor)
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at an address of ``host``.
+    """Return a socket that listens at an address of ``host``; None if none is this machine's, or if the port is taken.
 
-    None if no address is this machine's own, or if the port is taken, perhaps by this process, which PyTorch will find.
     A name that means loopback on its own host, as Debian sets it up, means another address elsewhere.
     """
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -94,10 +82,7 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 class SealedStore(dist.Store):
-    """Store in which every value has a seal computed from the run's secret, the key and the value.
-
-    A value with a wrong seal, or without one, is read as empty.
-    """
+    """Store whose values are sealed with the run's secret, for their key; one without a valid seal is read as empty."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -129,28 +114,25 @@ class SealedStore(dist.Store):
         return self._store.delete_key(key)
 
     def _sealed(self, key: str, value: str) -> str:
-        return f"{self._seal(key, value.encode())}{value}"
+        message = f"{key}\0{value}".encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest() + value
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
-        seal, value = sealed[: 2 * hashlib.sha256().digest_size], sealed[2 * hashlib.sha256().digest_size :]
-        return value if hmac.compare_digest(seal, self._seal(key, value).encode()) else b""
-
-    def _seal(self, key: str, value: bytes) -> str:
-        return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest()
+        value = sealed[2 * hashlib.sha256().digest_size :]
+        genuine = self._sealed(key, value.decode(errors="replace")).encode()
+        return value if hmac.compare_digest(sealed, genuine) else b""
 
 
 class Rendezvous:
     """Rendezvous of the ranks of a start, until their process group exists. A single rank waits for nobody.
 
-    Raises:
-        LayoutError: another job has the port.
-        PeerLostError: rank 0 can't be reached.
+    Raises LayoutError if another job has the port, PeerLostError if rank 0 can't be reached.
     """
 
     def __init__(self, start_seconds: float) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.hosts: tuple[str, ...] = (host_name(),) * self.world_size
-        """Host name of every rank; those of others are known once they have agreed on anything."""
+        """Host name of every rank; this one's until they have agreed on anything."""
         self._start_seconds = start_seconds
         self._poll_seconds = max(POLL_SECONDS, self.world_size / MOST_LOOKS)
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
@@ -161,10 +143,10 @@ class Rendezvous:
 
     def name(self, rank: int, stage: int | None = None, part: int | None = None) -> str:
         """Return a rank's name for users: ``rank 3 (stage 1, tensor part 1, host b)``, the host if not alone."""
-        facts = [f"stage {stage}"] if stage is not None else []
-        facts += [f"tensor part {part}"] if part is not None else []
-        facts += [f"host {self.hosts[rank]}"] if len(set(self.hosts)) > 1 else []
-        return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
+        host = self.hosts[rank] if len(set(self.hosts)) > 1 else None
+        facts = {"stage": stage, "tensor part": part, "host": host}
+        known = ", ".join(f"{what} {value}" for what, value in facts.items() if value is not None)
+        return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def host_of(self, rank: int) -> str:
         """Return a rank's host as the subject of a sentence: ``host b (rank 2)``."""
@@ -173,9 +155,7 @@ class Rendezvous:
     def agree(self, topic: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Share ``facts`` (JSON values) about a topic with all ranks, once; return the facts of all, by rank.
 
-        Raises:
-            HostError: another rank can't take part.
-            PeerLostError: a rank did not join, or is lost.
+        Raises HostError if another rank can't take part, PeerLostError if one did not join, or is lost.
         """
         if self._store is None:
             return [facts]
@@ -213,30 +193,24 @@ class Rendezvous:
         store.set(topic, json.dumps(answer))
 
     def _different_secrets(self, ranks: list[int]) -> HostError:
-        return HostError(
-            f"{_ranks(ranks)} and {self.name(self.rank)} have different values of {RUN_SECRET}; set one on all hosts, "
-            "or none"
-        )
+        who = f"{_ranks(ranks)} and {self.name(self.rank)}"
+        return HostError(f"{who} have different values of {RUN_SECRET}; set one on all hosts, or none")
 
     def refuse(self, error: UserError) -> None:
-        """Tell the others why this rank can't take part; rank 0 also gives them time to read it."""
+        """Let the others know why this rank can't take part; rank 0 also gives them time to read it."""
         if self._store is None:
             return
         with contextlib.suppress(dist.DistError):
-            why = {"rank": self.rank, "host": host_name(), "why": str(error)}
-            self._store.compare_set(REFUSAL, "", json.dumps(why))
+            faults = [f"rank {self.rank} (host {host_name()}): {fault}" for fault in str(error).splitlines()]
+            self._store.compare_set(REFUSAL, "", json.dumps(faults))
             self._store.set(f"left/{self.rank}", "")
-            others = [f"left/{rank}" for rank in range(self.world_size)]
-            until = time.monotonic() + TELL_SECONDS
+            others, until = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + TELL_SECONDS
             while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         self.close()
 
     def close(self) -> None:
-        """End the rendezvous once the process group exists, or before a rank that can't take part exits.
-
-        From now on the watchdog watches the ranks. An interpreter that exits during a beat would abort.
-        """
+        """End the rendezvous once the process group exists, or before this rank exits: a beat would abort that."""
         self._closed.set()
         if self._store is not None:
             if self.rank == 0:
@@ -246,7 +220,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others about a user's error that ends this rank inside this context."""
+        """Let the others know of a user's error that ends this rank inside this context."""
         try:
             yield
         except UserError as error:
@@ -255,14 +229,12 @@ class Rendezvous:
             raise
 
     def _wait(self, store: dist.Store, keys: list[str], awaited: Sequence[int]) -> None:
-        """Wait for the keys that the ``awaited`` ranks write, looking up missing ones no more often than ranks beat."""
+        """Wait for the keys of the ``awaited`` ranks, looking up missing ones no more often than ranks beat."""
         started = looked_at = time.monotonic()
         received = dict.fromkeys(awaited, (b"", started))  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]) and (text := store.get(REFUSAL)):
-                refusal = json.loads(text)
-                who, faults = f"rank {refusal['rank']} (host {refusal['host']})", refusal["why"].splitlines()
-                raise HostError(*(f"{who}: {fault}" for fault in faults))
+                raise HostError(*json.loads(text))
             time.sleep(self._poll_seconds)
             if (now := time.monotonic()) - looked_at < BEAT_SECONDS:
                 continue
@@ -270,8 +242,7 @@ class Rendezvous:
             missing = [rank for rank, key in zip(awaited, keys, strict=True) if not store.check([key])]
             for rank in missing:
                 beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-                if beat != received[rank][0]:
-                    received[rank] = beat, now
+                received[rank] = received[rank] if beat == received[rank][0] else (beat, now)
             absent = [rank for rank in missing if not received[rank][0]]
             if absent and now - started > self._start_seconds:
                 raise PeerLostError(
@@ -292,37 +263,33 @@ class Rendezvous:
 
 
 def refuse_alone(error: UserError) -> None:
-    """Tell the other hosts' ranks, which are or will be at the rendezvous, about an error before this one joined it."""
+    """Tell the other ranks about an error before this one has joined their rendezvous."""
     with contextlib.suppress(UserError, PeerLostError):
         Rendezvous(TELL_SECONDS).refuse(error)
 
 
 def _store(rank: int, seconds: float) -> dist.Store:
-    """Return the store at the master's port, also for the process group, served by rank 0 or torchrun."""
+    """Return the store at the master's port; raises as :class:`Rendezvous`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    met = SimpleQueue[dist.Store | Exception]()
+    met = Future[dist.Store]()
 
     def meet() -> None:
         try:
-            met.put(connect(rank, port, timedelta(seconds=seconds)))
-        except Exception as error:
-            met.put(error)
+            met.set_result(connect(rank, port, timedelta(seconds=seconds)))
+        except BaseException as error:
+            met.set_exception(error)
 
     # In a thread, since PyTorch waits for ever for one who accepts the connection and is silent.
     threading.Thread(target=meet, daemon=True).start()
     try:
-        store = met.get(timeout=seconds + BEAT_SECONDS)
-    except Empty:
-        store = dist.DistError()
-    if isinstance(store, dist.DistError):
-        if "EADDRINUSE" in str(store):
-            raise port_taken()
+        store = met.result(seconds + BEAT_SECONDS)
+    except (dist.DistError, TimeoutError) as error:
+        if "EADDRINUSE" in str(error):
+            raise port_taken() from None
         raise PeerLostError(
             f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
             "up, and the port open? ddpm-ds doctor --hostfile FILE checks it"
-        )
-    if isinstance(store, Exception):
-        raise store
+        ) from None
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     found = SealedStore(dist.PrefixStore(f"ddpm_ds/rendezvous/{start}", store))
     if found.check([OVER]):
@@ -331,7 +298,6 @@ def _store(rank: int, seconds: float) -> dist.Store:
 
 
 def port_taken() -> LayoutError:
-    """Return the error for a port that another job uses."""
     return LayoutError(
         f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
         "ddpm-ds run --port PORT, or deepspeed --master_port PORT launch/train.py ..."

@@ -6,16 +6,15 @@
     checkpoint.every_minutes                 rank 0's clock
     a launcher that is gone                  save, leave: nobody would end this rank or read its output
 
-All ranks must do the same at the same step, so their requests are combined once a step; the result is read one step
-later, when it has long arrived.
+Ranks must do the same at the same step, so requests are combined once a step; the result is read a step later, when it
+has long arrived.
 """
 
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,20 +25,16 @@ from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, SignalThread
 FILES = ("save", "save_and_stop")
 
 
-@dataclass(frozen=True)
-class SaveOrStop:
-    """Requests that all ranks agree on."""
+class SaveOrStop(NamedTuple):
+    """Requests that all ranks agree on; ``abandoned`` is the name of a rank whose launcher is gone."""
 
     save: bool = False
     stop: bool = False
     abandoned: str | None = None
-    """Name of a rank whose launcher is gone."""
 
 
 class Requests:
-    """Listener to a run's requests from construction, and :meth:`listen` for signals, to :meth:`close`; collective over
-    all ranks.
-    """
+    """Listener to a run's requests, and from :meth:`listen` on to signals, until :meth:`close`; collective."""
 
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
@@ -89,7 +84,7 @@ class Requests:
         self._saved_at = time.monotonic()
         for name in self._files:
             (self._run_dir / name).unlink(missing_ok=True)
-        if self._under_way is not None:  # which repeats the same files' and clock's requests
+        if self._under_way is not None:  # it repeats the same requests
             work, wishes = self._under_way
             work.wait()
             wishes[0] = False

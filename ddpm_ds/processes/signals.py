@@ -12,39 +12,41 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop."""
 SUPERVISOR_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 """Signals that ask the supervisor of ranks to stop them."""
 SAME_SIGNAL_SECONDS = 1.0
-"""Time within which repeated signals count as one: a terminal or a scheduler signals a launcher and its ranks, and the
-launcher signals its ranks again."""
+"""Time within which repeated signals count as one: a scheduler signals a launcher and its ranks, and the launcher its
+ranks again."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C has ended."""
 
 
-def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals that this process does not ignore."""
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+def handle(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
+    """Let signals that this process does not ignore call ``handler``; return what handled each of them before."""
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heeded}
 
 
 def leave_on(numbers: Iterable[signal.Signals], code: int) -> None:
     """Let signals end this process at once, without a word, with exit code ``code``."""
-    for number in heeded(numbers):
-        signal.signal(number, lambda number, frame: os._exit(code))
+    handle(numbers, lambda number, frame: os._exit(code))
 
 
 def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, as in any program of Python."""
-    for number in heeded([signal.SIGINT]):
-        signal.signal(number, signal.default_int_handler)
+    handle([signal.SIGINT], signal.default_int_handler)
 
 
 def ignore(numbers: Iterable[int]) -> None:
     """Ignore signals from now on, since the process has done its work and is about to end."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+    handle(numbers, signal.SIG_IGN)
 
 
 class SignalThread:
@@ -92,7 +94,7 @@ def heard_signals(*, leaving: bool = False) -> Iterator[list[signal.Signals]]:
             received.append(signal.Signals(number))
         received_at = time.monotonic()
 
-    before = {number: signal.signal(number, receive) for number in heeded(SUPERVISOR_SIGNALS)}
+    before = handle(SUPERVISOR_SIGNALS, receive)
     try:
         yield received
     finally:

@@ -1,10 +1,10 @@
 """Start of a run's ranks, as children of this process or by DeepSpeed's launcher on several hosts; orderly stops, exit
 codes, leftover processes and restarts. Does not import torch.
 
-The ranks of this host are signalled, so that they finish their step and save, and watched: all follow a request to one,
-and the end of one ends all. When one has failed, others that train notice it and name it; a signal would ask them
-to save. Ranks on other hosts exit by themselves when they have lost the others or their launcher. DeepSpeed's launcher
-alone would kill the ranks 30 s after SIGTERM, would exit with 0 if a part of it is killed, and never restarts.
+Ranks of this host are signalled, so that they finish their step and save: all follow a request to one. When one has
+failed, others that train notice it; a signal would ask them to save. Ranks on other hosts exit when they have lost the
+others or their launcher. DeepSpeed's launcher alone would kill the ranks 30 s after SIGTERM, would exit with 0 if part
+of it is killed, and never restarts.
 """
 
 import argparse
@@ -21,23 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 
+from ddpm_ds.command_line import without
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
 from ddpm_ds.files import expanded, read_bytes
-from ddpm_ds.processes.hosts import (
-    ENVIRONMENT_FILE_VARIABLE,
-    OF_DEEPSPEED,
-    PDSH_ARGUMENTS,
-    PDSH_MORE_ARGUMENTS,
-    PRINTED,
-    address_of,
-    find_environment,
-    read_hostfile,
-    this_host,
-)
+from ddpm_ds.processes import hosts
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, RUN_SECRET, ExitFile, ExitRecord, free_port
 from ddpm_ds.processes.signals import heard_signals
 from ddpm_ds.secret import is_secret, write_private
@@ -51,14 +42,12 @@ PRINTED_BY_RANK_0 = (EXIT_BAD_INPUT, EXIT_BAD_NUMBERS)
 """Exit codes of errors that all ranks find and rank 0 prints, while the others hold back."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
-POLL_SECONDS = 0.1
+POLL_SECONDS, KILL_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 10.0, 60.0
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive them."""
 LOSING_SECONDS = 45.0
-"""Time for which ranks may go on after another has failed, or the launcher after a rank of this host has lost others:
-it gives its ranks 30 s to end, and ssh gives up a lost host after 20 s."""
-KILL_SECONDS = 10.0
-LONGEST_PAUSE_SECONDS = 60.0
+"""Time for which ranks may go on after one has failed, or the launcher after a rank here has lost others: it gives its
+ranks 30 s to end, and ssh gives up a lost host after 20 s."""
 
 
 def gpus() -> int:
@@ -71,36 +60,9 @@ def gpus() -> int:
     return count.value if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)) else 0
 
 
-@dataclass(frozen=True)
-class Node:
-    """One of ``of`` hosts of a run, on each of which the same command is typed; each has as many processes."""
-
-    rank: int = 0
-    of: int = 1
-    master: str = "127.0.0.1"
-    """Address of the first host."""
-
-
-def rank_environments(
-    processes: int, port: int, environment: Mapping[str, str], node: Node = Node()
-) -> list[dict[str, str]]:
-    """Return the environment of each rank on this host: ``environment``, and the variables of DeepSpeed's launcher.
-
-    Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
-    """
-    size, first = str(processes), node.rank * processes
-    world = {"WORLD_SIZE": str(node.of * processes), "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    world |= {"CROSS_RANK": str(node.rank), "CROSS_SIZE": str(node.of)}
-    world |= {"MASTER_ADDR": node.master, "MASTER_PORT": str(port)}
-    if node.of == 1:
-        world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
-    return [{**environment, **world, "RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-
-
 class Processes:
-    """Processes of one program, such as the ranks of a run, each with its environment and in a session of its own.
-
-    A terminal's Ctrl-C does not reach them. They have no input; ``output`` are options of :class:`subprocess.Popen`.
+    """Processes of one program, each with its environment, no input, and a session that a terminal's Ctrl-C does not
+    reach; ``output`` are options of :class:`subprocess.Popen`.
     """
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], **output: Any) -> None:
@@ -123,7 +85,7 @@ class Processes:
         return None if None in codes else self.failed[1] if self.failed else 0
 
     def kill(self) -> None:
-        """End what is left of the processes and of their process groups."""
+        """End the rest of the processes and of their process groups."""
         for process in self._all:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -132,35 +94,53 @@ class Processes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a run are: ``processes`` of this host, perhaps a ``node`` of several, or a hostfile's."""
+    """Where the ranks of a run are: ``processes`` of this host, which may be one of ``nodes`` on each of which the same
+    command is typed, or of the hosts of a hostfile.
+    """
 
     processes: int = 1
-    node: Node = Node()
+    node_rank: int = 0
+    nodes: int = 1
+    master: str = "127.0.0.1"
+    """Address of the first node."""
     hostfile: Path | None = None
     port: int | None = None
 
+    def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the environment of each rank of this host: ``environment``, and the variables of DeepSpeed's launcher.
+
+        Ranks of a single host share a secret. Each rank sees all GPUs and takes the one with its local rank's number.
+        """
+        world: dict[str, object] = {"MASTER_ADDR": self.master, "MASTER_PORT": self.port or DEFAULT_PORT}
+        world |= {"LOCAL_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
+        world |= {"WORLD_SIZE": self.nodes * self.processes, "CROSS_RANK": self.node_rank, "CROSS_SIZE": self.nodes}
+        if self.nodes == 1:
+            world[RUN_SECRET] = environment.get(RUN_SECRET) or secrets.token_hex()
+        ranks = [{"RANK": self.first_rank + local, "LOCAL_RANK": local} for local in range(self.processes)]
+        return [{**environment, **{name: str(value) for name, value in (world | rank).items()}} for rank in ranks]
+
+    @property
+    def first_rank(self) -> int:
+        """First rank of this host."""
+        return self.node_rank * self.processes
+
     def hosts(self) -> dict[str, int]:
         """Return the hosts with their numbers of ranks, in the order of the ranks; raises SpecError."""
-        if self.hostfile is None:
-            if self.node.rank >= self.node.of:
-                raise SpecError(
-                    f"--node-rank {self.node.rank} of --nodes {self.node.of}: hosts are numbered from 0 to "
-                    f"{self.node.of - 1}; give each its own number"
-                )
-            if self.node.of == 1:
-                return {"localhost": self.processes}
-            return {f"node-{rank}": self.processes for rank in range(self.node.of)}
-        return read_hostfile(self.hostfile)
+        if self.hostfile is not None:
+            return hosts.read_hostfile(self.hostfile)
+        if self.node_rank >= self.nodes:
+            numbers = f"hosts are numbered from 0 to {self.nodes - 1}; give each its own number"
+            raise SpecError(f"--node-rank {self.node_rank} of --nodes {self.nodes}: {numbers}")
+        nodes = [f"node-{rank}" for rank in range(self.nodes)] if self.nodes > 1 else ["localhost"]
+        return dict.fromkeys(nodes, self.processes)
 
     def check(self) -> None:
-        """Raise SpecError if the ranks could not be started from this host, or it could not be seen how they end."""
-        hosts = self.hosts()
-        if self.hostfile is not None and this_host(hosts) is None:
-            raise SpecError(
-                f"none of {', '.join(hosts)} of hostfile {self.hostfile} is this host; start it on one of them, best "
-                "on the first, whose ranks can be seen to end"
-            )
-        if self.hostfile is not None and len(hosts) > 1 and shutil.which("pdsh") is None:
+        """Raise SpecError if the ranks can't be started from this host, or their end can't be seen here."""
+        names = self.hosts()
+        if self.hostfile is not None and hosts.this_host(names) is None:
+            which = f"none of {', '.join(names)} of hostfile {self.hostfile} is this host"
+            raise SpecError(f"{which}; start it on one of them, best the first")
+        if self.hostfile is not None and len(names) > 1 and shutil.which("pdsh") is None:
             raise SpecError("pdsh is not installed; install it, or start on each host: deepspeed --no_ssh --node_rank")
 
     def deepspeed(self, program: Sequence[str]) -> list[str]:
@@ -169,19 +149,11 @@ class Place:
         return [*own, *(["--module", *program[1:]] if program[0] == "-m" else program)]
 
 
-def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that makes pdsh's ssh notice a lost host, unless ``environment`` already sets it."""
-    given = environment.get(PDSH_MORE_ARGUMENTS, "")
-    if "ServerAlive" in given + environment.get(PDSH_ARGUMENTS, ""):
-        return {}
-    return {PDSH_MORE_ARGUMENTS: f"{given} {SSH_ALIVE}".strip()}
-
-
 class Outcome(NamedTuple):
-    """How a start of the ranks ended."""
+    """How a start of the ranks ended; ``killed``: whether the rank that failed first was killed."""
 
     code: int
-    killed: bool = False  # by the system or a person: the rank that was the first to fail
+    killed: bool = False
 
 
 def supervise(
@@ -197,18 +169,19 @@ def supervise(
 
     ``program`` is ``-m MODULE`` or a script, with its options. Each start reads the hostfile again, and each restart of
     its hosts uses another port, so that no straggler can join. Without a hostfile several hosts start again on their
-    own, at the same port. Runs in the main thread, as the last of a process: afterwards stop signals are ignored.
+    own, at the same port. Runs in the main thread, as the last work of a process: afterwards stop signals are ignored.
 
-    Raises:
-        SpecError: ``program`` has no --run-dir; see also :meth:`Place.check` and :func:`find_environment`.
+    Raises SpecError if ``program`` has no --run-dir, and as :meth:`Place.check`.
     """
-    latest = _run_dir(program) / "checkpoints" / "latest"
+    if not (run_dir := _option(program, "--run-dir")):
+        raise SpecError("no --run-dir for the training script, so no start could resume another; add --run-dir DIR")
+    latest = expanded(run_dir) / "checkpoints" / "latest"
     restarts = starts = 0
     with heard_signals(leaving=True) as received:
         while True:
             before = _written(latest)
             place.check()
-            port = place.port or (DEFAULT_PORT if place.hostfile or place.node.of > 1 else free_port())
+            port = place.port or (DEFAULT_PORT if place.hostfile or place.nodes > 1 else free_port())
             port += starts if place.hostfile else 0
             ended = _Start(tuple(program), replace(place, port=port), received, grace_seconds, log).run()
             if ended.code in FINAL or received:
@@ -216,7 +189,8 @@ def supervise(
             starts += 1
             saved = _written(latest) != before
             restarts = 1 if saved else restarts + 1
-            program = _restarted(program, saved)
+            if saved or _option(program, "--resume") == "never":  # the folder is the run's own now
+                program = without(program, lambda parser: parser.add_argument("--resume", nargs="?"))
             why = f"exit code {ended.code} ({MEANINGS.get(ended.code, 'of the script')})"
             if restarts > max_restarts:
                 log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
@@ -233,12 +207,11 @@ def supervise(
 def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
     """Return the exit code of a start that has not finished the run: the ranks' or else the meaning of ``first``.
 
-    The launcher's 0 proves nothing, since it also exits with 0 if its children were killed.
-
     Args:
-        first: exit code of the rank that failed first, or of DeepSpeed's launcher; negative for a signal.
+        first: exit code of the rank that failed first, negative for a signal; or of DeepSpeed's launcher, whose 0
+            proves nothing, since it also exits with 0 if its children were killed.
         stopping: whether the ranks were asked to stop.
-        orphaned: whether ranks were still alive after it had ended.
+        orphaned: whether ranks were still alive after the launcher had ended.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
@@ -252,33 +225,17 @@ def exit_code(first: int, record: ExitRecord, *, stopping: bool, orphaned: bool)
     return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
 
 
-def _run_dir(command: Sequence[str]) -> Path:
-    """Return the training script's --run-dir, without which each start would use a new folder and none would resume."""
+def _option(command: Sequence[str], name: str) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--run-dir", type=expanded, nargs="?")
-    if folder := parser.parse_known_args(command)[0].run_dir:
-        return Path(folder)
-    raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")
+    parser.add_argument(name, nargs="?", dest="value")
+    return cast(str | None, parser.parse_known_args(command)[0].value)
 
 
 def _written(path: Path) -> tuple[bytes, int]:
-    """Return a file's content and the time at which it was written; a checkpoint may be written again."""
-    try:
+    try:  # the time, since a checkpoint may be written again
         return read_bytes(path), path.stat().st_mtime_ns
     except OSError:
         return b"", 0
-
-
-def _restarted(command: Sequence[str], saved: bool) -> list[str]:
-    """Return the command of a restart: it resumes from what was ``saved``, and refuses no folder of its own."""
-    kept: list[str] = []
-    words = iter(command)
-    for word in words:
-        option = [word, next(words, "")] if word == "--resume" else [word]
-        name, _, value = "=".join(option).partition("=")
-        if name != "--resume" or not (saved or value == "never"):
-            kept += option
-    return kept
 
 
 @dataclass
@@ -294,7 +251,12 @@ class _Start:
     def run(self) -> Outcome:
         """Start the ranks, wait for them, and leave no process running."""
         with contextlib.ExitStack() as cleanup:
-            self._processes = self._ranks(cleanup) if self.place.hostfile is None else self._launcher(cleanup)
+            if self.place.hostfile is None:
+                self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
+                ranks = self.place.environments({**os.environ, EXIT_FILE_VARIABLE: self._exits.name})
+                self._processes = Processes([sys.executable, "-u", *self.program], ranks)
+            else:
+                self._processes = self._launcher(cleanup)
             try:
                 code = self._wait()
             finally:
@@ -307,35 +269,30 @@ class _Start:
         failed = self._processes.failed
         return Outcome(code, killed=failed is not None and failed[1] == -signal.SIGKILL and not self.received)
 
-    def _ranks(self, cleanup: contextlib.ExitStack) -> Processes:
-        self._exits = cleanup.enter_context(contextlib.closing(ExitFile()))
-        assert self.place.port is not None
-        given = {**os.environ, EXIT_FILE_VARIABLE: self._exits.name}
-        environments = rank_environments(self.place.processes, self.place.port, given, self.place.node)
-        return Processes([sys.executable, "-u", *self.program], environments)
-
     def _launcher(self, cleanup: contextlib.ExitStack) -> Processes:
-        """Start DeepSpeed's launcher, which sends variables to every host on command lines, and prints some.
-
-        So secrets are left out: this host's ranks read them from the exit file, which only exists on this host.
+        """Start DeepSpeed's launcher without secrets, since it sends variables to every host on command lines, and
+        prints some; this host's ranks read them from the exit file.
         """
-        found = find_environment()
-        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED) or PRINTED in name}
+        found = hosts.find_environment()
+        taken = {name: os.environ[name] for name in os.environ if name.startswith(hosts.OF_DEEPSPEED) or "NCCL" in name}
         private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
         self._exits = cleanup.enter_context(contextlib.closing(ExitFile(private)))
         cleanup.callback(os.close, file := os.memfd_create("environment"))
         travels = Path(f"/proc/{os.getpid()}/fd/{file}")
-        open_to_all = {name: value for name, value in found.items() if name not in private}
-        sent = open_to_all | {EXIT_FILE_VARIABLE: self._exits.name}
+        exits = {EXIT_FILE_VARIABLE: self._exits.name}
+        sent = {name: value for name, value in found.items() if name not in private} | exits
         write_private(travels, "".join(f"{name}={value}\n" for name, value in sent.items()).encode())
         left_out = {*private, "LOCAL_RANK"}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
-        ours |= {EXIT_FILE_VARIABLE: self._exits.name, ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        ours |= exits | {hosts.ENVIRONMENT_FILE_VARIABLE: str(travels)}
         quiet = ["-m", "deepspeed.launcher.runner", "--log_level", "critical"]
-        if len(hosts := self.place.hosts()) > 1:  # which DeepSpeed would do by an ssh without pdsh's options
-            quiet += ["--no_ssh_check", "--master_addr", address_of(next(iter(hosts)))]
+        if len(names := self.place.hosts()) > 1:  # which DeepSpeed would do by an ssh without pdsh's options
+            quiet += ["--no_ssh_check", "--master_addr", hosts.address_of(next(iter(names)))]
         words = [sys.executable, *quiet, *self.place.deepspeed(self.program)]
-        return Processes(words, [ours | ssh_environment(ours)])
+        given = ours.get(hosts.PDSH_MORE_ARGUMENTS, "")
+        if "ServerAlive" not in given + ours.get(hosts.PDSH_ARGUMENTS, ""):
+            ours[hosts.PDSH_MORE_ARGUMENTS] = f"{given} {SSH_ALIVE}".strip()
+        return Processes(words, [ours])
 
     def _wait(self) -> int:
         """Wait until the ranks have ended or must be ended; return the exit code of this start."""
@@ -345,7 +302,7 @@ class _Start:
             if self.received and grace_end == math.inf:
                 grace_end = now + self.grace_seconds
                 # Ranks that have all ended have given their reason; the launcher notices within a second.
-                if not self._ask_to_stop(self.received[-1].name) and not self._exits.read().started:
+                if not self._ask_to_stop(self.received[-1].name) and self._exits.read() == ExitRecord():
                     self.log(f"{self.received[-1].name}: stopped before any rank had started")
                     return EXIT_PREEMPTED
             if losing_end == math.inf:
@@ -353,48 +310,38 @@ class _Start:
             if now > grace_end:
                 self.log(f"not saved within {self.grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
-            if now > losing_end and self.place.hostfile is not None:
-                self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
-                return EXIT_PEER_LOST
             if now > losing_end:
-                rank, code = self._first_failure()
-                if rank != 0 or code not in PRINTED_BY_RANK_0:
-                    self.log(f"rank {rank} has ended {LOSING_SECONDS:g} s ago and others have not: ending them")
-                return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=False)
+                if self._lost:
+                    self.log(self._lost)
+                first = self._processes.failed[1] if self._processes.failed else EXIT_PEER_LOST
+                return exit_code(first, self._exits.read(), stopping=bool(self.received), orphaned=False)
             time.sleep(POLL_SECONDS)
         if code is None:
             return 128 + self.received[-1]
 
         self._wait_until_gone(SETTLE_SECONDS)
-        orphaned = self.place.hostfile is not None and self._ask_to_stop(
-            f"the launcher has ended (exit code {code}), but its ranks have not"
-        )
-        if orphaned:
+        why = f"the launcher has ended (exit code {code}), but its ranks have not"
+        if orphaned := self.place.hostfile is not None and self._ask_to_stop(why):
             self._wait_until_gone(self.grace_seconds)
         return exit_code(code, self._exits.read(), stopping=bool(self.received), orphaned=orphaned)
 
     def _patience(self) -> float:
-        """Return for how many seconds ranks may go on since one has failed; infinity if none has.
-
-        Those that do not train yet have nothing to save, would not notice for long, and are asked to stop.
-        """
-        record = self._exits.read()
+        """Return for how many seconds ranks may go on since one has failed; infinity if none has."""
+        record, ago = self._exits.read(), f"{LOSING_SECONDS:g} s ago"
         if self.place.hostfile is not None:
+            self._lost = f"ranks were lost {ago} and the launcher has not ended: ending it"
             return LOSING_SECONDS if record.failure == EXIT_PEER_LOST else math.inf
         if self._processes.failed is None:
             return math.inf
-        rank, code = self._first_failure()
+        local, code = self._processes.failed
+        rank = self.place.first_rank + local
         if code < 0:  # it can't have printed a line itself
             self.log(f"rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})")
-        if not record.training:
+        if not record.training:  # they have nothing to save, and would not notice for long
             _send(signal.SIGTERM, self._alive_ranks())
-        return 0.0 if rank == 0 and code in PRINTED_BY_RANK_0 else LOSING_SECONDS
-
-    def _first_failure(self) -> tuple[int, int]:
-        """Return the rank and the exit code of this host's process that was the first to fail."""
-        assert self._processes.failed is not None
-        local, code = self._processes.failed
-        return self.place.node.rank * self.place.processes + local, code
+        printed = rank == 0 and code in PRINTED_BY_RANK_0
+        self._lost = "" if printed else f"rank {rank} has ended {ago} and others have not: ending them"
+        return 0.0 if printed else LOSING_SECONDS
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any; they end their own children."""
@@ -410,17 +357,13 @@ class _Start:
             time.sleep(POLL_SECONDS)
 
     def _alive(self) -> list[psutil.Process]:
-        """Return the processes of this start: those in its sessions, and those outside with its environment."""
-
-        def ours(process: psutil.Process) -> bool:
+        found = []
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                return process.status() != psutil.STATUS_ZOMBIE and (
-                    os.getsid(process.pid) in self._processes.pids
-                    or process.environ().get(EXIT_FILE_VARIABLE) == self._exits.name
-                )
-            return False
-
-        return [process for process in psutil.process_iter() if ours(process)]
+                in_session = os.getsid(process.pid) in self._processes.pids
+                ours = in_session or process.environ().get(EXIT_FILE_VARIABLE) == self._exits.name
+                found += [process] if ours and process.status() != psutil.STATUS_ZOMBIE else []
+        return found
 
     def _alive_ranks(self) -> list[psutil.Process]:
         alive = self._alive()

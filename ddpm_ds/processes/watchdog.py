@@ -2,15 +2,15 @@
 
 Every rank has two threads besides its main one. The heartbeat talks to a key-value store on rank 0 twice a second and
 reports the rank's progress and place in the code. The judge uses its own clock and never the store, which may not
-answer at all. Rank 0 reads all reports and judges the ranks; the others read rank 0's report alone, and its verdict. So
-a store is asked for a few values per rank, and all others name a rank 0 whose own report grows old.
+answer. Rank 0 reads all reports and judges the ranks; the others read rank 0's report and its verdict alone, so that a
+beat costs few values, and name rank 0 when its report grows old.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
     rank 0   judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ verdict in the store
     rank 1   judge       reads the verdict ─▶ exit code 76
 
-When a run hangs, one rank does not proceed and all others wait. The states of main thread and device tell which:
+When a run hangs, one rank does not proceed and all others wait. The states of main thread and device show which:
 
     main thread in a call of torch.distributed or waiting for a message   waits for another rank
     its device has unfinished work                                        waits: under NCCL the message is in that work,
@@ -18,9 +18,9 @@ When a run hangs, one rank does not proceed and all others wait. The states of m
                                                                           device
     neither                                                               should proceed by itself, but does not
 
-Work that a rank has given its device can't depend on later work, or the program would deadlock without any fault. So
-the device of the hanging rank finishes its work and becomes idle, while all others wait, for it or for each other. A
-device that hangs in a computation looks like one that waits: then all ranks wait, and none is blamed.
+Work on a device can't depend on later work, or the program would deadlock without any fault. So the device of the
+hanging rank becomes idle, while all others wait, for it or for each other. A device that hangs in a computation looks
+like one that waits: then all ranks wait, and none is blamed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -60,26 +61,25 @@ LAST_WORDS_SECONDS = 3.0
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2
-"""Time limit for a device to tell whether it has unfinished work."""
-
-VERDICT = "verdict"
+"""Time limit for a device's answer whether it has unfinished work."""
+KEY, VERDICT = "alive/{}", "verdict"
 FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
-"""Beats, steps, state and place of a rank that has not been heard yet."""
+"""Beats, steps, state and place of a rank before its first report."""
 JUDGE_SECONDS = 0.2
 WAIT_FOR_CULPRIT_SECONDS = 5.0
 """Time for which a rank whose collective failed looks for the lost rank."""
 TOGETHER_BEATS = 3
-"""Maximum beats between the last signs of ranks that are lost at the same moment: their beat, ours, and delays."""
+"""Maximum beats between the last signs of ranks that are lost at once: their beat, ours, and delays."""
 
 
 def make_store(rank: int, world_size: int) -> SealedStore:
-    """Return a key-value store that rank 0 serves on a free port, or a single rank's in its memory; collective."""
+    """Return a store that rank 0 serves on a free port, or a single rank's in its memory; collective."""
     if rank != 0:
         return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
     served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
     store = SealedStore(served)
     for peer in range(world_size):
-        store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
+        store.set(KEY.format(peer), FIRST_MESSAGE)  # reading a key that is missing would block
     store.set(VERDICT, "")
     if isinstance(served, dist.TCPStore):
         broadcast_object(served.port, int)
@@ -88,20 +88,16 @@ def make_store(rank: int, world_size: int) -> SealedStore:
 
 @dataclass
 class Peer:
-    """Newest message of a rank, and when it last changed, on the reader's clock.
-
-    ``state`` is running, waiting, paused, asking (its collective has failed: which rank is lost?) or left.
-    """
+    """Newest message of a rank, and when it last changed, on the reader's clock."""
 
     beats: int = 0
     steps: int = 0
-    state: str = "running"
+    state: str = "running"  # or waiting, paused, asking (its collective has failed: which rank is lost?), left
     place: str = "-"
     beat_at: float = 0.0
     step_at: float = 0.0
 
     def read(self, now: float, beats: int, steps: int, state: str, place: str) -> None:
-        """Store a message that was just read from the store."""
         if beats != self.beats:
             self.beat_at = now
             if steps != self.steps or self.state == "paused":
@@ -111,7 +107,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Reason why the run can't continue, and the exit code; the first one in the store counts for all ranks."""
+    """Reason why the run can't continue, and the exit code; the first in the store counts for all ranks."""
 
     ranks: list[int]
     reason: str
@@ -121,10 +117,11 @@ class Judgement:
 class DeviceWork:
     """Query whether a device has unfinished work, in a thread: a busy driver, which blocks it, counts as unfinished."""
 
+    _done = False
+    _asking: threading.Thread | None = None
+
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self._is_done = is_done
-        self._done = False
-        self._asking: threading.Thread | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceWork | None:
@@ -148,28 +145,22 @@ class DeviceWork:
 class Heartbeat(threading.Thread):
     """Thread that talks to the store. ``clock`` gives the times in ``peers`` and ``answer_at``."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: dist.Store | None,
-        clock: Callable[[], float],
-        work: DeviceWork | None = None,
-    ) -> None:
+    work: DeviceWork | None = None
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store | None, clock: Callable[[], float]) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._rank, self._store, self._clock, self._work = rank, store, clock, work
+        self._rank, self._store, self._clock = rank, store, clock
         self._leaving = threading.Event()
-        self._beats = 0
-        self.steps = self.pauses = 0  # of this rank's main thread
+        self._beats = self.steps = self.pauses = 0  # steps and pauses of this rank's main thread
         self.asks = False  # this rank's collective has failed, and rank 0 should look for a lost rank
         self.peers = {peer: Peer() for peer in (range(world_size) if rank == 0 else (0,))}
         self.answer_at = 0.0  # when the store last answered
         self.closed = False  # the store has gone although rank 0 had not left
         self.proposal: Judgement | None = None  # this rank's own
-        self.verdict: Judgement | None = None  # the one that counts for all ranks
+        self.verdict: Judgement | None = None  # counts for all ranks
 
     def leave(self) -> None:
-        """Tell the others that this rank leaves, and end the thread."""
+        """Let the others know that this rank leaves, and end the thread."""
         self._leaving.set()
         if self.is_alive():
             self.join(timeout=LAST_WORDS_SECONDS + BEAT_SECONDS)
@@ -189,23 +180,23 @@ class Heartbeat(threading.Thread):
             time.sleep(BEAT_SECONDS / 2)
 
     def _look(self, stuck: bool) -> tuple[str, str]:
-        """Return whether this rank proceeds by itself or waits, and the place of its main thread if it is stuck."""
+        """Return whether this rank proceeds by itself or waits, and where if its main thread is stuck."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
         if frame is None:
             return "running", "-"
         place = _place(frame)
-        waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
+        waits = waits_for_a_rank(frame) or (self.work is not None and self.work.is_unfinished())
         return "waiting" if waits else "running", place
 
     def _exchange(self, state: str, place: str) -> bool:
-        """Write this rank's message and read those of its peers; return False if the store is gone."""
+        """Write this rank's message and read its peers'; return False if the store is gone."""
         assert self._store is not None
         self._beats += 1
         try:
-            self._store.set(_key(self._rank), json.dumps([self._beats, self.steps, state, place]))
+            self._store.set(KEY.format(self._rank), json.dumps([self._beats, self.steps, state, place]))
             if self.proposal:
                 self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
-            values = self._store.multi_get([*map(_key, self.peers), VERDICT])
+            values = self._store.multi_get([*map(KEY.format, self.peers), VERDICT])
         except Exception:  # the store may raise anything once its server has ended
             self.closed = self.peers[0].state != "left"
             return False
@@ -218,43 +209,30 @@ class Heartbeat(threading.Thread):
         return True
 
 
-def _key(rank: int) -> str:
-    return f"alive/{rank}"
-
-
 def _place(frame: FrameType) -> str:
-    """Return where a thread with this innermost frame is, in the innermost call outside of Python's own library."""
-    at = frame
-    while at.f_back and at.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
-        at = at.f_back
-    return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} ({at.f_code.co_name})"
+    """Return where a thread with this innermost frame is, outside of Python's own library."""
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def waits_for_a_rank(frame: FrameType) -> bool:
-    """Return whether the thread with this innermost Python frame waits in a collective or for a message.
-
-    The ``wait`` of a message is not Python code, so its caller is the innermost frame; a thread's is.
-    """
-    if "wait" in frame.f_code.co_names:
+    """Return whether the thread with this innermost Python frame waits in a collective or for a message."""
+    if "wait" in frame.f_code.co_names:  # a message's is not Python code, so its caller is innermost; a thread's is
         return True
-    outer: FrameType | None = frame
-    while outer:
-        if outer.f_globals.get("__name__", "").startswith(COMMUNICATION):
-            return True
-        outer = outer.f_back
-    return False
+    return any(at.f_globals.get("__name__", "").startswith(COMMUNICATION) for at, _ in traceback.walk_stack(frame))
 
 
 def _culprit_seconds() -> float:
-    """Return the silence after which a rank is to blame for a collective that has failed."""
+    """Return the silence that makes a rank the culprit of a failed collective."""
     return max(WAIT_FOR_CULPRIT_SECONDS / 2, 4 * BEAT_SECONDS)
 
 
 class Watchdog:
     """Watchdog over all ranks from construction to ``stop``, or as a context; of a single rank it notices a hang.
 
-    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: only the rank
-    that reads a bad file knows of it, and the others would wait for this rank.
+    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: the others would
+    wait for the one rank that has read a bad file.
 
     Args:
         names: all ranks' names for users, such as "rank 2 (stage 1)".
@@ -262,9 +240,8 @@ class Watchdog:
         dead_seconds: silence after which a rank counts as dead.
         hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
         work: work of this rank's device; None for a CPU.
-        log: function that gets one line before the end; may block.
-        leave: function that ends the process at once with an exit code, since a thread that waits in a collective
-            can't be interrupted.
+        log: gets one line before the end; may block.
+        leave: ends the process with an exit code, since a thread that waits in a collective can't be interrupted.
     """
 
     def __init__(
@@ -280,18 +257,17 @@ class Watchdog:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._rank, self.names, self.store = rank, names, store
-        self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
-        self._log, self._leave = log, leave
-        self._now = 0.0
-        self._asked = False
+        self._dead_seconds, self._hang_seconds, self._log, self._leave = dead_seconds, hang_seconds, log, leave
+        self._now, self._asked = 0.0, False
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now, work=work)
+        self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now)
+        self._heartbeat.work = work
         if store is not None:
             self._heartbeat.start()
             threading.Thread(target=self._judge, name="judge", daemon=True).start()
 
     def progress(self) -> None:
-        """Report progress of the main thread; call it once a step and around long operations."""
+        """Report progress of the main thread, once a step and around long operations."""
         self._heartbeat.steps += 1
 
     @contextlib.contextmanager
@@ -307,19 +283,19 @@ class Watchdog:
     def fail(self, line: str, code: int) -> None:
         """End all ranks with exit code ``code`` for a reason that perhaps only this rank knows; it prints ``line``.
 
-        If several ranks fail at once, the reason of one of them counts for all. Returns only for a single rank.
+        Of several ranks that fail at once one gives the reason. Returns only for a single rank.
         """
         heartbeat, self._asked = self._heartbeat, True
         if len(self.names) == 1 or not heartbeat.is_alive():
             return
-        found = heartbeat.proposal = Judgement([self._rank], line, code)
+        heartbeat.proposal = Judgement([self._rank], line, code)
         until = time.monotonic() + LAST_WORDS_SECONDS
         while heartbeat.verdict is None and heartbeat.is_alive() and time.monotonic() < until:
             time.sleep(JUDGE_SECONDS)
-        self._end(heartbeat.verdict or found)
+        self._end(heartbeat.verdict or heartbeat.proposal)
 
     def stop(self, failure: str | None = None) -> None:
-        """Stop watching and tell the others that this rank exits, with a ``failure`` that ends them too."""
+        """Stop watching and let the others know that this rank exits, with a ``failure`` that ends them too."""
         if failure:
             self._heartbeat.proposal = Judgement([self._rank], f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
@@ -328,9 +304,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, UserError):
             self.fail(f"ddpm_ds: error: {error}", error.exit_code)
         known = error is None or isinstance(error, KNOWN_TO_ALL_RANKS)
@@ -338,11 +312,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Surround collective work: if it fails, tell the others and find the lost rank.
-
-        Raises:
-            PeerLostError: in place of a collective's error, if a rank is lost.
-        """
+        """Surround collective work; if a lost rank made it fail, raise PeerLostError with its name on all ranks."""
         try:
             yield
         except (UserError, *KNOWN_TO_ALL_RANKS):
@@ -350,17 +320,17 @@ class Watchdog:
         except BaseException as error:
             may_be_lost = len(self.names) > 1 and isinstance(error, RuntimeError) and not is_out_of_memory(error)
             finding = self._missing() if may_be_lost else None
-            if finding is not None and finding.code != EXIT_PEER_LOST:
-                self._end(finding)  # another rank has given the reason and exited before this judge read it
-            self.stop(failure=None if finding else type(error).__name__)
             if finding is None:
+                self.stop(failure=type(error).__name__)
                 raise
+            if finding.code != EXIT_PEER_LOST:
+                self._end(finding)  # another rank has given the reason and exited before this judge read it
+            self.stop()
             gone = ", ".join(self.names[rank] for rank in finding.ranks)
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise PeerLostError(f"{gone} is gone ({why}); the run can be resumed") from error
 
     def _missing(self) -> Judgement | None:
-        """Find the ranks to blame for a collective that raised, and tell the others; the caller then ends this rank."""
         self._asked = self._heartbeat.asks = True
         until = time.monotonic() + WAIT_FOR_CULPRIT_SECONDS + (TOGETHER_BEATS * BEAT_SECONDS if self._rank else 0.0)
         while (finding := self._lost()) is None and time.monotonic() < until:
@@ -369,7 +339,7 @@ class Watchdog:
         return self._heartbeat.proposal
 
     def _judge(self) -> None:
-        """Judge the other ranks by a clock that stops while this process is suspended or starved."""
+        """Judge by a clock that stops while this process is suspended or starved."""
         last = time.monotonic()
         while not self._stopped.wait(JUDGE_SECONDS):
             now = time.monotonic()
@@ -382,12 +352,10 @@ class Watchdog:
         heartbeat = self._heartbeat
         if len(self.names) == 1:
             return None
-        if heartbeat.verdict:
-            return heartbeat.verdict
-        if heartbeat.closed:
+        if heartbeat.closed and not heartbeat.verdict:
             return Judgement([0], f"{self.names[0]} has gone")
-        if not heartbeat.is_alive():  # rank 0 has left as intended
-            return None
+        if heartbeat.verdict or not heartbeat.is_alive():  # None where rank 0 has left as intended
+            return heartbeat.verdict
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
         asked = any(peer.state == "asking" for peer in heartbeat.peers.values())
@@ -395,12 +363,9 @@ class Watchdog:
         return self._silent(seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
-        """Judge silent ranks at the store's last answer; wait for those that fell silent ``together_seconds`` later."""
-        silences = {
-            rank: self._heartbeat.answer_at - peer.beat_at
-            for rank, peer in self._heartbeat.peers.items()
-            if peer.state != "left"
-        }
+        """Judge silent ranks at the store's last answer; wait for others that may be with them."""
+        last = self._heartbeat.answer_at
+        silences = {rank: last - peer.beat_at for rank, peer in self._at_work().items()}
         ranks = [rank for rank, silence in silences.items() if silence > seconds]
         awaited_from = max(silences.values(), default=0.0) - together_seconds
         if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
@@ -409,25 +374,24 @@ class Watchdog:
         return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
-        """Judge a hanging run, on rank 0: a hanging rank soon stops all others; those that don't wait are to blame."""
-        if self._rank:
-            return None
-        at_work = {rank: peer for rank, peer in self._heartbeat.peers.items() if peer.state != "left"}
+        """Judge a hanging run, on rank 0: a hanging rank soon stops all others, so who does not wait is to blame."""
+        at_work = self._at_work()
         last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
-        if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
+        if self._rank or self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
             return None
         blamed = {rank: peer for rank, peer in at_work.items() if peer.state not in ("waiting", "asking")}
-        who = ", ".join(f"{self.names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
-        if not blamed:
-            who = ", ".join(f"{self.names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
-        return Judgement(list(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
+        found, does = (blamed, "hangs") if blamed else (at_work, "waits")
+        who = ", ".join(f"{self.names[rank]} {does} in {peer.place}" for rank, peer in found.items())
+        return Judgement(list(found), f"no step for {self._hang_seconds:g} s, {who}")
+
+    def _at_work(self) -> dict[int, Peer]:
+        return {rank: peer for rank, peer in self._heartbeat.peers.items() if peer.state != "left"}
 
     def _end(self, finding: Judgement) -> None:
         self._heartbeat.proposal = finding
-        line = finding.reason
-        if finding.code == EXIT_PEER_LOST:
-            line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed"
-        if finding.code == EXIT_PEER_LOST or finding.ranks == [self._rank]:
+        lost = finding.code == EXIT_PEER_LOST
+        line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed" if lost else finding.reason
+        if lost or finding.ranks == [self._rank]:
             printing = threading.Thread(target=self._log, args=(line,), daemon=True)  # logging may block on a lost lock
             printing.start()
             printing.join(timeout=LAST_WORDS_SECONDS)

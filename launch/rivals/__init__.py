@@ -1,1 +1,1 @@
-"""Ways of training one U-Net, timed in turn in one run and held to the same losses."""
+"""Ways of training one U-Net, timed in turn in one run with the same losses."""

@@ -50,8 +50,8 @@ def choose(asked: Sequence[str], plan: RunPlan) -> tuple[list[str], dict[str, st
     """
     reasons = {name: reason for name in asked if (reason := why_not(name, plan)) is not None}
     if len(reasons) == len(asked):
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise LayoutError(f"--rows {','.join(asked)} leaves nothing to run: {said}")
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise LayoutError(f"--rows {','.join(asked)} leaves nothing to run: {why}")
     return [name for name in asked if name not in reasons], reasons
 
 
@@ -69,7 +69,7 @@ def why_not(row: str, plan: RunPlan) -> str | None:
     if row.startswith("diffusers") and spec.unet.dropout:
         return "its dropout draws other masks; --set unet.dropout=0"
     if row.endswith("randn") and SCHEDULES[spec.diffusion.schedule].continuous:
-        return f"its timesteps are whole numbers, and those of diffusion.schedule = {spec.diffusion.schedule} are not"
+        return f"its timesteps are whole numbers, unlike diffusion.schedule = {spec.diffusion.schedule}"
     if row in ("folded", "planned", "stock-dualpipev", *TORCH_SCHEDULES) and stages == 1:
         return "needs 2 stages"
     if row in ("folded", "stock-dualpipev", "torch-dualpipev") and layout.micro_batches < 2 * stages:
@@ -85,7 +85,7 @@ def why_not(row: str, plan: RunPlan) -> str | None:
 
 
 def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
-    """Return the cuts of this project's engine under ``schedule``: the plan's, or those that it would have under it.
+    """Return the cuts of this project's engine under ``schedule``: the plan's, or its cuts under that schedule.
 
     Raises:
         LayoutError: the U-Net has no such cuts.

@@ -17,7 +17,7 @@ from rivals.choice import NAMED, ROWS, choose
 DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates. First all rows
 take a few steps and their losses are compared; if one does not train the same, nothing is timed. Then they take turns,
-round after round, so that other work on the machine slows all alike. A ratio of 1.1 says that a row's step takes 1.1
+round after round, so that other work on the machine slows all alike. With a ratio of 1.1 a row's step takes 1.1
 times the first row's: the median over the rounds, with quartiles in brackets. Finally the bytes that each sends in a
 step are counted.
 """

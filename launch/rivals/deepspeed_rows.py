@@ -96,7 +96,7 @@ class FoldedCutModule(DualPipeVModule, CutModule):
 
 
 class StockPipeline:
-    """``deepspeed.PipelineEngine``, or ``DualPipeVEngine``, used as DeepSpeed's documentation says."""
+    """``deepspeed.PipelineEngine``, or ``DualPipeVEngine``, used as in DeepSpeed's documentation."""
 
     def __init__(self, setting: Setting, *, folded: bool) -> None:
         plan, seed = setting.plan, setting.plan.spec.train.seed
@@ -129,7 +129,7 @@ class StockPipeline:
         return self._objective.loss(prediction, Noised(x0, t, eps, labels=None, images=unread))
 
     def _read(self, setting: Setting) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """Yield inputs of the first stage and targets of the last; the engine uses those that its stage needs."""
+        """Yield inputs of the first stage and targets of the last; the engine uses its stage's."""
         replica = self._engine.grid.get_data_parallel_id()
         for micro_batch in setting.batches(setting.plan.ds.layout.replicas, replica):
             prepared = self._objective.prepare(micro_batch)

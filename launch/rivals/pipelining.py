@@ -97,7 +97,7 @@ class TorchPipeline:
 
 
 def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
-    """Return meta tensors like those of a micro-batch that cross before layer ``cut``, or of the U-Net's ends."""
+    """Return meta tensors like a micro-batch's that cross before layer ``cut``, or of the U-Net's ends."""
     plan = setting.plan
     layers, images = plan.layers, plan.ds.layout.micro_batch_images
     with torch.device("meta"):

@@ -112,23 +112,6 @@ def test_what_the_checkpoint_does_not_have_and_a_foreign_format_are_named(folder
         Reader(copy)
 
 
-def test_only_the_files_that_are_read_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    original = manifest_module.check_bytes
-
-    def check_bytes(checkpoint: Path, name: str, *rest: object) -> None:
-        checked.append(name)
-        original(checkpoint, name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("ddpm_ds.checkpoint.reader.check_bytes", check_bytes)
-    reader = Reader(folder / "images-000000002")
-    for _ in range(2):
-        reader.read("ema", "0.conv.weight")
-    assert checked == ["state.json", "rank0.safetensors"]
-    reader.read("master", "2.weight")
-    assert checked == ["state.json", "rank0.safetensors", "rank1.safetensors"]
-
-
 def test_a_big_checkpoint_shows_a_bar_while_it_is_verified(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

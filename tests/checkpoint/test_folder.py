@@ -107,37 +107,38 @@ def test_clean_removes_what_killed_processes_left_and_undoes_or_finishes_a_repla
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]
 
 
-def test_hosts_that_see_other_folders_are_named_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        ("here here here", ""),
+        ("here here there", "here of host a is not seen on b; name a --run-dir that all hosts share"),
+        ("missing missing missing", "can't be written; make it writable, or name another --run-dir"),
+    ],
+)
+def test_hosts_that_see_other_folders_are_named_on_all_ranks(folders: str, words: str, tmp_path: Path) -> None:
     """Each rank is a thread with a folder of its own; one folder that can't be written is its own line."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    for folders, words in (
-        ([here, here, here], None),
-        ([here, here, there], f"{here} of host a is not seen on b; name a --run-dir that all hosts share"),
-        ([tmp_path / "missing"] * 3, "can't be written; make it writable, or name another --run-dir"),
-    ):
-        barrier, values = threading.Barrier(3), dict[int, Any]()
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    barrier, values = threading.Barrier(3), dict[int, Any]()
 
-        def gather(rank: int, value: Any, barrier: threading.Barrier = barrier, values: dict[int, Any] = values) -> Any:
+    def look(rank: int) -> str:
+        def gather(value: Any) -> list[Any]:
             values[rank] = value
             barrier.wait()
             found = [values[other] for other in range(3)]
             barrier.wait()
             return found
 
-        def look(rank: int, folders: list[Path] = folders) -> str | None:
-            try:
-                check_shared(folders[rank], rank, ["a", "a", "b"], partial(gather, rank))
-            except OutputError as error:
-                return str(error)
-            return None
+        try:
+            check_shared(tmp_path / folders.split()[rank], rank, ["a", "a", "b"], gather)
+        except OutputError as error:
+            return str(error)
+        return ""
 
-        with ThreadPoolExecutor(3) as ranks:
-            said = list(ranks.map(look, range(3)))
-        assert all((line or "").endswith((words or "").rpartition("of host")[2]) for line in said), said
-        assert all((line is None) == (words is None) for line in said)
-    assert not [*here.iterdir(), *there.iterdir()]
+    with ThreadPoolExecutor(3) as ranks:
+        lines = list(ranks.map(look, range(3)))
+    assert all(words.removeprefix("here") in line and bool(line) == bool(words) for line in lines), lines
+    assert not [*(tmp_path / "here").iterdir(), *(tmp_path / "there").iterdir()]
 
 
 def test_what_rank_0_finds_is_what_all_ranks_go_on_from(tmp_path: Path) -> None:

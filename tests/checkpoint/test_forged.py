@@ -41,14 +41,16 @@ def sign(checkpoint: Path, change: Callable[[dict[str, Any]], object] = lambda m
 
 
 def refused(folder: Path) -> None:
-    """The newest checkpoint is refused, in a line for each damaged part, and the older one is taken."""
+    """The newest checkpoint is refused, in a line for each damaged part, for the older one."""
     said: list[str] = []
     assert newest_good(folder, said.append) == folder / "images-000000001", said
     assert said and all(line.isprintable() and "images-000000002" in line for line in said)
 
 
-def edit_header(checkpoint: Path, change: Callable[[dict[str, Any]], object], length: int | None = None) -> None:
-    path = checkpoint / PART
+def edit_header(
+    checkpoint: Path, change: Callable[[dict[str, Any]], object], length: int | None = None, part: str = PART
+) -> None:
+    path = checkpoint / part
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:end])

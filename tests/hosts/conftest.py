@@ -27,10 +27,7 @@ def can_make_hosts() -> None:
 
 
 @pytest.fixture(scope="module")
-def hosts(
-    request: pytest.FixtureRequest, can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Hosts]:
-    """Hosts that share the tests' temporary folders; two, unless the module's ``HOSTS`` says another number."""
-    count = getattr(request.module, "HOSTS", 2)
-    with Hosts(tmp_path_factory.mktemp("hosts") / "made", count, visible=[tmp_path_factory.getbasetemp()]) as hosts:
+def hosts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Hosts that share the tests' temporary folders."""
+    with Hosts(tmp_path_factory.mktemp("hosts") / "made", visible=[tmp_path_factory.getbasetemp()]) as hosts:
         yield hosts

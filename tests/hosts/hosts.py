@@ -1,13 +1,11 @@
-"""Two or three hosts on one machine: a network, PID, UTS and mount namespace and an sshd for each.
+"""Two hosts on one machine: a network, PID, UTS and mount namespace and an sshd for each.
 
-    worker-1  eth0 10.77.0.1 ──┐
-    worker-2  eth0 10.77.0.2 ──┼── bridge, in a network namespace of its own: the "switch"
-    worker-3  eth0 10.77.0.3 ──┘
+    worker-1  eth0 10.77.0.1 ──┬── bridge, in a network namespace of its own: the "switch"
+    worker-2  eth0 10.77.0.2 ──┘
 
-The machine's own network is not touched, so that several tests may use the same addresses at once. A host has its own
-/tmp, /run, /dev/shm, home folder and users; everything else is the machine's. Every namespace is held by a process
-that ends when the pipe to its standard input is closed, which happens even if the test is killed; none has a name
-outside, so nothing can be left over.
+The machine's own network is not touched. A host has its own /tmp, /run, /dev/shm, home folder and users; all else is
+the machine's. A namespace lives as long as a process that ends when its standard input is closed, even if the test is
+killed; none has a name outside, so nothing can be left over.
 """
 
 from __future__ import annotations
@@ -53,15 +51,7 @@ PidFile none
 
 
 class Host:
-    """One of the hosts; made by ``Hosts``.
-
-    Attributes:
-        name: worker-1, worker-2, ...: its hostname, which every host can resolve.
-        address: on its only interface, eth0.
-        port: the switch's end of its link.
-        folder: on the machine, with its home, its logs and what is private to it.
-        home: its user's home folder, HOME (over ssh too).
-    """
+    """One of the hosts: its ``name`` is worker-1 or worker-2, its ``port`` the switch's end of its link."""
 
     def __init__(self, hosts: Hosts, index: int) -> None:
         self.name, self.address = f"worker-{index}", f"{NETWORK}.{index}"
@@ -83,7 +73,7 @@ class Host:
             raise
 
     def environment(self, **changes: str) -> dict[str, str]:
-        """All that a program in the host finds in its environment: nothing else of the test's own."""
+        """The whole environment of a program in the host."""
         return {
             "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
             "HOME": str(self.home),
@@ -100,13 +90,7 @@ class Host:
         }
 
     def start(self, argv: Sequence[str], env: Mapping[str, str] | None = None, output: Path | None = None) -> Program:
-        """Start a program in the host, in the repository.
-
-        Args:
-            argv: the program and its arguments.
-            env: added to ``environment()``.
-            output: a file for what it prints, both streams; by default a new one in the host's folder.
-        """
+        """Start a program in the repository; both its streams go to ``output``, or to a file in the host's folder."""
         with (output or self._new_file("output")).open("w") as file:
             program = Program(
                 self._inside.enter(["env", "-C", str(REPOSITORY), *argv]),
@@ -122,11 +106,7 @@ class Host:
     def run(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end; ``stdout`` has both streams.
-
-        Raises:
-            subprocess.TimeoutExpired: it took over ``timeout`` seconds, and has been killed with all that it started.
-        """
+        """Run a program to its end, or kill it with all that it started; ``stdout`` has both streams."""
         output = self._new_file("output")
         program = self.start(argv, env, output)
         try:
@@ -137,7 +117,7 @@ class Host:
         return subprocess.CompletedProcess(argv, code, output.read_text(), "")
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """What runs in the host with ``pattern``, a regular expression, in its command line."""
+        """Processes of the host whose command lines a regular expression finds."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -147,12 +127,6 @@ class Host:
                 if re.search(pattern, " ".join(process.cmdline())):
                     found.append(process)
         return found
-
-    def replace_file(self, path: Path, content: str) -> None:
-        """Let the host, and only it, find ``content`` in an existing file."""
-        own = self._new_file("replaced")
-        own.write_text(content)
-        self._inside.call("mount", "--bind", str(own), str(path))
 
     def kill(self) -> None:
         """Power loss: nothing more is sent, then everything in it is killed."""
@@ -184,29 +158,21 @@ class Host:
         root = re.compile(r"^(root(?::[^:]*){4}):.*$", re.MULTILINE)
         (etc / "passwd").write_text(root.sub(rf"\1:{self.home}:/bin/bash", Path("/etc/passwd").read_text()))
         (etc / "shadow").write_text("root:*:20000:0:99999:7:::\n")
-        names = [f"{NETWORK}.{index} worker-{index}\n" for index in range(1, self._hosts.count + 1)]
+        names = [f"{NETWORK}.{index} worker-{index}\n" for index in (1, 2)]
         (etc / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
         (etc / "sshd_config").write_text(SSHD_CONFIG.format(folder=self.folder, key=self._hosts.key))
         make_key(etc / "host_key")
 
 
 class Hosts:
-    """Makes ``count`` hosts and a switch between them; ``with`` removes them and ends all that runs in them.
+    """Makes two hosts and a switch between them; ``with`` removes them and ends all that runs in them.
 
-    Args:
-        folder: for keys, settings and logs; made if missing.
-        count: of hosts.
-        visible: folders below /tmp that all hosts share with the machine, although they have a /tmp of their own;
-            ``folder`` always is one.
-
-    Attributes:
-        switch: the namespace with the bridge.
-        ssh_config: for clients, with the key that every host accepts.
-        environment_file: what DeepSpeed's launcher sets on every host (``DS_ENV_FILE``).
+    ``folder`` is for keys, settings and logs; the hosts see it, the repository and ``visible`` although their /tmp is
+    their own. Clients use ``ssh_config``, with the key that both hosts accept.
     """
 
-    def __init__(self, folder: Path, count: int = 2, visible: Sequence[Path] = ()) -> None:
-        self.folder, self.count = folder, count
+    def __init__(self, folder: Path, visible: Sequence[Path] = ()) -> None:
+        self.folder = folder
         self.visible = (folder, REPOSITORY, Path(sys.prefix), *visible)
         self.key, self.ssh_config = folder / "key", folder / "ssh_config"
         self.environment_file = folder / "deepspeed_env"
@@ -220,7 +186,7 @@ class Hosts:
         self.switch = Namespace(["--net"], ["sh", "-c", SWITCH])
         try:
             self.switch.ip("link add br0 type bridge", "link set br0 up")
-            for index in range(1, self.count + 1):
+            for index in (1, 2):
                 self._hosts.append(Host(self, index))
         except BaseException:
             self._end()
@@ -238,11 +204,8 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def __len__(self) -> int:
-        return len(self._hosts)
-
     def hostfile(self, path: Path, slots: int = 2, names: Sequence[str] | None = None) -> Path:
-        """Write DeepSpeed's list of hosts, all of them unless ``names`` says which, and return ``path``."""
+        """Write DeepSpeed's list of all hosts, or of those with ``names``, and return ``path``."""
         names = [host.name for host in self._hosts] if names is None else names
         path.write_text("".join(f"{name} slots={slots}\n" for name in names))
         return path

@@ -27,14 +27,10 @@ def why_not() -> str | None:
 
 
 class Namespace:
-    """What ``unshare`` makes, until ``end``, or until the process that made it has gone.
+    """A namespace of ``unshare``, with options ``kinds``, until ``end`` or the end of the process that made it.
 
-    Args:
-        kinds: options of ``unshare``.
-        command: runs in it as its first process; says "ready", then lives until its standard input is closed.
-
-    Attributes:
-        pid: of the first process, as seen from here.
+    ``command`` runs in it as its first process, with number ``pid`` outside; it prints "ready", then lives until its
+    standard input is closed.
     """
 
     def __init__(self, kinds: Sequence[str], command: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Training across hosts gives what training on one host gives, with any launcher, checkpoint folder or disaster."""
+"""Training across hosts gives what training on one host gives, with any launcher or disaster; and doctor sees both."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def run_dir_with_store(folder: Path, store: Path) -> Path:
     place_digits(folder)
     shutil.copy(store, folder / "mlflow.db")
     return folder / "run"
+
+
+def test_doctor_finds_equal_hosts_good_and_adds_up_over_their_network(hosts: Hosts, tmp_path: Path) -> None:
+    hostfile = hosts.hostfile(tmp_path / "hostfile")
+    command = ["ddpm-ds", "doctor", "--hostfile", str(hostfile), "--deepspeed_config", "ds_configs/zero2_fp16.json"]
+    done = hosts[0].run(command, env={"MLFLOW_TRACKING_TOKEN": "hush"}, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("gloo") == 2, done.stdout
+    assert "! " not in done.stdout and "hush" not in done.stdout
+    assert not hosts[1].processes(r"ddpm_ds\.cluster")
 
 
 def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(

@@ -19,7 +19,7 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, SpecError
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.ranks import RUN_SECRET
-from ddpm_ds.processes.supervisor import SSH_ALIVE, Place, gpus, rank_environments, ssh_environment
+from ddpm_ds.processes.supervisor import Place, gpus
 
 OWN = socket.gethostname()
 SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
@@ -57,7 +57,7 @@ def test_ranks_of_this_host_have_the_variables_that_deepspeeds_launcher_sets(mon
     monkeypatch.setattr(launch, "time", Mock())
     monkeypatch.setattr(os, "environ", given)
     launch.main()
-    ours = rank_environments(2, 29511, given)
+    ours = Place(2, port=29511).environments(given)
     assert len({rank.pop(RUN_SECRET) for rank in ours}) == 1
     own = {"CUDA_VISIBLE_DEVICES": "GPU-8d1f,GPU-9e2a", "LOCAL_WORLD_SIZE": "2"}
     assert ours == [{**call.args[0], **own} for call in popen.call_args_list] and len(ours) == 2
@@ -80,24 +80,32 @@ def test_the_gpus_of_this_host_are_those_that_cuda_shows(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("words", "line"),
     [
-        ("--hostfile nowhere", "hostfile nowhere can't be read"),
-        ("--hostfile {others}", "none of worker-2, worker-3 of hostfile {others} is this host; start it on"),
-        ("--hostfile {file} --processes 2", "not allowed with argument"),
-        ("--no_ssh --node_rank 1 --hostfile {file}", "run has no option --no_ssh; write the script's after it, and "),
-        ("-- --num_gpus 2", "type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of-the-"),
-        ("--max-restarts 1 -- --hostfile nowhere", "hostfile nowhere can't be read"),
+        ("--hostfile nowhere {script}", "hostfile nowhere can't be read"),
+        ("--hostfile others {script}", "none of worker-2, worker-3 of hostfile others is this host; start it on"),
+        ("--hostfile hostfile --processes 2 {script}", "not allowed with argument"),
+        ("--no_ssh --hostfile hostfile {script}", "run has no option --no_ssh; write the script's after it, and "),
+        (
+            "-- --num_gpus 2 {script}",
+            "type: deepspeed --num_gpus 2 launch/train.py --run-dir runs/a -p 2 --hostfile of",
+        ),
+        ("--max-restarts 1 -- --hostfile nowhere {script}", "hostfile nowhere can't be read"),
+        ("--", "add --run-dir DIR"),
+        ("launch/train.py --run-dir", "add --run-dir DIR"),
+        ("--hostfile own {script}", "line 1: 'GLOO_SOCKET_IFNAME' is not NAME=VALUE"),
     ],
 )
-def test_what_run_can_not_start_is_said_in_one_line(
-    options: str, said: str, hostfile: Path, capsys: pytest.CaptureFixture[str]
+def test_a_command_that_run_can_not_start_ends_in_one_line(
+    words: str, line: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    others = hostfile.with_name("others")
-    others.write_text("".join(hostfile.read_text().splitlines(keepends=True)[1:]))
-    assert main(["run", *options.format(file=hostfile, others=others).split(), *SCRIPT.split()]) == EXIT_BAD_INPUT
+    monkeypatch.chdir(hostfile.parent)
+    own, *others = hostfile.read_text().splitlines()
+    for name, text in (("own", own), ("others", "\n".join(others)), (".deepspeed_env", "GLOO_SOCKET_IFNAME\n")):
+        Path(name).write_text(text)
+    assert main(["run", *words.format(script=SCRIPT).split()]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert said.format(others=others) in error and error.count("\n") == 1
+    assert line in error and error.count("\n") == 1 and not Path("runs").exists()
 
 
 def test_without_pdsh_the_other_way_is_named(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +114,3 @@ def test_without_pdsh_the_other_way_is_named(hostfile: Path, tmp_path: Path, mon
         Place(hostfile=hostfile).check()
     hostfile.write_text(f"{OWN} slots=2\n")
     Place(hostfile=hostfile).check()
-
-
-def test_ssh_notices_a_host_that_has_gone_unless_the_user_has_said_how() -> None:
-    assert ssh_environment({}) == {"PDSH_SSH_ARGS_APPEND": SSH_ALIVE}
-    assert ssh_environment({"PDSH_SSH_ARGS_APPEND": "-p 23"}) == {"PDSH_SSH_ARGS_APPEND": f"-p 23 {SSH_ALIVE}"}
-    for name in ("PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
-        assert ssh_environment({name: "-o ServerAliveInterval=60"}) == {}

@@ -76,7 +76,7 @@ def test_what_keeps_rank_0_from_deciding_is_raised_by_all(rank: int, monkeypatch
         raise DsConfigError("kernels = fused needs Triton")
 
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    said = (None, ("DsConfigError", "kernels = fused needs Triton"))
+    said = (None, "DsConfigError", "kernels = fused needs Triton")
     monkeypatch.setattr(process_group_module, "broadcast_object", lambda value, kind: value if rank == 0 else said)
     with pytest.raises(DsConfigError, match="needs Triton"):
         decided_by_rank_0(decide, int)

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from ddpm_ds.processes.requests import Requests, SaveOrStop
-from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS
+from ddpm_ds.processes.signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 from tests.forking import Forked
-from tests.launching import PATIENCE_SECONDS
+from tests.launching import PATIENCE_SECONDS, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -43,40 +43,24 @@ def listen(tmp_path: Path) -> Iterator[Callable[[float | None], Requests]]:
         requests.close()
 
 
-def poll_until_asked(requests: Requests) -> SaveOrStop:
-    """A signal is heard by a thread, so it may take a moment."""
-    deadline = time.monotonic() + 60
-    while (asked := requests.poll()) == SaveOrStop() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return asked
-
-
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGINT, signal.SIGTERM]])
 def test_a_signal_asks_to_stop_and_two_at_once_are_one(numbers: list[int], listen: Callable[..., Requests]) -> None:
     requests = listen()
     assert requests.poll() == SaveOrStop()
     for number in numbers:  # a terminal to its process group, and a launcher to its ranks
         os.kill(os.getpid(), number)
-    assert poll_until_asked(requests) == SaveOrStop(stop=True)
+    wait_for(lambda: requests.poll() == SaveOrStop(stop=True))  # a thread receives it
 
 
-def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+def test_close_ends_the_thread_although_a_forked_process_has_its_socket_and_restores_handlers(tmp_path: Path) -> None:
+    threads, handlers = threading.enumerate(), list(map(signal.getsignal, STOP_SIGNALS))
     requests = Requests(tmp_path, None, ["rank 0"])
-    assert signal.getsignal(signal.SIGTERM) == before[0]
+    assert list(map(signal.getsignal, STOP_SIGNALS)) == handlers
     requests.listen()
-    assert signal.getsignal(signal.SIGTERM) != before[0]
-    requests.close()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
-
-
-def test_the_thread_ends_with_close_although_a_forked_process_has_its_socket(tmp_path: Path) -> None:
-    before, requests = threading.enumerate(), Requests(tmp_path, None, ["rank 0"])
-    requests.listen()
-    assert requests._signals is not None
+    assert requests._signals is not None and signal.getsignal(signal.SIGTERM) != handlers[0]
     copy = os.dup(requests._signals.wakeup.fileno())  # as the loader's workers have one
     requests.close()
-    assert threading.enumerate() == before
+    assert threading.enumerate() == threads and list(map(signal.getsignal, STOP_SIGNALS)) == handlers
     os.close(copy)
 
 
@@ -137,9 +121,11 @@ def test_a_second_signal_ends_at_once_even_where_the_first_was_not_handled(tmp_p
     script.write_text(STUCK)
     process = Forked.script([str(script)], env=os.environ, stdout=said, stderr=said)
     try:
-        while not (said.exists() and said.read_text() == "listening\n"):
-            assert process.poll() is None, said.read_text()
-            time.sleep(0.01)
+        wait_for(
+            lambda: said.exists() and said.read_text() == "listening\n",
+            said=said.read_text,
+            running=lambda: process.poll() is None,
+        )
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(SAME_SIGNAL_SECONDS + 0.2)

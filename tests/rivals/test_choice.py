@@ -21,18 +21,11 @@ CONFIGS = REPOSITORY / "ds_configs"
 SPECS = REPOSITORY / "launch" / "specs"
 
 
-def plan_of(
-    processes: int,
-    stages: int,
-    *changes: str,
-    batch: int = 32,
-    micro: int = 8,
-    config: str = "zero1_fp32.json",
-    spec: str = "digits.yaml",
-) -> RunPlan:
+def plan_of(processes: int, stages: int, *changes: str, batch: int = 32, micro: int = 8, **files: str) -> RunPlan:
     """A plan with ``micro`` micro-batches."""
     changes = (f"train.batch_images={batch}", f"train.accumulation={micro}", *changes)
-    return plan_run(SPECS / spec, changes, CONFIGS / config, world_size=processes, stages=stages)
+    spec, config = SPECS / files.get("spec", "digits.yaml"), CONFIGS / files.get("config", "zero1_fp32.json")
+    return plan_run(spec, changes, config, world_size=processes, stages=stages)
 
 
 PLAIN = {name: "has one process, and" for name in ("plain", "diffusers", "diffusers-randn", "lucidrains", "ours-dim64")}

@@ -40,7 +40,6 @@ def arguments(config: str, folder: Path, *others: str) -> list[str]:
 
 
 def results(done: subprocess.CompletedProcess[str], file: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The report in ``file``, and its rows by name."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     report = json.loads(file.read_text())
     return report, {row["row"]: row for row in report["rows"]}
@@ -123,12 +122,3 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert command.main(["--deepspeed_config", str(MAIN), *wrong.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        command.parse(["--help"])
-    assert left.value.code == 0
-    out = capsys.readouterr().out
-    assert "take turns" in out and "exit codes" in out and "--num_gpus 4 launch/bench.py" in out
-    assert all(f"  {name} " in out for name in ROWS)
