@@ -25,7 +25,7 @@ from ddpm_ds.errors import CheckpointError, print_to_stderr
 from ddpm_ds.experiments.compare import find_compared, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import checkpoints_of, identity_of
-from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, keep_with
+from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run
 
 COMPARE_DESCRIPTION = """\
 Print a table of runs: settings that differ, losses, speed and flops of each stage, with ratios to the first run. A RUN
@@ -159,8 +159,11 @@ def _diagnose(options: argparse.Namespace) -> None:
         replace_file(folder / VERDICT, text(found, folder).encode())
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
-    if run is not None:
-        missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found, folder)}, tags(found))
+    try:
+        if run is not None:
+            run.keep({VERDICT: text(found, folder)}, tags(found))
+    except ExperimentError as error:
+        missing = str(error)
     if missing:
         print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
 
@@ -276,7 +279,6 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace) -> None:
-
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     manifest = read_manifest(checkpoint)
     elements = sum(math.prod(shape) for shape in manifest.parameters.values())

@@ -258,19 +258,6 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def settings_of(
-    params: Mapping[str, str], tags: Mapping[str, str], spec: bytes | None, ds_config: bytes | None
-) -> dict[str, str]:
-    """Return all settings of a run: parameters, derived settings, and the content of spec and DeepSpeed JSON.
-
-    Raises:
-        SpecError, ValueError, AttributeError: a file is damaged.
-    """
-    found = {**params, **{name: value for name, value in tags.items() if name.startswith(DERIVED)}}
-    found |= flatten(parse_yaml(spec.decode(), files.SPEC)) if spec else {}
-    return found | (flatten({"ds_config": files.parse_json(ds_config)}) if ds_config else {})
-
-
 def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
     """Return the mean over a run of a time or rate, from the (step, value) of each log point.
 
@@ -305,11 +292,19 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """All settings of the last start, by dotted names; raises as :func:`settings_of`."""
-        config, last = self.folder / files.DS_CONFIG, begun(self.folder / EVENTS)
-        start = last[0]["start"] if last else {"params": {}, "tags": {}}
-        json_text = files.read_bytes(config) if config.exists() else None
-        return settings_of(start["params"], start["tags"], files.read_bytes(self.folder / files.SPEC), json_text)
+        """All settings of the last start, by dotted names: parameters, derived ones, spec and DeepSpeed JSON.
+
+        Raises:
+            SpecError, ValueError, AttributeError: a file is damaged.
+        """
+        spec, config = self.folder / files.SPEC, self.folder / files.DS_CONFIG
+        found = flatten(parse_yaml(files.read_text(spec), files.SPEC))
+        found |= flatten({"ds_config": self.ds_config}) if config.exists() else {}
+        if last := begun(self.folder / EVENTS):
+            start = last[0]["start"]
+            derived = {name: value for name, value in start["tags"].items() if name.startswith(DERIVED)}
+            found = {**start["params"], **derived, **found}
+        return found
 
     @property
     def status(self) -> str:

@@ -463,7 +463,7 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        sending = system_metrics(watchdog.store, run_dir, recorder.tracker)
+        sending = system_metrics(run_dir)
         with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
             last = train(run)
     except BadNumbersError:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch.distributed as dist
 
 from ddpm_ds.processes.ranks import NODE_ID
 from ddpm_ds.tracking import sender as module
-from ddpm_ds.tracking.run_folder import SYSTEM_METRICS, read
-from ddpm_ds.tracking.sender import INTERVAL, SAMPLES, SWITCH, collect, system_metrics
+from ddpm_ds.tracking.run_folder import EVENTS, SYSTEM_METRICS, read
+from ddpm_ds.tracking.sender import collect, system_metrics
+from ddpm_ds.tracking.tracker import INTERVAL, SAMPLES, SWITCH
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import read_run, start
 
@@ -28,28 +27,15 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INTERVAL, "0.02")
 
 
-def enter(rank: int, store: dist.Store, run_dir: Path, tracker: Any, training: ExitStack) -> None:
-    """Begin training on the first rank of a host; closing ``training`` is its end."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RANK", str(rank))
-        environment.setenv("LOCAL_RANK", "0")
-        if rank:
+def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(root: Path) -> None:
+    tracker, folder = start(root, system_metrics=True), root / "run" / SYSTEM_METRICS
+    with ExitStack() as training, pytest.MonkeyPatch.context() as environment:
+        for rank in (0, 1, 2):  # two hosts are called b
+            environment.setenv("RANK", str(rank))
+            environment.setenv("LOCAL_RANK", "0")
+            training.enter_context(system_metrics(root / "run"))
             environment.setenv(NODE_ID, "b")
             environment.setenv(INTERVAL, "1000")  # which counts for nothing
-        training.enter_context(system_metrics(store, run_dir, tracker))
-
-
-def store_of_ranks() -> dist.TCPStore:
-    return dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_SECONDS)
-    )
-
-
-def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(root: Path) -> None:
-    store, tracker, folder = store_of_ranks(), start(root, system_metrics=True), root / "run" / SYSTEM_METRICS
-    with ExitStack() as training:
-        for rank in (0, 1, 2):  # two hosts are called b
-            enter(rank, store, root / "run", tracker, training)
         wait_for(lambda: sum(bool(file.stat().st_size) for file in folder.glob("*.jsonl")) == 3)
     sizes = {file: file.stat().st_size for file in folder.glob("b*.jsonl")}
     tracker.finish("FINISHED", PATIENCE_SECONDS)
@@ -68,28 +54,32 @@ def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(roo
     assert {file: file.stat().st_size for file in folder.glob("b*.jsonl")} == sizes, "read while it trains"
 
 
-@pytest.mark.parametrize("why", ["rank 0 switches it off", "rank 0 records no run", "second of its host"])
-def test_a_host_starts_nothing_where_nothing_is_to_be_read(
-    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_the_first_rank_of_another_host_starts_a_child_and_a_switch_of_rank_0_counts_for_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, store = Mock(), store_of_ranks()
-    monkeypatch.setattr(module, "start_child", started)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with ExitStack() as training:
-        for rank in ("0", "1"):
-            monkeypatch.setenv("RANK", rank)
-            monkeypatch.setenv("LOCAL_RANK", rank if why == "second of its host" else "0")
-            monkeypatch.setenv(SWITCH, "false" if (why, rank) == ("rank 0 switches it off", "0") else "true")
-            tracker = None if rank == "1" or why == "rank 0 records no run" else Mock()
-            training.enter_context(system_metrics(store, tmp_path, tracker))
-    assert not started.called
+    started = Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "start_child", started)
+        for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0")):
+            patch.setenv("RANK", rank)
+            patch.setenv("LOCAL_RANK", local_rank)
+            with system_metrics(root):
+                pass
+    assert [call.args for call in started.call_args_list] == [(root, "2")]
+    monkeypatch.setenv(SWITCH, "false")
+    tracker = start(root, system_metrics=True)
+    (record, _) = read(root / "run" / EVENTS, 0, 1)[0]
+    assert record["start"]["system_metrics"] is None
+    tracker.finish("FINISHED", PATIENCE_SECONDS)
 
 
-def collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: int) -> tuple[list[dict[str, float]], list[str]]:
+def collected(
+    tmp_path: Path, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch, points: int
+) -> tuple[list[dict[str, float]], list[str]]:
     """What is written of a host until there are so many points or a line is said, and the lines."""
     said, ending = list[str](), threading.Event()
     monkeypatch.setattr(module, "host_name", lambda: "rack 1/b")
-    thread = threading.Thread(target=collect, args=(tmp_path, 1, ending, lambda _, line: said.append(line)))
+    thread = threading.Thread(target=collect, args=(tmp_path, 1, settings, ending, lambda _, line: said.append(line)))
     thread.start()
     file = tmp_path / SYSTEM_METRICS / "rack 1_b.jsonl"
     wait_for(lambda: said or len(read(file, 0, points)) == points or not thread.is_alive())
@@ -126,7 +116,6 @@ AVERAGED = [{"system/rack 1/b/cpu": 2.0}, {"system/rack 1/b/cpu": 5.0}]
         ({INTERVAL: "0"}, Counter, [], f"no longer read ({INTERVAL}: '0' is not a "),
         ({INTERVAL: "often"}, Counter, [], f"no longer read ({INTERVAL}: 'often' is not a "),
         ({SAMPLES: "0"}, Counter, [], f"no longer read ({SAMPLES}: '0' is not a "),
-        ({SWITCH: "false"}, Counter, [], ""),
     ],
 )
 def test_readings_are_averaged_and_what_fails_is_one_line(
@@ -138,9 +127,7 @@ def test_readings_are_averaged_and_what_fails_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_monitors", lambda log: [monitor()])
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    found, said = collected(tmp_path, monkeypatch, max(len(points), 1))
+    found, said = collected(tmp_path, {INTERVAL: "0.02", SAMPLES: "1"} | settings, monkeypatch, max(len(points), 1))
     assert found == points and len(said) == bool(line) and line in "".join(said)
 
 
