@@ -139,7 +139,7 @@ class KernelProfile(Observer):
             with record_function(WAIT):  # PyTorch records no event of it
                 return wait(*arguments, **options)
 
-        dist.Work.wait = labelled_wait  # type: ignore[assignment, method-assign]
+        dist.Work.wait = labelled_wait  # type: ignore[method-assign]
         self._labels.callback(setattr, dist.Work, "wait", wait)
         self._labels.enter_context(instructions_wrapped(self._engine, _labelled))
         self._labels.enter_context(self._engine.watched())

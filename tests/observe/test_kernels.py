@@ -17,7 +17,7 @@ NODE = "autograd::engine::evaluate_function: "
 def event(name: str, start: float = 0, end: float = 1e6, kind: str = "CPU", **values: Any) -> SimpleNamespace:
     """As PyTorch's profiler has it, times in microseconds."""
     seconds = {"self_cpu_time_total": end - start, "self_device_time_total": end - start if kind != "CPU" else 0.0}
-    flags = {"is_async": False, "is_user_annotation": False, "cpu_parent": None, "kernels": []}
+    flags: dict[str, Any] = {"is_async": False, "is_user_annotation": False, "cpu_parent": None, "kernels": []}
     return SimpleNamespace(**{"name": name, "device_type": SimpleNamespace(name=kind), **flags, **seconds, **values})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.observe import timeline
 from ddpm_ds.observe.observer import Barrier, DeviceClock, RankTrace, TracedStep, aligned, clock_offset
-from ddpm_ds.observe.timeline import Timeline, draw_median_step, draw_step, rank_seconds, timeline_metrics, write_trace
+from ddpm_ds.observe.timeline import draw_median_step, draw_step, rank_seconds, timeline_metrics, write_trace
 from ddpm_ds.pipeline.schedule import Event
-from tests.observe.observed_worker import Told
 
 
 def step(number: int, start: float, seconds: float) -> TracedStep:
@@ -54,18 +51,6 @@ def test_picture_is_of_the_median_step_and_waiting_is_grey(tmp_path: Path) -> No
     forward, waiting = ((pixels == (*colour, 255)).all(2).sum() for colour in ((143, 188, 240), (228, 228, 228)))
     assert 0.9 < forward / waiting < 1, "half of the rows; a number is written into the forwards"
     assert (pixels[..., 3] == 255).all() and np.median(pixels[..., :3]) == 255, "legible on dark pages too"
-
-
-def test_a_trace_has_as_many_steps_as_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = SimpleNamespace(phases=2, micro_batches=10)
-    told = Told()
-    monkeypatch.setattr(timeline.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(timeline, "MOST_EVENTS", 1000)
-    Timeline(engine, range(20, 40), tmp_path, told, "fp32", 1)
-    assert told.logged == [
-        "--trace-steps 20-39: only steps 20-21 are traced; a trace has at most 1,000 events, "
-        "and a step may have 168 on each rank"
-    ]
 
 
 def summarise(traces: Sequence[RankTrace], peak: float) -> dict[str, Any]:
