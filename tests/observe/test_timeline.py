@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,31 +154,20 @@ def test_clocks_of_two_hosts_become_one() -> None:
     assert clock_offset(later, barriers)[0] == 0.0  # nothing says that these two are not one clock
 
 
-class Event_:
-    """As torch.cuda.Event: a time, in milliseconds, that the device says when it has come there."""
-
-    device_now = 100.0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = Event_.device_now
-
-    def elapsed_time(self, end: Event_) -> float:
-        return end.at - self.at
-
-
 def test_time_on_a_device_is_what_its_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event_)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    """Events have times in milliseconds, which the device says when it has come to them."""
+    synchronize, events = Mock(), iter((100.0, 100.0, 350.0))
+
+    def event(enable_timing: bool) -> Mock:
+        made = Mock(at=next(events))
+        made.elapsed_time = lambda end: end.at - made.at
+        return made
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr("ddpm_ds.observe.observer.time.perf_counter", lambda: 7.0)
     clock = DeviceClock(torch.device("cuda"))
-    waited.clear()
-    marks = [clock.mark()]
-    Event_.device_now = 350.0
-    marks.append(clock.mark())
-    assert waited == []
-    assert clock.seconds(marks) == pytest.approx([7.0, 7.25])
-    assert len(waited) == 1
+    synchronize.reset_mock()
+    marks = [clock.mark(), clock.mark()]
+    assert not synchronize.called
+    assert clock.seconds(marks) == pytest.approx([7.0, 7.25]) and synchronize.call_count == 1
