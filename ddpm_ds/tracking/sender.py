@@ -4,11 +4,10 @@ Rank 0 starts it with its own process id, before it imports PyTorch, so that MLf
 
     python -m ddpm_ds.tracking.sender TRAINER
 
-Lines of JSON are its orders: {"store": folder} opens MLflow's store ahead of the run, and the last one,
-{"events": file, "accelerator": name}, names the event file of a :class:`~ddpm_ds.tracking.tracker.Tracker`. It ends
-when MLflow has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be sent in the next
-seconds stays in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). It replies by lines of
-JSON: {"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}.
+A line with a path names the event file of a :class:`~ddpm_ds.tracking.tracker.Tracker`. The process ends when MLflow
+has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be sent in the next seconds stays
+in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). Its replies are lines of JSON:
+{"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}.
 
 With a run's folder and a rank as further arguments it only collects the system metrics of a host - CPU, memory, disk,
 network, GPUs - by MLflow's classes and names:
@@ -34,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -45,7 +44,7 @@ import psutil
 from filelock import FileLock
 from PIL import Image, UnidentifiedImageError  # here, since threads that import it at once may see it half-imported
 
-from ddpm_ds.command_line import limited_seconds, positive
+from ddpm_ds.command_line import limited_seconds
 from ddpm_ds.errors import SpecError, UserError, print_to_stderr
 from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
 from ddpm_ds.tracking.address import (
@@ -77,16 +76,14 @@ from ddpm_ds.tracking.run_folder import (
     read,
     unsent,
 )
-from ddpm_ds.tracking.tracker import INTERVAL, SAMPLES, start_child
+from ddpm_ds.tracking.tracker import INTERVAL, start_child
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput, Run
-    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 
 Log = Callable[[str, str], None]
 """Shows a line, which is second, once for each topic, which is first."""
-Number = TypeVar("Number", int, float)
 Answer = TypeVar("Answer")
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
@@ -114,60 +111,44 @@ def system_metrics(run_dir: Path) -> Iterator[None]:
             child.wait()
 
 
-def collect(run_dir: Path, rank: int, settings: Mapping[str, str], ending: threading.Event, log: Log) -> None:
-    """Write means of readings of this host into its file, as often as the ``settings`` demand, until ``ending``.
+def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, log: Log) -> None:
+    """Write readings of this host into its file every ``interval`` seconds, until ``ending``.
 
     Metrics are ``system/HOST/...``, of rank 0's host ``system/...`` unless the environment names it. If two hosts have
     the same name, the second one's gets its rank appended.
     """
-    host, folder = host_name(), run_dir / SYSTEM_METRICS
-    try:
-        interval, samples = _setting(settings, INTERVAL, limited_seconds), _setting(settings, SAMPLES, positive)
-        folder.mkdir(parents=True, exist_ok=True)
-        for node in (host, f"{host}-rank{rank}"):
-            path = folder / f"{node.replace('/', '_')}.jsonl"
-            if (held := lock(path)) is not None:
-                break
-        prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
-        file, monitors = EventFile(path, lambda line: log("disk", line)), _monitors(log)
-        with held or nullcontext():
-            while True:
-                for _ in range(samples):
-                    if ending.wait(interval):
-                        return
-                    for monitor in monitors:
-                        monitor.collect_metrics()
-                means = {name: value for monitor in monitors for name, value in monitor.aggregate_metrics().items()}
-                file.append({"metrics": {prefix + name: value for name, value in means.items()}})
-                for monitor in monitors:
-                    monitor.clear_metrics()
-    except Exception as error:  # whatever it is, training must not see it
-        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
-
-
-def _setting(settings: Mapping[str, str], name: str, parse: Callable[[str], Number]) -> Number:
-    try:
-        return parse(settings[name])
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _monitors(log: Log) -> list[BaseMetricsMonitor]:
-    """Return MLflow's readers of this host; a line tells if training uses GPUs that can't be read."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-    psutil.cpu_percent()  # the first call only starts the counter
-    monitors: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    host, folder = host_name(), run_dir / SYSTEM_METRICS
     try:
-        monitors.append(GPUMonitor())
-    except Exception as error:  # no module, no driver, a driver of another version
-        if os.environ.get("DS_ACCELERATOR") == "cuda":
-            fix = "pip install nvidia-ml-py" if isinstance(error, ImportError) else "nvidia-smi says more"
-            log("GPUs", f"system metrics of {host_name()} are without the GPUs ({error}); {fix}")
-    return monitors
+        seconds = limited_seconds(interval)
+        folder.mkdir(parents=True, exist_ok=True)
+        for node in (host, f"{host}-rank{rank}"):
+            if (held := lock(path := folder / f"{node}.jsonl")) is not None:
+                break
+        prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
+        psutil.cpu_percent()  # the first call only starts the counter
+        file, monitors = (
+            EventFile(path, lambda line: log("disk", line)),
+            [CPUMonitor(), DiskMonitor(), NetworkMonitor()],
+        )
+        with suppress(Exception):  # no GPU, or no driver of the right version
+            monitors.append(GPUMonitor())
+        with held or nullcontext():
+            while not ending.wait(seconds):
+                found: dict[str, float] = {}
+                for monitor in monitors:
+                    monitor.collect_metrics()
+                    found |= monitor.aggregate_metrics()
+                    monitor.clear_metrics()
+                file.append({"metrics": {prefix + name: value for name, value in found.items()}})
+    except argparse.ArgumentTypeError as error:
+        log(SYSTEM_METRICS, f"no system metrics of {host} are read ({INTERVAL}: {error}); training continues")
+    except Exception as error:  # whatever it is, training must not see it
+        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
 
 
 class MlflowRun:
@@ -415,22 +396,13 @@ class Child:
             time.sleep(POLL_SECONDS)
         return answer
 
-    def obey(self) -> bool:
-        """Follow the trainer's orders; return whether MLflow has all events of its run."""
+    def send(self) -> bool:
+        """Send the events of the trainer's run until its end; return whether MLflow has all of them."""
         with for_good():
             import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
-        for line in sys.stdin:
-            match json.loads(line):
-                case {"store": root}:
-                    with for_good(), suppress(Exception), opened_store(Path(root)):
-                        pass  # else it is opened again for the run, which reports the failure
-                case {"events": events, "accelerator": accelerator}:
-                    os.environ["DS_ACCELERATOR"] = accelerator
-                    return self.send(Path(events))
-        return False  # the trainer has left without a run
-
-    def send(self, events: Path) -> bool:
-        """Send a run's events until its end; return whether MLflow has all of them."""
+        if not (line := sys.stdin.buffer.readline()):
+            return False  # the trainer has left without a run
+        events = Path(os.fsdecode(line[:-1]))
         with self.wait_for(lambda: lock(events)):
             start, own = self.wait_for(lambda: begun(events))
             hurried, deadline, before = threading.Event(), math.inf, Record()
@@ -460,8 +432,8 @@ class Child:
         self.wait_for(lambda: None)
 
     def _collect(self, run_dir: Path, rank: int, start: Record, ending: threading.Event) -> None:
-        if settings := start["start"]["system_metrics"]:
-            threading.Thread(target=collect, args=(run_dir, rank, settings, ending, self.log), daemon=True).start()
+        if interval := start["start"]["system_metrics"]:
+            threading.Thread(target=collect, args=(run_dir, rank, interval, ending, self.log), daemon=True).start()
 
 
 def send_later(run_dir: Path) -> bool:
@@ -523,7 +495,7 @@ def main() -> None:
         if host:
             child.collect(Path(host[0]), int(host[1]))
         else:
-            everything = child.obey()
+            everything = child.send()
     except OSError as error:
         name = error.filename or EVENTS
         child.log("file", f"{name} can't be read ({error.strerror}), so nothing is sent; training continues")

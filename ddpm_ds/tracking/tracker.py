@@ -4,11 +4,10 @@
                                                       │
          log lines ◀── listening thread ◀── replies ──┘
 
-MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`): its import, the making of its database, its network
-and its crashes stay outside of the training process. An event is a line in a file
-(:class:`~ddpm_ds.tracking.run_folder.EventFile`), so nothing that happens to MLflow is waited for, and what it has not
-taken can be sent later. (MLflow's own asynchronous logging drops what a server does not take at once, and runs in
-threads of the training process.)
+MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`), with its import, its database, its network and its
+crashes. An event is a line in a file (:class:`~ddpm_ds.tracking.run_folder.EventFile`), so what MLflow has not taken
+can be sent later. (MLflow's own asynchronous logging drops what a server does not take at once, and runs in threads of
+the training process.)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import psutil
 
@@ -52,8 +51,7 @@ SENDER = "ddpm_ds.tracking.sender"
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is down
 USER_TAG = "mlflow.user"
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
-INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"
-OFTEN = {INTERVAL: "10", SAMPLES: "1"}  # by default: seconds between readings, and readings of a point
+INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class RunLink:
 
 
 def start_child(*arguments: object, pipes: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Start the sender with this process's id and arguments; without arguments it waits for :func:`tell`."""
+    """Start the sender with this process's id and arguments; without arguments it waits for a :class:`Tracker`."""
     variables = {
         **MLFLOW,
         **os.environ,
@@ -89,15 +87,6 @@ def start_child(*arguments: object, pipes: int = subprocess.PIPE) -> subprocess.
         return subprocess.Popen(command, stdin=pipes, stdout=pipes, env=variables)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def tell(child: subprocess.Popen[bytes], order: Record) -> None:
-    """Order a child without arguments to open a folder's ``store``, or, at last, to send the ``events`` of a file."""
-    assert child.stdin is not None
-    with suppress(OSError):  # it has died, which is noticed elsewhere
-        os.write(child.stdin.fileno(), json.dumps(order).encode() + b"\n")
-    if "events" in order:
-        child.stdin.close()
 
 
 class Tracker:
@@ -142,7 +131,7 @@ class Tracker:
             "tags": {USER_TAG: user_name(), **tags},
             "dataset": dataset,
             "parent": parent,
-            "system_metrics": None if off else {name: os.environ.get(name, how) for name, how in OFTEN.items()},
+            "system_metrics": None if off else os.environ.get(INTERVAL, "10"),
         }
         tracker = cls(start, log, sender)
         for path in artifacts:
@@ -161,7 +150,9 @@ class Tracker:
         self._sent, self._down = 0, False  # by the child's last reply
         self._link: RunLink | None = None
         self._process = sender or start_child()
-        tell(self._process, {"events": str(self._events.path), "accelerator": os.environ.get("DS_ACCELERATOR", "")})
+        assert self._process.stdin is not None
+        with suppress(OSError), self._process.stdin as orders:  # if it has died, the listener notices
+            orders.write(os.fsencode(self._events.path) + b"\n")
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
         self._listener.start()
 
@@ -219,7 +210,9 @@ class Tracker:
                 discard(self._events.path)
             elif line := unsent(self._events.path):
                 self._log(line)
-            self._link = self._make_link()
+            uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
+            page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
+            self._link = RunLink(run_id, public_address(uri), *page_of(uri, page))
         return self._link
 
     def _child_cpu_seconds(self) -> int:
@@ -237,9 +230,8 @@ class Tracker:
 
     def _listen(self) -> None:
         """Read the child's replies until it ends; one that dies is not replaced, since the file keeps everything."""
-        replies: IO[bytes] | None = self._process.stdout
-        assert replies is not None
-        with replies:
+        assert self._process.stdout is not None
+        with self._process.stdout as replies:
             for line in replies:
                 with suppress(ValueError):  # cut off by the child's death
                     reply = json.loads(line)
@@ -253,8 +245,3 @@ class Tracker:
                 f"the process that sends to MLflow died (exit code {code}); training continues, and its events are "
                 f"kept; to send them: {send_command(self._events.path)}"
             )
-
-    def _make_link(self) -> RunLink:
-        uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
-        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
-        return RunLink(run_id, public_address(uri), *page_of(uri, page))

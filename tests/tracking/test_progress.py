@@ -43,7 +43,9 @@ class Clock:
         return self.now
 
 
-clock = pytest.fixture(Clock)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

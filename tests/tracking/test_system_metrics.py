@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,14 +14,14 @@ from ddpm_ds.processes.ranks import NODE_ID
 from ddpm_ds.tracking import sender as module
 from ddpm_ds.tracking.run_folder import EVENTS, SYSTEM_METRICS, read
 from ddpm_ds.tracking.sender import collect, system_metrics
-from ddpm_ds.tracking.tracker import INTERVAL, SAMPLES, SWITCH
+from ddpm_ds.tracking.tracker import INTERVAL, SWITCH
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import read_run, start
 
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SWITCH, SAMPLES, NODE_ID):
+    for name in (SWITCH, NODE_ID):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(INTERVAL, "0.02")
 
@@ -73,74 +72,48 @@ def test_only_the_first_rank_of_another_host_starts_a_child_and_a_switch_of_rank
     tracker.finish("FINISHED", PATIENCE_SECONDS)
 
 
-def collected(
-    tmp_path: Path, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch, points: int
-) -> tuple[list[dict[str, float]], list[str]]:
-    """What is written of a host until there are so many points or a line is said, and the lines."""
-    said, ending = list[str](), threading.Event()
-    monkeypatch.setattr(module, "host_name", lambda: "rack 1/b")
-    thread = threading.Thread(target=collect, args=(tmp_path, 1, settings, ending, lambda _, line: said.append(line)))
-    thread.start()
-    file = tmp_path / SYSTEM_METRICS / "rack 1_b.jsonl"
-    wait_for(lambda: said or len(read(file, 0, points)) == points or not thread.is_alive())
-    ending.set()
-    thread.join()
-    return [record["metrics"] for record, _ in read(file, 0, points)], said
-
-
 class Counter:
     """Stands for a class of MLflow's, whose readings are 1, 2, ..."""
 
-    def __init__(self) -> None:
-        self.read, self.count = list[int](), 0
+    read = 0
 
     def collect_metrics(self) -> None:
-        self.count += 1
-        self.read.append(self.count)
+        self.read += 1
 
-    def aggregate_metrics(self) -> dict[str, float]:
-        return {"cpu": sum(self.read) / len(self.read)}
+    def aggregate_metrics(self) -> dict[str, int]:
+        return {"cpu": self.read}
 
     def clear_metrics(self) -> None:
-        self.read.clear()
-
-
-AVERAGED = [{"system/rack 1/b/cpu": 2.0}, {"system/rack 1/b/cpu": 5.0}]
+        pass
 
 
 @pytest.mark.parametrize(
-    ("settings", "monitor", "points", "line"),
+    ("interval", "monitor", "points", "line"),
     [
-        ({SAMPLES: "3"}, Counter, AVERAGED, ""),
-        ({}, lambda: Mock(collect_metrics=lambda: 1 / 0), [], "(division by zero); training continues"),
-        ({INTERVAL: "0"}, Counter, [], f"no longer read ({INTERVAL}: '0' is not a "),
-        ({INTERVAL: "often"}, Counter, [], f"no longer read ({INTERVAL}: 'often' is not a "),
-        ({SAMPLES: "0"}, Counter, [], f"no longer read ({SAMPLES}: '0' is not a "),
+        ("0.02", Counter, [{"system/rack_1_b/cpu": 1}, {"system/rack_1_b/cpu": 2}], ""),
+        ("0.02", lambda: Mock(collect_metrics=lambda: 1 / 0), [], "(division by zero); training continues"),
+        ("0", Counter, [], f"system metrics of rack_1_b are read ({INTERVAL}: '0' is not a "),
+        ("often", Counter, [], f"system metrics of rack_1_b are read ({INTERVAL}: 'often' is not a "),
     ],
 )
-def test_readings_are_averaged_and_what_fails_is_one_line(
-    settings: dict[str, str],
+def test_readings_are_written_and_what_fails_is_one_line(
+    interval: str,
     monitor: Any,
     points: list[dict[str, float]],
     line: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_monitors", lambda log: [monitor()])
-    found, said = collected(tmp_path, {INTERVAL: "0.02", SAMPLES: "1"} | settings, monkeypatch, max(len(points), 1))
-    assert found == points and len(said) == bool(line) and line in "".join(said)
-
-
-@pytest.mark.parametrize(("device", "lines"), [("cuda", 1), ("cpu", 0)])
-def test_gpus_that_training_uses_and_nobody_can_read_are_said(
-    device: str, lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import mlflow.system_metrics.metrics.gpu_monitor  # noqa: F401
-
-    monkeypatch.setenv("DS_ACCELERATOR", device)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)  # as if it were not installed
-    said: list[str] = []
-    assert len(module._monitors(lambda _, line: said.append(line))) == 3
-    assert len(said) == lines and all(
-        "without the GPUs" in line and "pip install nvidia-ml-py" in line for line in said
-    )
+    monkeypatch.setenv(NODE_ID, "rack 1/b")
+    for kind in ("CPU", "Disk", "Network", "GPU"):
+        stand_in = {"CPU": monitor, "GPU": Mock(side_effect=OSError)}.get(kind, lambda: Mock(aggregate_metrics=dict))
+        monkeypatch.setattr(f"mlflow.system_metrics.metrics.{kind.lower()}_monitor.{kind}Monitor", stand_in)
+    said, ending = list[str](), threading.Event()
+    thread = threading.Thread(target=collect, args=(tmp_path, 1, interval, ending, lambda _, line: said.append(line)))
+    thread.start()
+    file = tmp_path / SYSTEM_METRICS / "rack_1_b.jsonl"
+    wait_for(lambda: said or len(read(file, 0, 2)) == 2 or not thread.is_alive())
+    ending.set()
+    thread.join()
+    assert [record["metrics"] for record, _ in read(file, 0, 2)] == points
+    assert len(said) == bool(line) and line in "".join(said)
