@@ -35,8 +35,8 @@ from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
 
 TENSOR_GROUPS = """\
-The ranks of a tensor group share what is counted of a split layer; its latency is that of the first of them, with the
-sums of the group."""
+The ranks of a tensor group share the counts of a split layer; its latency is the first rank's, with the sums of the
+group."""
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def recorded(
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(run_dir)
-    for name, content in files.items():  # a full disk must not cut off those of the start before
+    for name, content in files.items():  # a full disk must not cut off the files of the start before
         replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
     flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
     params = parameters(flat, own)

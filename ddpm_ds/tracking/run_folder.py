@@ -59,8 +59,8 @@ REFUSALS = {
 """Disk errors that a user can fix."""
 RESUMES = "resumes.jsonl"
 """File with a record of every resume."""
-LABELS, NOTE = "tags.json", "note.txt"
-"""Files with the tags set by the run's starter, and with its first note."""
+LABELS = "tags.json"
+"""File with the tags set by the run's starter."""
 KIND_TAG = "kind"
 """Tag of every run that is not a training run: evaluate, sample, export, benchmark, sweep."""
 START_TAG = "ddpm_ds.start"
@@ -169,10 +169,10 @@ def claim_folder(run_dir: Path) -> BinaryIO:
     """
     with disk_errors_said(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        held = lock(run_dir / LOCK)
-    if held is None:
+        locked = lock(run_dir / LOCK)
+    if locked is None:
         raise OutputError(f"--run-dir {run_dir} is in use by a run that is still going; stop it or name another")
-    return held
+    return locked
 
 
 def lock(path: Path) -> BinaryIO | None:
@@ -219,7 +219,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     Raises:
         OutputError: the file of :func:`write_labels` is damaged.
     """
-    given, first = run_dir / LABELS, run_dir / NOTE
+    given = run_dir / LABELS
     try:
         found = files.read_json(given) if given.exists() else {}
         tags = TypeAdapter(dict[str, str]).validate_python(found, strict=True)
@@ -227,10 +227,9 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        files.replace_file(first, note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and files.read_bytes(first) == note.encode()):
-        log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
+    elif note is not None:
+        log(f'this run is resumed and keeps its note; add to it: ddpm-ds note {run_dir} "..."')
     return tags
 
 
@@ -327,7 +326,7 @@ class RunFolder:
 
     @property
     def evaluations(self) -> dict[str, list[float]]:
-        """Columns of the held-out losses."""
+        """Columns of the locked-out losses."""
         return self.columns(files.EVALUATIONS)
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
@@ -341,7 +340,7 @@ class RunFolder:
 
     @property
     def images_per_second(self) -> float:
-        """Speed of the whole run without pauses, as :func:`mean_of_points` says; 0 before the first log point."""
+        """Speed of the whole run without pauses, by :func:`mean_of_points`; 0 before the first log point."""
         metrics = self.metrics
         points = list(zip(map(int, metrics.get("step", ())), metrics.get(RATE, ()), strict=True))
         return mean_of_points(RATE, points) if points else 0.0

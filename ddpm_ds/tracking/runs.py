@@ -113,7 +113,7 @@ class RecordedRun:
 
 
 def add_runs_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--runs``, which says where to look for runs that are not named by their folder."""
+    """Add ``--runs``, the place of runs that are not named by their folder."""
     parser.add_argument(
         "--runs",
         type=file_path,

@@ -86,7 +86,7 @@ Log = Callable[[str, str], None]
 """Shows a line, which is second, once for each topic, which is first."""
 Answer = TypeVar("Answer")
 POLL_SECONDS = 0.1
-FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
+FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills the rest of a rank after 30
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 RECORDS_AT_ONCE = 1000
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
@@ -127,7 +127,7 @@ def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, lo
         seconds = limited_seconds(interval)
         folder.mkdir(parents=True, exist_ok=True)
         for node in (host, f"{host}-rank{rank}"):
-            if (held := lock(path := folder / f"{node}.jsonl")) is not None:
+            if (locked := lock(path := folder / f"{node}.jsonl")) is not None:
                 break
         prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
         psutil.cpu_percent()  # the first call only starts the counter
@@ -137,7 +137,7 @@ def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, lo
         )
         with suppress(Exception):  # no GPU, or no driver of the right version
             monitors.append(GPUMonitor())
-        with held or nullcontext():
+        with locked or nullcontext():
             while not ending.wait(seconds):
                 found: dict[str, float] = {}
                 for monitor in monitors:
@@ -300,7 +300,7 @@ class Feed:
         self.sent, self.ended_at, self.failing, self.refused = 0, 0, False, False
 
     def advance(self) -> bool:
-        """Send what is next; return whether there was anything. Hosts' system metrics come before the run's end."""
+        """Send the next records; return whether there were any. Hosts' system metrics come before the run's end."""
         events = self._next(self._events)
         if before_end := list(takewhile(lambda one: "finish" not in one[0], events)):
             return self._send(self._events, before_end)
@@ -456,10 +456,10 @@ def _send_file(events: Path) -> bool:
         print(f"{events}: {line}")
 
     try:
-        if (held := lock(events)) is None:
+        if (locked := lock(events)) is None:
             log("another process sends it, as that of a run that is still going does")
             return False
-        with held, contextlib.ExitStack() as claim:
+        with locked, contextlib.ExitStack() as claim:
             if (last := begun(events)) is None:
                 return True
             if (run := events.with_name(LOCK)).is_file() and (free := lock(run)) is not None:

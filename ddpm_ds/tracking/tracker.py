@@ -115,9 +115,9 @@ class Tracker:
         ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
         tracker; ``run_dir`` has the file of events. ``params`` may be nested, ``tags`` are set at every start,
         ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest`` of their
-        content and their ``source``. ``parent`` is the identity of the parent run. With ``system_metrics`` those of
-        all hosts are read until the end, as the environment demands. ``log`` shows one line to the user, and is called
-        from another thread. ``sender`` is a child that was started ahead (:func:`start_child`).
+        content and their ``source``. ``parent`` is the identity of the parent run. ``system_metrics`` are read on all
+        hosts, as the environment demands. ``log`` shows a line, from another thread. ``sender`` is a child that was
+        started ahead (:func:`start_child`).
         """
         off = not system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
         start = {
