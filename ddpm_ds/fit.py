@@ -107,7 +107,7 @@ class Task:
         """Return all possible micro-batches, ascending.
 
         Raises:
-            UserError: there is none; the message says why.
+            UserError: there is none; the message has the reason.
         """
         if self.accumulation is not None:
             self.plan(1)
@@ -230,7 +230,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
     Raises:
         KeyboardInterrupt: a signal asked to end.
     """
-    with heard_signals() as heard, log.open("wb") as output:
+    with heard_signals() as received, log.open("wb") as output:
         environments = Place(processes, port=free_port()).environments(os.environ)
         ranks, until = Processes([*RANK, *arguments], environments, stdout=output, stderr=output), math.inf
         try:
@@ -238,7 +238,7 @@ def run_ranks(arguments: Sequence[str], processes: int, log: Path) -> list[int |
                 with contextlib.suppress(OSError):  # makes the kernel kill this process first if memory is short
                     Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
             while ranks.poll() is None and time.monotonic() < until:
-                if heard:
+                if received:
                     raise KeyboardInterrupt
                 if until == math.inf and ranks.failed:
                     until = time.monotonic() + GRACE_SECONDS

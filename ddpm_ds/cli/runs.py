@@ -1,7 +1,4 @@
-"""Verbs for recorded runs, without a GPU: ``compare`` shows several side by side, ``note`` keeps what was learned from
-one, ``diagnose`` shows where the time of one went, ``send`` sends to MLflow what it has not got of one, ``checkpoint``
-lists, verifies, describes and consolidates checkpoints.
-"""
+"""Verbs for recorded runs, without a GPU: ``compare``, ``note``, ``diagnose``, ``send`` and ``checkpoint``."""
 
 import argparse
 import math
@@ -14,18 +11,12 @@ import yaml
 
 from ddpm_ds.checkpoint.folder import checkpoint_at, names
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest, verify
-from ddpm_ds.command_line import (
-    Verbs,
-    add_overwrite,
-    aligned,
-    check_output,
-    file_path,
-)
+from ddpm_ds.command_line import Verbs, add_overwrite, aligned, check_output, file_path
 from ddpm_ds.errors import CheckpointError, print_to_stderr
 from ddpm_ds.experiments.compare import find_compared, terminal
 from ddpm_ds.files import SPEC, VERDICT, replace_file
 from ddpm_ds.tracking.run_folder import checkpoints_of, identity_of
-from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, keep_with
+from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run
 
 COMPARE_DESCRIPTION = """\
 Print a table of runs: settings that differ, losses, speed and flops of each stage, with ratios to the first run. A RUN
@@ -50,7 +41,7 @@ examples
 DIAGNOSE_DESCRIPTION = """\
 Show where the devices' time of a trained run went (useful work, bubble, communication, data wait and so on), what took
 most of it, with numbers, and the one change to try next, with its predicted saving. A run prints the same at its end.
-The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says otherwise.
+The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps names others.
 """
 
 DIAGNOSE_EXAMPLES = """\
@@ -71,7 +62,7 @@ SEND_EXAMPLES = """\
 examples
   ddpm-ds send runs/digits-1
 
-The exit code is 1 if something still could not be sent. docs/mlflow.md says what is kept for it.
+The exit code is 1 if something still could not be sent. docs/mlflow.md lists what is kept for it.
 """
 EXAMPLES = """\
 examples
@@ -81,6 +72,13 @@ examples
   ddpm-ds checkpoint consolidate runs/digits/checkpoints/images-000012800 digits.safetensors --dtype fp16
 """
 
+CHECKPOINT_DESCRIPTION = """\
+Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a checkpoint."""
+VERIFY_DESCRIPTION = """\
+Read every byte of a checkpoint, or of all of a run, and compare checksums. Exit code 2 if any is damaged."""
+CONSOLIDATE_DESCRIPTION = """\
+Write the whole weights of a checkpoint into one safetensors file, under their global names. One tensor at a time is in
+memory."""
 WHICH = "folder of a checkpoint, or of a run for its newest good one"
 
 
@@ -108,12 +106,8 @@ def _compare(options: argparse.Namespace) -> None:
 
 def add_note(verbs: Verbs) -> None:
     """Add the verb ``note``."""
-    parser = verbs.add_parser(
-        "note",
-        help="write down what was learned from a run",
-        description=NOTE_DESCRIPTION,
-        epilog=NOTE_EXAMPLES,
-    )
+    about = "write down what was learned from a run"
+    parser = verbs.add_parser("note", help=about, description=NOTE_DESCRIPTION, epilog=NOTE_EXAMPLES)
     parser.add_argument("recorded_run", type=os.path.expanduser, metavar="RUN")
     parser.add_argument("text", nargs="?", help="what was learned; may have several lines")
     add_runs_option(parser)
@@ -134,15 +128,10 @@ def _note(options: argparse.Namespace) -> None:
 
 def add_diagnose(verbs: Verbs) -> None:
     """Add the verb ``diagnose``."""
-    parser = verbs.add_parser(
-        "diagnose",
-        help="show where a run's time went and what to change next",
-        description=DIAGNOSE_DESCRIPTION,
-        epilog=DIAGNOSE_EXAMPLES,
-    )
-    parser.add_argument(
-        "name", type=os.path.expanduser, metavar="RUN", help="folder of a run, or its id or name in MLflow"
-    )
+    about = "show where a run's time went and what to change next"
+    parser = verbs.add_parser("diagnose", help=about, description=DIAGNOSE_DESCRIPTION, epilog=DIAGNOSE_EXAMPLES)
+    what = "folder of a run, or its id or name in MLflow"
+    parser.add_argument("name", type=os.path.expanduser, metavar="RUN", help=what)
     add_runs_option(parser)
     parser.set_defaults(run=_diagnose)
 
@@ -159,17 +148,19 @@ def _diagnose(options: argparse.Namespace) -> None:
         replace_file(folder / VERDICT, text(found, folder).encode())
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
-    if run is not None:
-        missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found, folder)}, tags(found))
+    try:
+        if run is not None:
+            run.keep({VERDICT: text(found, folder)}, tags(found))
+    except ExperimentError as error:
+        missing = str(error)
     if missing:
         print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
 
 
 def add_send(verbs: Verbs) -> None:
     """Add the verb ``send``."""
-    parser = verbs.add_parser(
-        "send", help="send what MLflow has not got of a run", description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES
-    )
+    about = "send what MLflow has not got of a run"
+    parser = verbs.add_parser("send", help=about, description=SEND_DESCRIPTION, epilog=SEND_EXAMPLES)
     parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR")
     parser.set_defaults(run=_send)
 
@@ -200,25 +191,15 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
 
 def add_checkpoint(verbs: Verbs) -> None:
     """Add the verb ``checkpoint`` and its own verbs."""
-    parser = verbs.add_parser(
-        "checkpoint",
-        help="list, verify, describe or consolidate checkpoints",
-        description="Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a\n"
-        "checkpoint.",
-        epilog=EXAMPLES,
-    )
+    about = "list, verify, describe or consolidate checkpoints"
+    parser = verbs.add_parser("checkpoint", help=about, description=CHECKPOINT_DESCRIPTION, epilog=EXAMPLES)
     inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     one = inner.add_parser("list", help="list the checkpoints of a run, oldest first")
     one.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run")
     one.set_defaults(run=_list)
 
-    one = inner.add_parser(
-        "verify",
-        help="read every byte and compare checksums",
-        description="Read every byte of a checkpoint, or of all checkpoints of a run, and compare checksums. Exit code "
-        "2 if any is damaged.",
-    )
+    one = inner.add_parser("verify", help="read every byte and compare checksums", description=VERIFY_DESCRIPTION)
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
     one.set_defaults(run=_verify)
 
@@ -226,12 +207,8 @@ def add_checkpoint(verbs: Verbs) -> None:
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
     one.set_defaults(run=_describe)
 
-    one = inner.add_parser(
-        "consolidate",
-        help="write the weights into one safetensors file",
-        description="Write the whole weights of a checkpoint into one safetensors file, under their global names. One\n"
-        "tensor at a time is in memory.",
-    )
+    about = "write the weights into one safetensors file"
+    one = inner.add_parser("consolidate", help=about, description=CONSOLIDATE_DESCRIPTION)
     one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
     one.add_argument("out", type=file_path, metavar="OUT", help="file to write")
     add_overwrite(one)
@@ -241,19 +218,17 @@ def add_checkpoint(verbs: Verbs) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    header = ("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")
-    rows = [header]
+    rows = [("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")]
     for checkpoint in _of_run(options.run_dir):
         try:
             manifest = read_manifest(checkpoint)
         except CheckpointError as error:
             rows.append((checkpoint.name, "-", "-", "-", "-", str(error)))
             continue
-        written, size = f"{manifest.created:%Y-%m-%d %H:%M:%S}", f"{manifest.total_bytes / 1e6:,.1f}"
-        rows.append(
-            (checkpoint.name, f"{manifest.images:,}", f"{manifest.step:,}", written, size, ", ".join(manifest.kinds))
-        )
-    print("\n".join(aligned(rows, left={0, len(header) - 1})))
+        when, size = f"{manifest.created:%Y-%m-%d %H:%M:%S}", f"{manifest.total_bytes / 1e6:,.1f}"
+        counts = f"{manifest.images:,}", f"{manifest.step:,}"
+        rows.append((checkpoint.name, *counts, when, size, ", ".join(manifest.kinds)))
+    print("\n".join(aligned(rows, left={0, 5})))
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -264,10 +239,9 @@ def _verify(options: argparse.Namespace) -> None:
         try:
             manifest = read_manifest(checkpoint)
             verify(checkpoint, manifest, progress=True)
+            print(f"{checkpoint.name}: good, {manifest.total_bytes:,} bytes in {len(manifest.files)} files")
         except CheckpointError as error:
             damaged[checkpoint] = error
-        else:
-            print(f"{checkpoint.name}: good, {manifest.total_bytes:,} bytes in {len(manifest.files)} files")
     if len(damaged) == 1:
         raise next(iter(damaged.values()))
     if damaged:
@@ -276,7 +250,6 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace) -> None:
-
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     manifest = read_manifest(checkpoint)
     elements = sum(math.prod(shape) for shape in manifest.parameters.values())

@@ -1,7 +1,6 @@
 """Comparison of runs: the settings that differ, and metrics with their ratios to the first run, as one table.
 
-A run is read from its folder if that is on this machine, else from MLflow; of a run that was resumed the settings of
-its last start count.
+Runs are read from their folders; of a run that was resumed the settings of its last start count.
 """
 
 import difflib
@@ -14,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import SpecError, print_to_stderr
 from ddpm_ds.files import SPEC
 from ddpm_ds.tracking.run_folder import DERIVED, IDENTITY, RunFolder, mean_of_points
-from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, find_runs
+from ddpm_ds.tracking.runs import ExperimentError, find_runs
 
 DEFAULT = (
     *("train/seen_images", "train/loss", "eval/loss", "perf/images_per_second", "usage/step_seconds"),
@@ -60,27 +59,19 @@ def of_folder(folder: Path) -> Compared:
     """Return the run in a folder, as its files have it; a run that is still going or was killed may lack some."""
     run = RunFolder(folder)
     try:
-        metrics = {name: _value(name, points) for name, points in run.histories().items()}
+        metrics = {
+            name: mean_of_points(name, points) if _matches(name, PACES) else points[-1][1]
+            for name, points in run.histories().items()
+        }
         return Compared(folder.resolve().name, run.status, run.settings, metrics)
     except (OSError, ValueError, AttributeError, SpecError) as error:
         raise ExperimentError(f"run {folder} can't be read ({error}); leave it out") from None
 
 
-def of_mlflow(run: RecordedRun) -> Compared:
-    """Return a run whose folder is not on this machine."""
-    metrics = dict(run.metrics)
-    for name in metrics:
-        if _matches(name, PACES) and (points := [(point.step, point.value) for point in run.history(name)]):
-            metrics[name] = _value(name, points)
-    return Compared(run.name, run.status, run.settings, metrics)
-
-
-def _value(name: str, points: Sequence[tuple[int, float]]) -> float:
-    return mean_of_points(name, points) if _matches(name, PACES) else points[-1][1]
-
-
 def find_compared(text: str, *, root: Path) -> list[Compared]:
     """Find runs by the folder of a run or of a sweep, or in MLflow as :func:`~ddpm_ds.tracking.runs.find_runs` does.
+
+    Of several runs in MLflow, those without a folder on this machine are named and left out.
 
     Raises:
         ExperimentError: there are none, or one can't be read.
@@ -91,7 +82,11 @@ def find_compared(text: str, *, root: Path) -> list[Compared]:
     trials = folder.parent.glob(f"{glob.escape(folder.name)}.*/{IDENTITY}") if folder.is_dir() else ()
     if begun_first := sorted(trials, key=lambda identity: identity.stat().st_mtime_ns):
         return [of_folder(identity.parent) for identity in begun_first]
-    return [of_mlflow(run) if run.folder is None else of_folder(run.folder) for run in find_runs(text, root=root)]
+    found = find_runs(text, root=root)
+    here = [run for run in found if run.folder is not None] or found
+    if away := [run.name for run in found if run not in here]:
+        print_to_stderr(f"left out, as their folders are not on this machine: {', '.join(away)}")
+    return [of_folder(run.open().folder) for run in here]
 
 
 def number(name: str, value: float) -> str:

@@ -64,7 +64,7 @@ class Trial:
         return ending(self.run_dir / EVENTS) == "FINISHED"
 
     def prepare(self, overrides: Sequence[str]) -> None:
-        """Create the trial's folder with the files that it starts from; ``overrides`` are those of the sweep."""
+        """Create the trial's folder with the files that it starts from; ``overrides`` are the sweep's."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         config = read_ds_config(self.plan.ds_path, _overrides(self.values, overrides))
         spec = self.plan.spec.model_dump(mode="json")
@@ -117,7 +117,7 @@ def make_trials(
     """Return a trial for each combination of values, planned as training would plan it; ``folder`` is the sweep's.
 
     Raises:
-        ExperimentError: there are too many, or one can't run; the message has its values and what training would say.
+        ExperimentError: there are too many, or one can't run; the message has its values and training's message.
     """
     if (count := math.prod(map(len, variables.values()))) > MOST_TRIALS:
         raise ExperimentError(f"--vary makes {count:,} trials, and {MOST_TRIALS:,} are the most; give fewer values")
@@ -140,12 +140,12 @@ def make_trials(
 
 
 def _overrides(values: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
-    """Return the changes of spec and JSON: those of the sweep, and then the trial's."""
+    """Return the changes of spec and JSON: the sweep's, then the trial's."""
     return [*overrides, *(f"{name}={value}" for name, value in values.items() if name not in OPTIONS)]
 
 
-def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signals]) -> tuple[int, tuple[str, ...]]:
-    """Run a trial's command to its end, passing on the signals in ``heard``; return its exit code and why.
+def run_command(command: Sequence[str], log: Path, received: Sequence[signal.Signals]) -> tuple[int, tuple[str, ...]]:
+    """Run a trial's command to its end, passing on the signals in ``received``; return its exit code and why.
 
     The command gets a session of its own, so that Ctrl-C in a terminal reaches it only once, from here.
     """
@@ -155,9 +155,9 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
         process = subprocess.Popen(command, stdin=nothing, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None:
-                for number in heard[passed:]:
+                for number in received[passed:]:
                     process.send_signal(number)
-                passed = len(heard)
+                passed = len(received)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
         finally:

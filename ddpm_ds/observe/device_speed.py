@@ -41,7 +41,7 @@ PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
 class Remembered:
     """Measurements of this machine in a file of the user's cache folder: positive numbers by the facts they depend on.
 
-    A file that can't be read is replaced; if the folder can't be written, the next run measures again.
+    A damaged file is replaced, and one that can't be written is left.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,8 +91,7 @@ def measured_times(
 ) -> LayerTimes:
     """Return a function that measures layers: each shape once for each micro-batch, on ``device`` in ``precision``.
 
-    Results are cached by device, vector instructions, threads, layer, micro-batch, precision and PyTorch's version.
-    ``progress`` is called before a layer is timed.
+    Results are cached. ``progress`` is called before a layer is timed.
     """
     known = Remembered("layer_times.json")
 
@@ -163,8 +162,7 @@ def _now(device: torch.device) -> float:
 def shared_peak(device: torch.device, precision: Dtype) -> float:
     """Return flops per second of one device, the mean over all ranks; collective, with the same result on each rank.
 
-    Rank 0 caches it by device, threads, processes of the host, dtype and PyTorch's version. A value not yet cached is
-    measured on all ranks at once, so that processes on one CPU share it as they do in training.
+    Rank 0 caches it. All ranks measure at once, so that processes on one CPU share it as they do in training.
     """
     dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
     where = _name(device) if device.type == "cuda" else f"{_name(device)} x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
@@ -180,10 +178,7 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the flops per second of the fastest of some products of square matrices.
-
-    On CUDA fp32 is measured as convolutions compute it, in TF32 if that is allowed.
-    """
+    """Return the flops per second of the fastest product of square matrices, in TF32 where convolutions use it."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
@@ -240,7 +235,7 @@ def _on_few_pixels(layer: Layer) -> Layer:
 
 
 def write_device(run_dir: Path, device: Device) -> None:
-    """Write the device's file into a run's folder."""
+    """Write :data:`FILE`."""
     file = run_dir / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, json.dumps(asdict(device), indent=2).encode() + b"\n")

@@ -1,14 +1,12 @@
 """The flops profile: DeepSpeed's text for each stage, and a table of multiply-accumulates for each layer and stage.
 
-The JSON's ``flops_profiler`` block asks for it. DeepSpeed's own pipeline engine crashes with that block; here the first
-replica of each stage runs DeepSpeed's profiler around one forward pass of one step, and rank 0 gathers the results.
-The numbers have two sources:
+The JSON's ``flops_profiler`` block asks for it, with which DeepSpeed's own pipeline engine crashes. The first replica
+of each stage runs DeepSpeed's profiler around one forward pass, and rank 0 gathers the results. They have two sources:
 
     parameters, multiply-accumulates, flops    the layers' own arithmetic (:attr:`Layer.macs`), of the whole stage
     latency                                    DeepSpeed's profiler; its own count of flops is only in its text
 
-The ranks of a tensor group compute a stage together: the profiler runs on the first one, whose latency includes the
-sums, and whose text has its part of the flops.
+Of a tensor group the profiler runs on the first rank: its latency includes the sums, its text has its share of flops.
 """
 
 import contextlib
@@ -38,8 +36,8 @@ from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
 
 TENSOR_GROUPS = """\
-The ranks of a tensor group share what is counted of a split layer; its latency is that of the first of them, with the
-sums of the group."""
+The ranks of a tensor group share the counts of a split layer; its latency is the first rank's, with the sums of the
+group."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,8 @@ def summed(costs: Iterable[Cost]) -> Cost:
 class FlopsProfile(Observer):
     """Profiler of the first forward pass of every stage in step ``profile_step``.
 
-    ``settings`` is the JSON's ``flops_profiler`` block: unless it is enabled nothing happens. ``steps`` is the number
-    of steps of the whole run. Rank 0 writes ``folder/flops.stage{i}.txt`` (or ``{output_file}.stage{i}.txt``),
-    ``folder/table.txt`` and ``folder/flops.json``. Layers are timed one by one, so that step is slower than others.
+    ``settings`` is the JSON's ``flops_profiler`` block, ``steps`` the length of the whole run. Rank 0 writes
+    ``folder/flops.stage{i}.txt`` (or ``{output_file}.stage{i}.txt``), ``table.txt`` and ``flops.json``.
     """
 
     def __init__(
@@ -207,8 +204,8 @@ def profile_layers(
 ) -> tuple[list[float], str]:
     """Run ``forward``, which calls each of ``modules`` once, under DeepSpeed's profiler.
 
-    Returns the seconds of each module, before and after which the profiler waits for the device, and the text that
-    DeepSpeed prints. ``module_depth`` is limited to the levels of the modules, beyond which DeepSpeed raises KeyError.
+    Returns the seconds of each module, and DeepSpeed's text. ``module_depth`` is limited to the levels of the modules,
+    beyond which DeepSpeed raises KeyError.
     """
     stage = UnetStage({str(index): module for index, module in modules.items()})
     profiler = FlopsProfiler(stage)

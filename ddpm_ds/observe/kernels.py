@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,8 +34,7 @@ TABLE_ROWS, WIDEST_NAME = 100, 60
 SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
 """Our own ranges in a profile: an instruction of the schedule, work between two steps, and a wait of the host."""
-OF_HOST = ("synchronisation", "launch_overhead")
-"""Groups whose time is the host's also where there is a device, beside whose work it runs."""
+OF_HOST = ("synchronisation", "launch_overhead")  # the host's time also where there is a device, which works meanwhile
 GROUPS = {
     "left_out": re.compile(rf"{SPAN}(sampling|checkpoint)$"),
     "synchronisation": re.compile(rf"{WAIT}$|(cuda|cu|hip)\w*Synchronize"),
@@ -73,15 +72,15 @@ def shares(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
             host.append(event)
         elif not event.is_user_annotation:
             kernels[event.name] += event.self_device_time_total
-    for event in host:
+    for event in (one for one in host if not one.is_async):
         names, above = [event.name], event.cpu_parent
         while above is not None:
             names.append(above.name)
             above = above.cpu_parent
         group = group_of(*names)
-        if not event.is_async and (not on_device or group_of(event.name) in OF_HOST):
+        if not on_device or group_of(event.name) in OF_HOST:
             found[group] += event.self_cpu_time_total * 1e-6
-        for kernel in () if event.is_async else event.kernels:
+        for kernel in event.kernels:
             if kernel.name in kernels:  # others are ranges, which have kernels of their own
                 found[group] += kernel.duration * 1e-6
                 kernels[kernel.name] -= kernel.duration
@@ -94,9 +93,8 @@ def shares(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
 class KernelProfile(Observer):
     """Observer that profiles the steps once, even if a rollback repeats them.
 
-    The step before them, if this process takes it, warms the profiler up: its first step is slower than others. A
-    process that exits before the last of the steps stops the profiler, which would crash it otherwise, and writes
-    nothing.
+    The step before them warms the profiler up, whose first step is slower than others. A process that exits before the
+    last of the steps stops the profiler, which would crash it otherwise, and writes nothing.
     """
 
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
@@ -108,7 +106,7 @@ class KernelProfile(Observer):
     def begin_step(self, step: int) -> None:
         if self._profiler is not None and step in self._steps and step == self._profiler.step_num + 1:
             self._profiler.step()
-        elif self._profiler is not None:
+        else:
             self._stop()
         if self._profiler is None and not self._recorded and (step in self._steps or step + 1 == self._steps.start):
             self._start(step)
@@ -119,8 +117,7 @@ class KernelProfile(Observer):
         return record_function(SPAN + name) if self._profiler is not None else contextlib.nullcontext()
 
     def finish(self) -> None:
-        if self._profiler is not None:
-            self._stop()
+        self._stop()
         if self._steps and not self._recorded:
             which = f"--profile-kernels {self._steps[0]}-{self._steps[-1]}"
             self._report.log(f"{which}: none of these steps was taken since the run was started or resumed")
@@ -136,13 +133,22 @@ class KernelProfile(Observer):
         self._profiler = profile(activities=kinds, schedule=action, profile_memory=True)
         self._profiler.step_num = step  # by which steps are named in the trace
         self._profiler.current_action = action(step)  # type: ignore[assignment]
-        for labels in (instructions_wrapped(self._engine, _labelled), labelled_waits(), self._engine.watched()):
-            self._labels.enter_context(labels)
+        wait = dist.Work.wait
+
+        def labelled_wait(*arguments: Any, **options: Any) -> Any:
+            with record_function(WAIT):  # PyTorch records no event of it
+                return wait(*arguments, **options)
+
+        dist.Work.wait = labelled_wait  # type: ignore[method-assign]
+        self._labels.callback(setattr, dist.Work, "wait", wait)
+        self._labels.enter_context(instructions_wrapped(self._engine, _labelled))
+        self._labels.enter_context(self._engine.watched())
         self._profiler.start()
         atexit.register(self._profiler.stop)
 
     def _stop(self) -> None:
-        assert self._profiler is not None
+        if self._profiler is None:
+            return
         profiler, self._profiler = self._profiler, None
         wait_for_device(self._engine.device)
         profiler.stop()
@@ -155,6 +161,16 @@ class KernelProfile(Observer):
         if ranks is not None:
             with fault_said("kernel profile", self._report.log):
                 self._report_ranks(ranks)
+
+    def _write(self, profiler: profile) -> Sequence[Path]:
+        """Write this rank's table and trace, which rank 0 keeps with the run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        own = self._folder / f"rank{dist.get_rank()}"
+        key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
+        replace_file(own.with_suffix(".txt"), table.encode())
+        profiler.export_chrome_trace(f"{own}.trace.json.gz")
+        return ()
 
     def _report_ranks(self, ranks: Sequence[dict[str, float]]) -> None:
         steps, file = f"steps {self._last - self._recorded + 1}-{self._last}", self._folder / "groups.txt"
@@ -174,34 +190,7 @@ class KernelProfile(Observer):
         values = {f"kernels/{group}_seconds": mean for group, mean in {**means, "total": total}.items()}
         self._report.observed(values, self._last)
 
-    def _write(self, profiler: profile) -> Sequence[Path]:
-        """Write this rank's table and trace, which rank 0 keeps with the run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        files = [self._folder / f"rank{dist.get_rank()}{ending}" for ending in (".txt", ".trace.json.gz")]
-        key = "self_device_time_total" if self._on_device else "self_cpu_time_total"
-        averages = profiler.key_averages()
-        table = averages.table(sort_by=key, row_limit=TABLE_ROWS, max_name_column_width=WIDEST_NAME)
-        replace_file(files[0], table.encode())
-        profiler.export_chrome_trace(str(files[1]))
-        return ()
-
 
 def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
     with record_function(INSTRUCTION + instruction.name):
         execute()
-
-
-@contextlib.contextmanager
-def labelled_waits() -> Iterator[None]:
-    """Make every wait for a message or a collective a range of the profile; PyTorch records no event of it."""
-    wait = dist.Work.wait
-
-    def labelled(work: dist.Work, *arguments: Any, **options: Any) -> Any:
-        with record_function(WAIT):
-            return wait(work, *arguments, **options)
-
-    dist.Work.wait = labelled  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]

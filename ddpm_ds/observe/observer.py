@@ -1,8 +1,8 @@
-"""Interface of observers of a training run, what they share, the clock of pauses, and the recording of some steps:
-every instruction of every rank, in seconds on one clock.
+"""Observers of a training run: their interface, the clock of pauses, and the recording of every instruction of some
+steps, on all ranks in seconds on one clock.
 
-An observer is told when each optimizer step begins and what is done between two steps. In the steps that it watches it
-may wrap the engine's instructions; it costs nothing in all others.
+The loop calls an observer when each optimizer step begins and around activities between two steps. In the steps that it
+watches it may wrap the engine's instructions; it costs nothing in all others.
 
 While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped. A wait inside an
 instruction becomes an event of its own, and the event of the instruction begins when the wait ends:
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import time
 from collections import Counter
@@ -63,7 +64,7 @@ class Observer:
     def begin_step(self, step: int) -> None:
         """Begin optimizer step ``step``, counted from 1 over the whole run; a rollback repeats some numbers.
 
-        Findings of earlier steps may be gathered from the ranks and reported here.
+        Collective: it may report earlier steps.
         """
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
@@ -100,22 +101,17 @@ class Observers(Observer):
 def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[], None]], None]) -> Iterator[None]:
     """Call ``around(instruction, execute)`` for every instruction of the engine's program, instead of ``execute()``.
 
-    Afterwards the engine is as before. If another observer has wrapped the same instruction in the meantime, its
-    wrapper stays, and this one only passes the instruction on.
+    Afterwards the engine is as before, except that the wrapper of another observer around this one stays.
     """
-    active = True
+    active, before = True, dict(engine.execute)
 
-    def wrapped(execute: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
-        def run(instruction: Instruction) -> None:
-            if active:
-                around(instruction, functools.partial(execute, instruction))
-            else:
-                execute(instruction)
+    def run(execute: Callable[[Instruction], None], instruction: Instruction) -> None:
+        if active:
+            around(instruction, functools.partial(execute, instruction))
+        else:
+            execute(instruction)
 
-        return run
-
-    before = dict(engine.execute)
-    ours = {name: wrapped(execute) for name, execute in before.items()}
+    ours = {name: functools.partial(run, execute) for name, execute in before.items()}
     engine.execute.update(ours)
     try:
         yield
@@ -158,11 +154,9 @@ class Pauses:
 
 
 class PauseClock(Observer):
-    """Clock that adds up the pauses of a run and writes :data:`FILE` at its end; ``run_dir`` is None on ranks other
-    than 0.
+    """Adds up the pauses of a run and writes :data:`FILE` at its end; ``run_dir`` is None on ranks other than 0.
 
-    Pauses before the first step and after the last do not count: every run is saved and sampled at its end, however
-    rarely before.
+    Pauses before the first step and after the last do not count: every run is saved and sampled at its end.
     """
 
     def __init__(self, run_dir: Path | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -174,8 +168,8 @@ class PauseClock(Observer):
     def begin_step(self, step: int) -> None:
         if self._begin is None:
             self._begin = self._clock()
-            self._since_step.clear()
-        self._paused += self._since_step
+        else:
+            self._paused += self._since_step
         self._since_step.clear()
 
     @contextlib.contextmanager
@@ -189,10 +183,8 @@ class PauseClock(Observer):
     def finish(self) -> None:
         if self._run_dir is None or self._begin is None:
             return
-        after = self._since_step["checkpoint"] + self._since_step["sampling"]
-        whole = self._clock() - self._begin - after
-        pauses = Pauses(whole, self._paused["checkpoint"], self._paused["sampling"])
-        file = self._run_dir / FILE
+        whole = self._clock() - self._begin - self._since_step.total()
+        pauses, file = Pauses(whole, self._paused["checkpoint"], self._paused["sampling"]), self._run_dir / FILE
         with contextlib.suppress(OSError):  # a full disk: the run ends all the same
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, (json.dumps(asdict(pauses)) + "\n").encode())
@@ -253,7 +245,7 @@ class HostClock:
     """Clock of the host, for work that is done when a call returns, as on a CPU."""
 
     def mark(self) -> Any:
-        """Mark this moment in the order of the device's work, without waiting for the device; return the mark."""
+        """Return a mark of this moment in the order of the device's work, without waiting for the device."""
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
@@ -304,7 +296,7 @@ class Recording:
         return self._steps[-1][0]
 
     def begin_step(self, step: int) -> None:
-        """End the step before and begin this one."""
+        """End the step before and begin ``step``."""
         self._events: list[Event] = []
         self._steps.append((step, self._clock.mark(), self._events))
 
@@ -397,9 +389,8 @@ def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[flo
     No rank is released from a barrier before all have reached it, so each barrier bounds the difference from both
     sides. If 0 is within the bounds, the clocks are taken to be the same, as they are for processes of one host.
     """
-    pairs = list(zip(own, others, strict=True))
-    lowest = max(mine.came - other.left for mine, other in pairs)
-    highest = min(mine.left - other.came for mine, other in pairs)
+    lowest = max(mine.came - other.left for mine, other in zip(own, others, strict=True))
+    highest = min(mine.left - other.came for mine, other in zip(own, others, strict=True))
     offset = 0.0 if lowest <= 0.0 <= highest else (lowest + highest) / 2
     return offset, max(highest - offset, offset - lowest)
 
@@ -415,16 +406,12 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
     offsets, errors = zip(*(clock_offset(trace.barriers, traces[0].barriers) for trace in traces), strict=True)
     start = min(trace.steps[0].start - offset for trace, offset in zip(traces, offsets, strict=True))
     moved = [[step.moved(shift + start) for step in trace.steps] for trace, shift in zip(traces, offsets, strict=True)]
-    shared_by = [
-        ("ReduceGrads", [rank for rank, trace in enumerate(traces) if trace.pipeline_rank == number])
-        for number in sorted({trace.pipeline_rank for trace in traces})
-    ]
-    shared_by.append(("OptimizerStep", list(range(len(traces)))))
-    for number in range(len(traces[0].steps)):
-        for name, ranks in shared_by:
-            shared = _with_waits([moved[rank][number] for rank in ranks], name)
-            for rank, step in zip(ranks, shared, strict=True):
-                moved[rank][number] = step
+    sharing = [("OptimizerStep", list(range(len(traces))))]
+    for number in {trace.pipeline_rank for trace in traces}:
+        sharing.append(("ReduceGrads", [rank for rank, trace in enumerate(traces) if trace.pipeline_rank == number]))
+    for (name, ranks), number in itertools.product(sharing, range(len(traces[0].steps))):
+        for rank, step in zip(ranks, _with_waits([moved[rank][number] for rank in ranks], name), strict=True):
+            moved[rank][number] = step
     ranks_moved = tuple(replace(trace, steps=tuple(steps)) for trace, steps in zip(traces, moved, strict=True))
     return ranks_moved, max(errors[1:], default=0.0)
 

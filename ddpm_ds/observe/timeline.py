@@ -1,11 +1,9 @@
 """Timeline: traces chosen steps of a run on every rank, and writes them on rank 0 when they are over.
 
 RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each event
-RUN_DIR/trace/steps-20-22.png    one of them: the step of median length; not for a single stage, as nothing waits there
-RUN_DIR/trace/summary.json       circumstances of the trace, and for each rank what :func:`rank_seconds` returns
-
-The picture has a row for each rank and a box for each instruction, grey where the rank waits; it can be read 400 pixels
-wide. Both need aligned traces.
+RUN_DIR/trace/steps-20-22.png    the step of median length, if there are several stages: a row for each rank, a box for
+                                 each instruction, grey where the rank waits; it can be read 400 pixels wide
+RUN_DIR/trace/summary.json       circumstances of the trace, and each rank's :func:`rank_seconds`
 """
 
 import contextlib
@@ -31,12 +29,6 @@ from ddpm_ds.pipeline.messages import gather_objects
 from ddpm_ds.pipeline.schedule import PASSES, PROGRAMS, Event, Program, written
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import PASSES_PER_STEP
-
-MOST_EVENTS = 400_000
-"""Maximum events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
-EVENTS_PER_PASS = 4
-"""Maximum events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
-EVENTS_PER_STEP = 8  # maximum of other events per step: gradients, optimizer, pauses, waiting for other ranks
 
 PAUSES = {"checkpoint": ["checkpoint"], "sampling": ["sampling"]}
 """Events between steps, by the name under which their seconds are summed."""
@@ -84,10 +76,7 @@ MOST_ROWS = 32  # maximum number of rows for which the picture grows, and of ran
 
 
 class Timeline(Observer):
-    """Observer that traces some steps once; if a rollback interrupts them, they are traced when they are repeated.
-
-    The first traced step begins when all ranks have come to it. All other steps run as if there were no observer.
-    """
+    """Observer that traces some steps once; if a rollback interrupts them, they are traced when they are repeated."""
 
     def __init__(
         self,
@@ -99,22 +88,14 @@ class Timeline(Observer):
         macs_per_image: int,
         replan: Callable[[Mapping[str, Any]], tuple[Program, ...]] | None = None,
     ) -> None:
-        """Trace ``steps`` into ``folder``, or as many of the first ones as :data:`MOST_EVENTS` allows.
+        """Trace ``steps`` into ``folder``.
 
-        ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. ``replan``
-        makes the ranks' programs from a trace's summary; the engine follows them from the next step on, and then the
-        same number of steps is traced again.
+        ``macs_per_image`` counts the whole U-Net's forward pass. ``replan`` makes the ranks' programs from a trace's
+        summary; the engine follows them from the next step on, and as many steps are traced again.
         """
         self._engine, self._folder, self._report = engine, folder, report
         self._precision, self._macs = precision, macs_per_image
-        per_step = 2 * EVENTS_PER_PASS * engine.phases * engine.micro_batches + EVENTS_PER_STEP
-        self._steps = steps[: max(1, MOST_EVENTS // dist.get_world_size() // per_step)]
-        if len(self._steps) < len(steps):
-            report.log(
-                f"--trace-steps {steps[0]}-{steps[-1]}: only steps {self._steps[0]}-{self._steps[-1]} are traced; "
-                f"a trace has at most {MOST_EVENTS:,} events, and a step may have {per_step:,} on each rank"
-            )
-        self._replan, self._seconds_before = replan, 0.0
+        self._steps, self._replan, self._seconds_before = steps, replan, 0.0
         self._summary_of_last: Mapping[str, Any] = {}
         self._recording: Recording | None = None
         self._done = not steps
@@ -137,7 +118,7 @@ class Timeline(Observer):
 
     def _follow(self, replan: Callable[[Mapping[str, Any]], tuple[Program, ...]]) -> bool:
         """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are new."""
-        seen = self._summary_of_last  # empty if there was a fault in it
+        seen = self._summary_of_last  # empty if it failed
         programs = decided_by_rank_0(lambda: replan(seen) if seen else self._engine.programs, tuple[Program, ...])
         if programs == self._engine.programs:
             self._report.log("the passes keep their order: the one made from the traced steps is the same")
@@ -225,11 +206,10 @@ class Timeline(Observer):
 def rank_seconds(trace: RankTrace) -> dict[str, Any]:
     """Sum up one rank's aligned trace: seconds per step, means over the traced steps.
 
-    ``step_seconds`` is the sum of these disjoint parts: the rank's own ``{kind}_seconds`` by :data:`OWN`,
-    ``other_seconds`` that are in no event (logging, Python between instructions, waiting until what was sent is
-    delivered), and ``{kind}_seconds`` of each of its ``phases`` by :data:`PHASES`. A phase also has its ``stage``,
-    seconds per micro-batch of its passes, and the bytes of its messages to the next stage and to the stage before, 0
-    if it has none. Seconds of :data:`PAUSES` are not part of ``step_seconds``.
+    ``step_seconds`` is the sum of disjoint parts: the rank's own ``{kind}_seconds`` by :data:`OWN`, ``other_seconds``
+    that are in no event (logging, Python between instructions, waiting for deliveries), and ``{kind}_seconds`` of each
+    of its ``phases`` by :data:`PHASES`; but not those of :data:`PAUSES`. A phase also has its ``stage``, seconds per
+    micro-batch of its passes, and the bytes of its messages to the next stage and the one before, 0 if it has none.
     """
     steps = len(trace.steps)
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -274,10 +254,7 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
 
 
 def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[str, float]:
-    """Return the metrics of a trace's summary, by the names that dashboards and comparisons read.
-
-    Values of a rank as a whole, such as waiting for other ranks, are given under the stage that it holds in phase 0.
-    """
+    """Return the metrics of a trace's summary; those of a rank as a whole are under its stage of phase 0."""
     ranks, step_seconds = summary["ranks"], summary["step_seconds"]
     values: dict[str, float] = {}
     for number in range(summary["pipeline_ranks"]):
@@ -323,7 +300,8 @@ def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
         records.append(_slice(f"step {step.number}", "step", STEPS_ROW, step.start, step.end, {}))
     for trace in ranks:
         row = STEPS_ROW + 1 + trace.rank
-        records.append(_named("thread_name", row, rank_name(trace, ranks)))
+        stages = f"stage{'s' if len(trace.stages) > 1 else ''} {' and '.join(map(str, trace.stages))}"
+        records.append(_named("thread_name", row, f"rank {trace.rank}: {stages}{_place(trace, ranks)}"))
         records.append({**_named("thread_sort_index", row, ""), "args": {"sort_index": row}})
         for step in trace.steps:
             for event in step.events:
@@ -336,14 +314,8 @@ def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
     replace_file(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, separators=(",", ":")).encode())
 
 
-def rank_name(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
-    """Return a rank's name for a user: ``rank 2: stages 1 and 2, replica 0, tensor part 1``."""
-    stages = " and ".join(map(str, trace.stages))
-    return f"rank {trace.rank}: stage{'s' if len(trace.stages) > 1 else ''} {stages}{_place(trace, ranks)}"
-
-
 def _place(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
-    """Return a rank's replica and its part of a tensor group, as far as there are several among the ``ranks``."""
+    """Return a rank's replica and its part of a tensor group, where there are several."""
     replica = f", replica {trace.replica}" if any(other.replica for other in ranks) else ""
     return replica + (f", tensor part {trace.part}" if any(other.part for other in ranks) else "")
 
@@ -375,10 +347,7 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None
 def draw_step(
     rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[str], title: str, file: Path | BinaryIO
 ) -> None:
-    """Write a step of length ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name.
-
-    The names are those of pipeline ranks.
-    """
+    """Write a step of length ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; needed on rank 0 alone
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

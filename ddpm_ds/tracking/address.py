@@ -44,7 +44,7 @@ def page_of(tracking_uri: str, page: str) -> tuple[str, str | None]:
     if page:
         page += f"{'&' if '?' in page else '?'}{TRAINING_MODE}"
     serve = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-    if uri != tracking_uri:  # what is left out is on no command line
+    if uri != tracking_uri:  # a secret is on no command line
         serve = 'MLFLOW_BACKEND_STORE_URI="$MLFLOW_TRACKING_URI" mlflow ui'
     return f"{uri.rstrip('/') if served else LOCAL_UI}{page}", None if served else serve
 
@@ -122,7 +122,7 @@ def check_experiment(name: str, output_root: Path) -> None:
     uri = check_tracking_uri(output_root)
     if (other := os.environ.get(EXPERIMENT, name)) != name:
         raise SpecError(
-            f"{EXPERIMENT}={other}, but logging.experiment = {name} says where runs go; give --set "
+            f"{EXPERIMENT}={other}, but logging.experiment = {name} decides; give --set "
             f"{shlex.quote(f'logging.experiment={other}')}, or unset {EXPERIMENT}"
         )
     file = sqlite_file(uri)

@@ -101,7 +101,7 @@ class ProgressLine:
             self._write(line)
 
     def close(self) -> None:
-        """End the progress line, so that what is printed next begins on a new one."""
+        """End the progress line, so that later output begins on a new one."""
         self._closed.set()
         with self._lock, contextlib.suppress(OSError):
             if self._bar is not None:

@@ -27,9 +27,9 @@ PARAMETERS = (
 
 
 class Recorder:
-    """Recorder of a run on rank 0; on other ranks it is made without arguments, and does nothing.
+    """Recorder of a run on rank 0; on other ranks it has no arguments and does nothing.
 
-    A resumed run repeats steps: points that an earlier process has written into the folder are not logged again.
+    A resumed run repeats steps: points that the folder has are not logged again.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class Recorder:
 
     def samples(self, drawn: Drawn | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
-        if self.tracker is None or self.folder is None or self._spec is None or drawn is None:
+        spec = self._spec
+        if self.tracker is None or self.folder is None or spec is None or drawn is None:
             return
-        spec, path = self._spec, self.folder.samples(images_seen)
+        path = self.folder.samples(images_seen)
         try:
             if path.exists():
                 return
@@ -173,14 +174,12 @@ def recorded(
 ) -> Iterator[Recorder]:
     """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
-    ``files`` is what to keep, by file name; ``settings`` may be nested. ``dataset`` is as in :meth:`Tracker.start`.
-    ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings that have changed since;
-    ``note`` is the reason for a new run, ``parent`` the identity of its parent run. ``sender`` is as in
-    :meth:`Tracker.start`.
+    ``files`` are kept, by file name; ``settings`` may be nested. The run resumes from ``checkpoint``, with ``changed``
+    settings; ``note`` is the reason for a new run. All else is as in :meth:`Tracker.start`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(run_dir)
-    for name, content in files.items():  # a full disk must not cut off those of the start before
+    for name, content in files.items():  # a full disk must not cut off the files of the start before
         replace_file(run_dir / name, content.encode() if isinstance(content, str) else content)
     flat, own = flatten(settings), {**tags, **_origin(), **labels(run_dir, note, line.log)}
     params = parameters(flat, own)
@@ -211,7 +210,7 @@ def recorded(
 
 
 def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that become parameters: those that people vary, and those that the run's sweep varies."""
+    """Return the settings that become parameters: those that people and the run's sweep vary."""
     keys = (*PARAMETERS, *tags.get(VARIED_TAG, "").split())
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
 

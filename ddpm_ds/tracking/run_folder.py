@@ -1,5 +1,6 @@
-"""A run's folder: its one reader and writer, its lock, the events that it keeps for MLflow, and how much of them MLflow
-has. Imports no torch.
+"""A run's folder: its reader and writer, its lock, the events kept for MLflow, and how much of them MLflow has.
+
+Imports no torch.
 
 An event is a JSON object on a line, appended by rank 0, with the ``time`` in milliseconds:
 
@@ -13,7 +14,6 @@ An event is a JSON object on a line, appended by rank 0, with the ``time`` in mi
     {"finish": "FINISHED" | "FAILED" | "KILLED"}
 """
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -25,7 +25,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -46,8 +46,7 @@ from ddpm_ds.tracking.address import resolve_uri
 OUTPUT_ROOT = Path("runs")
 """Output folder of runs that are given none."""
 SAMPLES_KEY = "eval/samples_ema"
-"""Key under which MLflow keeps the pictures drawn while training, with a slider over steps, beside the chart of
-``eval/loss``."""
+"""Key of the pictures drawn while training: MLflow shows them with a slider, beside the chart of ``eval/loss``."""
 ANIMATION = "progress.gif"
 """File with the pictures drawn while training, one after the other."""
 IDENTITY = "identity"
@@ -60,8 +59,8 @@ REFUSALS = {
 """Disk errors that a user can fix."""
 RESUMES = "resumes.jsonl"
 """File with a record of every resume."""
-LABELS, NOTE = "tags.json", "note.txt"
-"""Files with the tags set by the run's starter, and with its first note."""
+LABELS = "tags.json"
+"""File with the tags set by the run's starter."""
 KIND_TAG = "kind"
 """Tag of every run that is not a training run: evaluate, sample, export, benchmark, sweep."""
 START_TAG = "ddpm_ds.start"
@@ -88,16 +87,12 @@ _POSITIONS = TypeAdapter(dict[str, int])
 
 
 def new_run_dir(name: str) -> Path:
-    """Return a name for the folder of a run that is given none: the time, to the second, and the spec's name."""
+    """Return the folder of a run that is given none: the time, to the second, and the spec's name."""
     return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
 
 
 def make_run_dir(run_dir: Path) -> Path:
-    """Make the folder of a run that is given none and return it; another run's name gets a number added.
-
-    Raises:
-        OutputError: it can't be made.
-    """
+    """Make the folder of a run that is given none and return it; another run's name gets a number added."""
     path = run_dir
     with disk_errors_said(run_dir):
         for number in itertools.count(2):
@@ -111,7 +106,7 @@ def make_run_dir(run_dir: Path) -> Path:
 
 def remove_if_empty(run_dir: Path) -> None:
     """Remove the folder that was made for a run that has not begun, and the one above it if it has no other."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         run_dir.rmdir()
         run_dir.parent.rmdir()
 
@@ -122,9 +117,7 @@ def checkpoints_of(run_dir: Path) -> Path:
 
 
 def check_output(run_dir: Path, resume: str) -> None:
-    """Raise an error for a folder that can't be written, or that holds something other than the run to resume.
-
-    Leaves nothing behind.
+    """Check, leaving nothing behind, that a folder can be written and holds nothing other than the run to resume.
 
     Raises:
         OutputError: the message names the folder.
@@ -151,17 +144,12 @@ def _is_begun(path: Path) -> bool:
     """Return whether a start that was killed before it wrote its spec may have left ``path`` in a new folder."""
     if path.name == checkpoints_of(path.parent).name:
         return all(probe.name.startswith(PROBE) for probe in path.iterdir())
-    written = (files.REHEARSAL, f".{files.REHEARSAL}.tmp", f".{files.SPEC}.tmp")
-    return path.name in (LOCK, *written)
+    return path.name in (LOCK, files.REHEARSAL, f".{files.REHEARSAL}.tmp", f".{files.SPEC}.tmp")
 
 
-@contextlib.contextmanager
+@contextmanager
 def disk_errors_said(run_dir: Path) -> Iterator[None]:
-    """Let a disk that refuses a file of the run end it in one line.
-
-    Raises:
-        OutputError: instead of the OSError of a full or read-only disk, or of a folder that has been replaced.
-    """
+    """Turn the OSErrors of a full or read-only disk, or of a folder that has been replaced, into an OutputError."""
     try:
         yield
     except OSError as error:
@@ -181,10 +169,10 @@ def claim_folder(run_dir: Path) -> BinaryIO:
     """
     with disk_errors_said(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        held = lock(run_dir / LOCK)
-    if held is None:
+        locked = lock(run_dir / LOCK)
+    if locked is None:
         raise OutputError(f"--run-dir {run_dir} is in use by a run that is still going; stop it or name another")
-    return held
+    return locked
 
 
 def lock(path: Path) -> BinaryIO | None:
@@ -204,7 +192,7 @@ def identity_of(run_dir: Path) -> str | None:
     """Return the identity of the folder's MLflow run; None if nothing was trained in it. Changes nothing.
 
     Raises:
-        OutputError: the file can't be read, or holds something else.
+        OutputError: the file can't be read, or is damaged.
     """
     file = run_dir / IDENTITY
     try:
@@ -231,7 +219,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     Raises:
         OutputError: the file of :func:`write_labels` is damaged.
     """
-    given, first = run_dir / LABELS, run_dir / NOTE
+    given = run_dir / LABELS
     try:
         found = files.read_json(given) if given.exists() else {}
         tags = TypeAdapter(dict[str, str]).validate_python(found, strict=True)
@@ -239,10 +227,9 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
         raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
-        files.replace_file(first, note.encode())
         tags[NOTE_TAG] = note
-    elif note is not None and not (first.exists() and files.read_bytes(first) == note.encode()):
-        log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
+    elif note is not None:
+        log(f'this run is resumed and keeps its note; add to it: ddpm-ds note {run_dir} "..."')
     return tags
 
 
@@ -256,19 +243,6 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             flat[f"{prefix}{name}"] = text[:TEXT_CHARACTERS]
     return flat
-
-
-def settings_of(
-    params: Mapping[str, str], tags: Mapping[str, str], spec: bytes | None, ds_config: bytes | None
-) -> dict[str, str]:
-    """Return all settings of a run: parameters, derived settings, and the content of spec and DeepSpeed JSON.
-
-    Raises:
-        SpecError, ValueError, AttributeError: a file is damaged.
-    """
-    found = {**params, **{name: value for name, value in tags.items() if name.startswith(DERIVED)}}
-    found |= flatten(parse_yaml(spec.decode(), files.SPEC)) if spec else {}
-    return found | (flatten({"ds_config": files.parse_json(ds_config)}) if ds_config else {})
 
 
 def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
@@ -285,10 +259,7 @@ def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Files of a run, also while it trains: every property reads them anew. Rank 0 writes them.
-
-    A file that is not there yet raises OSError unless the property says otherwise.
-    """
+    """Files of a run, read anew by every property. Rank 0 writes them. One that is not there yet raises OSError."""
 
     folder: Path
 
@@ -305,11 +276,19 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """All settings of the last start, by dotted names; raises as :func:`settings_of`."""
-        config, last = self.folder / files.DS_CONFIG, begun(self.folder / EVENTS)
-        start = last[0]["start"] if last else {"params": {}, "tags": {}}
-        json_text = files.read_bytes(config) if config.exists() else None
-        return settings_of(start["params"], start["tags"], files.read_bytes(self.folder / files.SPEC), json_text)
+        """All settings of the last start, by dotted names: parameters, derived ones, spec and DeepSpeed JSON.
+
+        Raises:
+            SpecError, ValueError, AttributeError: a file is damaged.
+        """
+        spec, config = self.folder / files.SPEC, self.folder / files.DS_CONFIG
+        found = flatten(parse_yaml(files.read_text(spec), files.SPEC))
+        found |= flatten({"ds_config": self.ds_config}) if config.exists() else {}
+        if last := begun(self.folder / EVENTS):
+            start = last[0]["start"]
+            derived = {name: value for name, value in start["tags"].items() if name.startswith(DERIVED)}
+            found = {**start["params"], **derived, **found}
+        return found
 
     @property
     def status(self) -> str:
@@ -324,13 +303,13 @@ class RunFolder:
         return tuple(itertools.accumulate(map(int, rows), initial=0))
 
     def points(self, name: str) -> list[dict[str, float]]:
-        """Return the points of :data:`ddpm_ds.files.METRICS` or a file like it, as they were written."""
+        """Return the points of one of :data:`POINTS`, as they were written."""
         return files.read_points(self.folder / name)
 
     def columns(self, name: str) -> dict[str, list[float]]:
         """Return :meth:`points` by metric and ``step``, in the order of their steps, all of one length.
 
-        Points that a rollback has left are not among them; a value is NaN if its point has none of this name.
+        Points that a rollback has discarded are left out; a value that a point does not have is NaN.
         """
         points: list[dict[str, float]] = []
         for point in self.points(name):
@@ -347,7 +326,7 @@ class RunFolder:
 
     @property
     def evaluations(self) -> dict[str, list[float]]:
-        """Columns of the held-out losses."""
+        """Columns of the locked-out losses."""
         return self.columns(files.EVALUATIONS)
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
@@ -361,14 +340,14 @@ class RunFolder:
 
     @property
     def images_per_second(self) -> float:
-        """Speed of the whole run without pauses, as :func:`mean_of_points` says; 0 before the first log point."""
+        """Speed of the whole run without pauses, by :func:`mean_of_points`; 0 before the first log point."""
         metrics = self.metrics
         points = list(zip(map(int, metrics.get("step", ())), metrics.get(RATE, ()), strict=True))
         return mean_of_points(RATE, points) if points else 0.0
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Folders of the complete checkpoints on this host, oldest first; their checksums are not verified."""
+        """Folders of the complete checkpoints, oldest first; their checksums are not verified."""
         folder = checkpoints_of(self.folder)
         return [folder / name for name in names(folder)]
 
@@ -380,17 +359,13 @@ class RunFolder:
 
     def identity(self) -> str:
         """Return the identity of the folder's MLflow run, made once."""
-        found = identity_of(self.folder)
-        if found is None:
+        if (found := identity_of(self.folder)) is None:
             found = uuid.uuid4().hex
             files.write_file(self.folder / IDENTITY, f"{found}\n".encode())
         return found
 
     def logged_step(self, name: str) -> int:
-        """Return the step of the last point in one of these files, 0 if there is none.
-
-        A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
-        """
+        """Return the step of the last point in one of these files, 0 if there is none; a rollback lowers it."""
         points = self.points(name)
         return int(points[-1]["step"]) if points else 0
 
@@ -435,7 +410,7 @@ class RunFolder:
 
 
 class EventFile:
-    """Writer of an event file. A disk that refuses is said once, by ``log``; it never raises OSError."""
+    """Writer of an event file. A disk that refuses is one line through ``log``, and never an OSError."""
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
         self.path, self._log, self._refused = path, log, False
@@ -447,10 +422,8 @@ class EventFile:
             return True
         except OSError as error:
             if not self._refused:
-                self._log(
-                    f"{self.path} can't be written ({error.strerror}); training continues, and MLflow misses what "
-                    "happens until it can"
-                )
+                what = "training continues, and MLflow misses what happens until it can"
+                self._log(f"{self.path} can't be written ({error.strerror}); {what}")
             self._refused = True
             return False
 
@@ -480,11 +453,10 @@ def read(path: Path, begin: int, most: int) -> list[tuple[Record, int]]:
 
 
 def _parsed(line: bytes) -> Record:
-    try:
+    with suppress(ValueError):
         record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+        return record if isinstance(record, dict) else {}
+    return {}
 
 
 def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
@@ -499,7 +471,7 @@ def begun(path: Path, until: float = float("inf")) -> tuple[Record, int] | None:
 class Cursor:
     """Bytes that MLflow has of an event file, and of the hosts' files of system metrics beside it.
 
-    Kept in a small file, which the sender alone writes. Without it everything is sent again, which changes nothing.
+    The sender alone writes them into a small file. Without it everything is sent again, which changes nothing.
     """
 
     def __init__(self, events: Path) -> None:
@@ -527,7 +499,7 @@ class Cursor:
 
 
 def place_of(start: Record) -> str:
-    """Return where a run's MLflow is, as the user is shown it."""
+    """Return where the MLflow of a start is, without secrets."""
     return f"MLflow at {public_address(resolve_uri(start['start']['output_root']))}"
 
 
@@ -541,14 +513,14 @@ def ending(events: Path) -> str | None:
 
 
 def end_killed(events: Path, log: Callable[[str], None]) -> None:
-    """Write into a file that its run was killed, if it does not say how the run ended; nobody else may write it now."""
+    """Write into a file that its run was killed, if it has no end; nobody else may write it now."""
     if events.is_file() and ending(events) is None:
         EventFile(events, log).append({"finish": "KILLED"})
 
 
 def unsent(events: Path) -> str | None:
     """Return a line on the records of a file that could not be sent, with the command that sends them, or None."""
-    with suppress(OSError):  # which was said when it was written
+    with suppress(OSError):  # which its writer has reported
         last, count = begun(events), sum(1 for _ in lines(events, Cursor(events).sent(events)))
         if last is not None and count:
             records = f"{count:,} {'record' if count == 1 else 'records'}"
@@ -557,12 +529,12 @@ def unsent(events: Path) -> str | None:
 
 
 def send_command(events: Path) -> str:
-    """Return the command that sends what is left of a file."""
+    """Return the command that sends the rest of a file."""
     return f"ddpm-ds send {shlex.quote(str(events.parent))}"
 
 
 def discard(events: Path) -> None:
-    """Remove a file that MLflow has, with its cursor, unless it is that of a training run."""
+    """Remove a file that MLflow has, with its cursor, unless it is a training run's."""
     if events.name.startswith("events-"):
         with suppress(OSError):
             events.unlink()

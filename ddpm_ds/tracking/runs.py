@@ -1,27 +1,23 @@
-"""Runs read back from MLflow, found by folder, id or name. Imports no torch, and MLflow only
-when needed.
-"""
+"""Runs found in MLflow by folder, id or name. Imports no torch, and MLflow only when needed."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import difflib
-import functools
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import FilePath, GivenPath
-from ddpm_ds.errors import OutputError, SpecError, UserError
-from ddpm_ds.files import DS_CONFIG, SPEC, expanded
+from ddpm_ds.errors import OutputError, UserError
+from ddpm_ds.files import SPEC, expanded
 from ddpm_ds.secret import public_address
 from ddpm_ds.tracking.address import MLFLOW, reason, resolve_uri, sqlite_file, uri_fault
 from ddpm_ds.tracking.run_folder import (
@@ -33,13 +29,10 @@ from ddpm_ds.tracking.run_folder import (
     START_TAG,
     RunFolder,
     identity_of,
-    settings_of,
 )
-from ddpm_ds.tracking.tracker import numbers_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run as MlflowRun
 
 SWEEP = "sweep"
 """Kind of the run whose children are the trials of a sweep."""
@@ -53,14 +46,6 @@ MOST_FOUND = 50_000  # runs, or experiments, that MLflow returns for one questio
 
 class ExperimentError(UserError):
     """Error: a named run or experiment can't be found, read or made."""
-
-
-class Point(NamedTuple):
-    """One value of a metric; ``step`` counts optimizer steps, ``time_ms`` milliseconds since 1970."""
-
-    step: int
-    time_ms: int
-    value: float
 
 
 def open_run(run: GivenPath, *, root: FilePath = OUTPUT_ROOT) -> RunFolder:
@@ -81,19 +66,9 @@ class RecordedRun:
 
     id: str
     name: str
-    experiment: str
-    experiment_id: str
-    status: str
-    """RUNNING, FINISHED, FAILED or KILLED."""
-    start_ms: int
-    params: dict[str, str]
-    metrics: dict[str, float]
-    """Last value of each metric, and numbers that were measured once, which are tags."""
     tags: dict[str, str]
     folder: Path | None
     """Folder of the run, if it is on this machine."""
-    parent: str | None
-    """Id of the parent run."""
     tracking_uri: str
     """URI of the store that the run was read from."""
 
@@ -101,15 +76,6 @@ class RecordedRun:
     def note(self) -> str:
         """Text on why the run was made and what was learned; empty if there is none."""
         return self.tags.get(NOTE_TAG, "")
-
-    @functools.cached_property
-    def settings(self) -> dict[str, str]:
-        """All settings of the run: its parameters, derived settings, spec and DeepSpeed JSON."""
-        spec, config = (self.read_artifact(name) for name in (SPEC, DS_CONFIG))
-        try:
-            return settings_of(self.params, self.tags, spec, config)
-        except (ValueError, AttributeError, SpecError) as error:
-            raise ExperimentError(f"run {self.name} has a damaged artifact ({error}); leave it out") from None
 
     def open(self) -> RunFolder:
         """Return the run as recorded in its folder.
@@ -123,26 +89,6 @@ class RecordedRun:
             )
         return RunFolder(self.folder)
 
-    def history(self, name: str) -> list[Point]:
-        """Return all values of a metric in the order of their steps; for a step repeated after a rollback, the last."""
-        with _speaking_to(self.tracking_uri) as client:
-            logged = client.get_metric_history(self.id, name)
-        logged.sort(key=lambda point: point.timestamp)
-        of_step = {point.step: Point(point.step, point.timestamp, point.value) for point in logged}
-        return [of_step[step] for step in sorted(of_step)]
-
-    def artifacts(self, folder: str = "") -> list[str]:
-        """Return paths of the files and folders in a folder of the run's artifacts."""
-        with _speaking_to(self.tracking_uri) as client:
-            return sorted(file.path for file in client.list_artifacts(self.id, folder or None))
-
-    def read_artifact(self, path: str) -> bytes | None:
-        """Return the content of an artifact file; None if the run has no file of that path."""
-        if path not in self.artifacts(path.rpartition("/")[0]):
-            return None
-        with _speaking_to(self.tracking_uri) as client, tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
-            return Path(client.download_artifacts(self.id, path, folder)).read_bytes()
-
     def add_note(self, text: str) -> None:
         """Add a paragraph with the date to the note, which MLflow shows as Markdown.
 
@@ -155,27 +101,19 @@ class RecordedRun:
                 f"the note of {self.name} would have {len(note):,} characters, and MLflow keeps {NOTE_CHARACTERS:,}; "
                 "write less, or shorten it in MLflow's UI"
             )
-        with _speaking_to(self.tracking_uri) as client:
-            client.set_tag(self.id, NOTE_TAG, note)
+        self.keep({}, {NOTE_TAG: note})
 
-
-def keep_with(
-    run_id: str, tracking_uri: str, files: Mapping[str, str], tags: Mapping[str, str] | None = None
-) -> str | None:
-    """Log texts, by path among the artifacts, and tags to a run; return None, or why that is not possible."""
-    try:
-        with _speaking_to(tracking_uri) as client:
+    def keep(self, files: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Log texts, by path among the artifacts, and tags; raises ExperimentError if MLflow does not answer."""
+        with _client_of(self.tracking_uri) as client:
             for path, text in files.items():
-                client.log_text(run_id, text, path)
-            for name, value in (tags or {}).items():
-                client.set_tag(run_id, name, value)
-    except ExperimentError as error:
-        return str(error)
-    return None
+                client.log_text(self.id, text, path)
+            for name, value in tags.items():
+                client.set_tag(self.id, name, value)
 
 
 def add_runs_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--runs``, which says where to look for runs that are not named by their folder."""
+    """Add ``--runs``, the place of runs that are not named by their folder."""
     parser.add_argument(
         "--runs",
         type=file_path,
@@ -214,7 +152,7 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
         among = _runs(uri, f"tags.`{PARENT_TAG}` = '{found[0].id}'")
         problem = f"run {found[0].name} in {public_address(uri)} has no trials yet; start it"
     else:
-        with _speaking_to(uri) as client:
+        with _client_of(uri) as client:
             experiment = client.get_experiment_by_name(text)
         if experiment is None:
             raise _unclear("run and no experiment", text, found, uri)
@@ -249,7 +187,7 @@ def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> Ex
     if found:
         ids = ", ".join(run.id for run in found[:NEAR_NAMES])
         return ExperimentError(f"{len(found)} runs are called {text} in {public_address(uri)}: {ids}; name one by id")
-    with _speaking_to(uri) as client:
+    with _client_of(uri) as client:
         experiments = [experiment.name for experiment in client.search_experiments(max_results=MOST_FOUND)]
     runs = [run.name for run in _runs(uri, "")]
     near = difflib.get_close_matches(text, list(dict.fromkeys([*runs, *experiments])), n=NEAR_NAMES, cutoff=0.5)
@@ -260,19 +198,13 @@ def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> Ex
 
 def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
     """Return the runs of a store that match a filter, in the order of their start."""
-    with _speaking_to(uri) as client:
-        names = {found.experiment_id: found.name for found in client.search_experiments(max_results=MOST_FOUND)}
-        among = list(names) if experiment_ids is None else list(experiment_ids)
-        found = client.search_runs(among, filter_string, order_by=["attributes.start_time ASC"], max_results=MOST_FOUND)
-        return [_read(run, names[run.info.experiment_id], uri) for run in found]
-
-
-def _read(run: MlflowRun, experiment: str, uri: str) -> RecordedRun:
-    info, data = run.info, run.data
-    tags, parent = dict(data.tags), data.tags.get(PARENT_TAG)
-    where, values = (info.run_id, info.run_name, experiment, info.experiment_id), numbers_of(tags) | data.metrics
-    params, folder = dict(data.params), _folder(tags, info.run_name, uri)
-    return RecordedRun(*where, info.status, info.start_time, params, values, tags, folder, parent, uri)
+    with _client_of(uri) as client:
+        if experiment_ids is None:
+            experiment_ids = [found.experiment_id for found in client.search_experiments(max_results=MOST_FOUND)]
+        by_start = ["attributes.start_time ASC"]
+        found = client.search_runs(list(experiment_ids), filter_string, order_by=by_start, max_results=MOST_FOUND)
+    named = ((run.info.run_id, run.info.run_name, dict(run.data.tags)) for run in found)
+    return [RecordedRun(run_id, name, tags, _folder(tags, name, uri), uri) for run_id, name, tags in named]
 
 
 def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
@@ -288,7 +220,7 @@ def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def _speaking_to(uri: str) -> Iterator[MlflowClient]:
+def _client_of(uri: str) -> Iterator[MlflowClient]:
     """Yield MLflow's client; its errors become one line.
 
     Raises:
@@ -302,21 +234,15 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
         )
     for name, value in MLFLOW.items():
         os.environ.setdefault(name, value)
+    for talkative in ("mlflow", "alembic"):
+        logging.getLogger(talkative).setLevel(logging.ERROR)
+    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        yield _client(uri)
+        yield MlflowClient(uri)
     except (MlflowException, SQLAlchemyError, OSError, ImportError, ValueError) as error:
         raise ExperimentError(
             f"MLflow at {public_address(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
         ) from None
-
-
-@functools.cache
-def _client(uri: str) -> MlflowClient:
-    from mlflow import MlflowClient
-
-    for talkative in ("mlflow", "alembic"):
-        logging.getLogger(talkative).setLevel(logging.ERROR)
-    return MlflowClient(uri)

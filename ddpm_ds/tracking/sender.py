@@ -1,30 +1,28 @@
 """Process that sends a run's events to MLflow, in order, until it has them.
 
-Rank 0 starts it with its own process id, and before it imports PyTorch, so that MLflow is imported at the same time:
+Rank 0 starts it with its own process id, before it imports PyTorch, so that MLflow is imported at the same time:
 
     python -m ddpm_ds.tracking.sender TRAINER
 
-Lines of JSON tell it what to do: {"store": folder} opens MLflow's store for the runs in a folder ahead of the run, and
-{"events": file, "accelerator": name} is the last one, by which a :class:`~ddpm_ds.tracking.tracker.Tracker` names the
-event file to send. It ends when MLflow has the end of the run. If the trainer dies, it ends the run as FAILED,
-and what can't be sent in the next seconds stays in the file, for the run's next start or for ``ddpm-ds send``
-(:func:`send_later`). It answers with lines of JSON: {"run": ids in MLflow}, {"log": line}, {"sent": number of records,
-"down": whether MLflow fails}. With a run's folder and a rank as further arguments it only
-collects the system metrics of a host - CPU, memory, disk, network, GPUs - by MLflow's classes and names:
+A line with a path names the event file of a :class:`~ddpm_ds.tracking.tracker.Tracker`. The process ends when MLflow
+has the end of the run. If the trainer dies, it ends the run as FAILED, and what can't be sent in the next seconds stays
+in the file, for the run's next start or ``ddpm-ds send`` (:func:`send_later`). Its replies are lines of JSON:
+{"run": ids in MLflow}, {"log": line}, {"sent": number of records, "down": whether MLflow fails}.
+
+With a run's folder and a rank as further arguments it only collects the system metrics of a host - CPU, memory, disk,
+network, GPUs - by MLflow's classes and names:
 
     host b   child of its first rank ──▶ RUN_DIR/system_metrics/b.jsonl ──┐
     host a   child of rank 0 ──▶ RUN_DIR/system_metrics/a.jsonl ──────────┴──▶ child of rank 0 ──▶ MLflow
 
-Only rank 0's child talks to MLflow, so the other hosts need neither a connection to the tracking server nor its
-password, and an SQLite file, which must not be written from several hosts, works as well. MLflow's own monitor needs
-the server on every host and stops at its first failed request, so only its classes and environment variables are used.
+So other hosts need neither a connection to the tracking server nor its password, and an SQLite file, which must not be
+written by several hosts, will do. MLflow's own monitor needs the server on every host and stops at its first failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import logging
 import math
@@ -43,14 +41,11 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import psutil
-from PIL import (
-    Image,
-    UnidentifiedImageError,
-)  # at the top, since two threads that import it at once may see it half-imported
+from filelock import FileLock
+from PIL import Image, UnidentifiedImageError  # here, since threads that import it at once may see it half-imported
 
-from ddpm_ds.command_line import limited_seconds, positive
+from ddpm_ds.command_line import limited_seconds
 from ddpm_ds.errors import SpecError, UserError, print_to_stderr
-from ddpm_ds.files import open_regular
 from ddpm_ds.processes.ranks import NODE_ID, for_good, host_name
 from ddpm_ds.tracking.address import (
     DATABASES,
@@ -81,50 +76,33 @@ from ddpm_ds.tracking.run_folder import (
     read,
     unsent,
 )
-from ddpm_ds.tracking.tracker import Tracker, start_child
+from ddpm_ds.tracking.tracker import INTERVAL, start_child
 
-if TYPE_CHECKING:  # the child needs no PyTorch
-    import torch.distributed as dist
+if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput, Run
-    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
 
-SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
-INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"
-SETTINGS = "system_metrics/settings"  # in the store
-OFF = ("false", "0")
-STORE_POLL_SECONDS = 0.05
 Log = Callable[[str, str], None]
 """Shows a line, which is second, once for each topic, which is first."""
-Number = TypeVar("Number", int, float)
+Answer = TypeVar("Answer")
 POLL_SECONDS = 0.1
-FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
+FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills the rest of a rank after 30
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 RECORDS_AT_ONCE = 1000
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
-Answer = TypeVar("Answer")
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 
 
-@contextlib.contextmanager
-def system_metrics(store: dist.Store | None, run_dir: Path, tracker: Tracker | None) -> Iterator[None]:
+@contextmanager
+def system_metrics(run_dir: Path) -> Iterator[None]:
     """Have a child collect the system metrics of this host during training; entered on every rank.
 
-    Rank 0's sender does so by itself, and other ranks than a host's first do nothing. The environment of rank 0, which
-    alone has a ``tracker``, says for all hosts whether metrics are read and how often. ``store`` is that of the ranks,
-    None for a single one.
+    Only the first rank of a host starts one, and rank 0 none, whose sender does the same.
     """
-    child = None
-    if store is not None and os.environ["RANK"] == "0":
-        settings = {name: os.environ[name] for name in (SWITCH, INTERVAL, SAMPLES) if name in os.environ}
-        store.set(SETTINGS, json.dumps(settings if tracker is not None else {SWITCH: "false"}))
-    elif store is not None and os.environ["LOCAL_RANK"] == "0":
-        while not store.check([SETTINGS]):  # waiting in the store would hold up this rank's heartbeat
-            time.sleep(STORE_POLL_SECONDS)
-        settings = {SWITCH: "true", INTERVAL: "10", SAMPLES: "1", **json.loads(store.get(SETTINGS))}
-        if settings[SWITCH].lower() not in OFF:
-            child = start_child(run_dir.resolve(), os.environ["RANK"], pipes=subprocess.DEVNULL, **settings)
+    child, rank = None, os.environ.get("RANK", "0")
+    if rank != "0" and os.environ["LOCAL_RANK"] == "0":
+        child = start_child(run_dir.resolve(), rank, pipes=subprocess.DEVNULL)
     try:
         yield
     finally:
@@ -133,73 +111,51 @@ def system_metrics(store: dist.Store | None, run_dir: Path, tracker: Tracker | N
             child.wait()
 
 
-def collect(run_dir: Path, rank: int, ending: threading.Event, log: Log) -> None:
-    """Write the means of several readings of this host into its file, at a fixed interval, until ``ending``.
+def collect(run_dir: Path, rank: int, interval: str, ending: threading.Event, log: Log) -> None:
+    """Write readings of this host into its file every ``interval`` seconds, until ``ending``.
 
     Metrics are ``system/HOST/...``, of rank 0's host ``system/...`` unless the environment names it. If two hosts have
-    the same name, the second one's gets its rank appended. ``log`` shows a line, once for each topic.
+    the same name, the second one's gets its rank appended.
     """
-    host = host_name()
-    try:
-        _collect(run_dir / SYSTEM_METRICS, host, rank, ending, log)
-    except Exception as error:  # whatever it is, training must not see it
-        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
-
-
-def _collect(folder: Path, host: str, rank: int, ending: threading.Event, log: Log) -> None:
-    if os.environ.get(SWITCH, "true").lower() in OFF:
-        return
-    interval, samples = _setting(INTERVAL, limited_seconds, "10"), _setting(SAMPLES, positive, "1")
-    folder.mkdir(parents=True, exist_ok=True)
-    for node in (host, f"{host}-rank{rank}"):
-        path = folder / f"{node.replace('/', '_')}.jsonl"
-        if (held := lock(path)) is not None:
-            break
-    prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
-    file, monitors = EventFile(path, lambda line: log("disk", line)), _monitors(log)
-    with held or contextlib.nullcontext():
-        while True:
-            for _ in range(samples):
-                if ending.wait(interval):
-                    return
-                for monitor in monitors:
-                    monitor.collect_metrics()
-            means = {name: value for monitor in monitors for name, value in monitor.aggregate_metrics().items()}
-            file.append({"metrics": {prefix + name: value for name, value in means.items()}})
-            for monitor in monitors:
-                monitor.clear_metrics()
-
-
-def _monitors(log: Log) -> list[BaseMetricsMonitor]:
-    """Return what reads this host; ``log`` is told when training uses GPUs that can't be read."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-    psutil.cpu_percent()  # the first call only starts the counter
-    monitors: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    host, folder = host_name(), run_dir / SYSTEM_METRICS
     try:
-        monitors.append(GPUMonitor())
-    except Exception as error:  # no module, no driver, a driver of another version
-        if os.environ.get("DS_ACCELERATOR") == "cuda":
-            fix = "pip install nvidia-ml-py" if isinstance(error, ImportError) else "nvidia-smi says more"
-            log("GPUs", f"system metrics of {host_name()} are without the GPUs ({error}); {fix}")
-    return monitors
-
-
-def _setting(name: str, parse: Callable[[str], Number], default: str) -> Number:
-    try:
-        return parse(os.environ.get(name, default))
+        seconds = limited_seconds(interval)
+        folder.mkdir(parents=True, exist_ok=True)
+        for node in (host, f"{host}-rank{rank}"):
+            if (locked := lock(path := folder / f"{node}.jsonl")) is not None:
+                break
+        prefix = f"system/{node}/" if rank or os.environ.get(NODE_ID) else "system/"
+        psutil.cpu_percent()  # the first call only starts the counter
+        file, monitors = (
+            EventFile(path, lambda line: log("disk", line)),
+            [CPUMonitor(), DiskMonitor(), NetworkMonitor()],
+        )
+        with suppress(Exception):  # no GPU, or no driver of the right version
+            monitors.append(GPUMonitor())
+        with locked or nullcontext():
+            while not ending.wait(seconds):
+                found: dict[str, float] = {}
+                for monitor in monitors:
+                    monitor.collect_metrics()
+                    found |= monitor.aggregate_metrics()
+                    monitor.clear_metrics()
+                file.append({"metrics": {prefix + name: value for name, value in found.items()}})
     except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{name}: {error}") from None
+        log(SYSTEM_METRICS, f"no system metrics of {host} are read ({INTERVAL}: {error}); training continues")
+    except Exception as error:  # whatever it is, training must not see it
+        log(SYSTEM_METRICS, f"system metrics of {host} are no longer read ({error}); training continues")
 
 
 class MlflowRun:
-    """Run of MLflow's that a start names. ``told`` hears the ids of run and experiment, ``log`` a line to show."""
+    """Run in MLflow that a start names. ``reply`` receives the ids of run and experiment, ``log`` a line to show."""
 
-    def __init__(self, told: Callable[[Record], None], log: Callable[[str, str], None]) -> None:
-        self._told, self._log = told, log
+    def __init__(self, reply: Callable[[Record], None], log: Log) -> None:
+        self._reply, self._log = reply, log
         self._start: Record = {}
         self._client: MlflowClient
         self._run: Run
@@ -212,28 +168,27 @@ class MlflowRun:
             self._start = batch[0]["start"]
             return self._open(resumes="time" in batch[0])
         client, run = self._client, self._run.info.run_id
+        if batch[0].keys() & {"artifact", "image", "text"}:
+            self._check_files()
         match batch[0]:
             case {"metrics": _}:
                 points = [(point, item) for point in batch for item in point["metrics"].items()]
                 metrics = [Metric(name, value, point["time"], self._step(point)) for point, (name, value) in points]
                 client.log_batch(run, metrics=metrics, synchronous=True)
             case {"artifact": path, "folder": folder}:
-                self._check_files()
                 client.log_artifact(run, path, folder or None)
             case {"image": path, "key": key, "step": step, "time": at}:
-                self._check_files()
                 name = rf"images/{re.sub('/', '.', key)}\Wstep\W{step}\Wtimestamp\W{at}\W.*compressed"
                 if not any(re.match(name, file.path) for file in client.list_artifacts(run, "images")):
                     with Image.open(path) as image:
                         client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
             case {"text": text, "name": name}:
-                self._check_files()
                 client.log_text(run, text, name)
             case {"tags": tags} | {"numbers": tags}:
                 tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"finish": status, "time": at}:
-                if self._alone and not self._join_parent():
+                if not self._join_parent():
                     place = place_of({"start": self._start})
                     line = f"{place} does not have the parent of {self._start['run_dir']}; it stands alone"
                     self._log("orphan", line)
@@ -244,7 +199,7 @@ class MlflowRun:
         return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
 
     def _open(self, resumes: bool) -> None:
-        """Find or make the run of the start record; ``resumes`` says that a run which has ended is now running."""
+        """Find or make the run of the start record; one that has ended is set to running if it ``resumes``."""
         from mlflow.entities import Param, RunTag
 
         start, uri = self._start, resolve_uri(self._start["output_root"])
@@ -266,19 +221,19 @@ class MlflowRun:
                 tags = {START_TAG: start["id"]}
                 found = client.create_run(experiment_id, start["time"], tags, start["run_name"])
             self._run, run_id = found, found.info.run_id
-            new = {} if found.data.params else start["params"]
-            tags = dict(start["tags"])
-            if NOTE_TAG in found.data.tags:  # which may have been edited
-                tags.pop(NOTE_TAG, None)
-            params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
-            client.log_batch(run_id, params=params, tags=run_tags, synchronous=True)
+            params = [] if found.data.params else [Param(*param) for param in start["params"].items()]
+            edited = {NOTE_TAG} & found.data.tags.keys()  # perhaps
+            new_tags = [RunTag(*tag) for tag in start["tags"].items() if tag[0] not in edited]
+            client.log_batch(run_id, params=params, tags=new_tags, synchronous=True)
             if start.get("dataset"):
                 client.log_inputs(run_id, [_dataset_input(**start["dataset"])])
-        self._told({"run": {"run_id": run_id, "experiment_id": experiment_id}})
-        self._alone = bool(start.get("parent")) and PARENT_TAG not in found.data.tags and not self._join_parent()
+        self._reply({"run": {"run_id": run_id, "experiment_id": experiment_id}})
+        self._join_parent()
 
     def _join_parent(self) -> bool:
-        """Make the run a child of its parent; return False if MLflow does not have that, perhaps not yet."""
+        """Make the run a child of its parent, if it has one; return False if MLflow does not have that, or not yet."""
+        if self._start.get("parent") is None or PARENT_TAG in self._run.data.tags:
+            return True
         parent = self._find(self._run.info.experiment_id, self._start["parent"])
         if parent is not None:
             self._client.set_tag(self._run.info.run_id, PARENT_TAG, parent.info.run_id)
@@ -317,47 +272,35 @@ def opened_store(output_root: Path) -> Iterator[MlflowClient]:
 
     uri = resolve_uri(output_root)
     mlflow.set_tracking_uri(uri)
+    if not uri.startswith("sqlite"):
+        yield mlflow.MlflowClient(uri)
+        return
     file = sqlite_file(uri)
-    with _one_at_a_time(output_root if file is None else file.parent) if uri.startswith("sqlite") else nullcontext():
-        if file is not None:
-            _make_database(file)
+    folder = output_root if file is None else file.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".mlflow.lock"):  # two processes that create one database at once corrupt it
+        if file is not None and not file.exists():
+            new = file.with_name(f".{file.name}.new")  # so that a killed process leaves no incomplete one
+            new.unlink(missing_ok=True)
+            mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+            new.replace(file)
         yield mlflow.MlflowClient(uri)
 
 
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Lock out other workers of the same folder, since two that create one database at once corrupt it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open_regular(folder / ".mlflow.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _make_database(path: Path) -> None:
-    """Make a missing database under a temporary name first, so that a killed process leaves no incomplete one."""
-    import mlflow
-
-    if not path.exists():
-        new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)
-        mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
-        new.replace(path)
-
-
 class Feed:
-    """What MLflow gets of an event file, and of the system metrics of the run's hosts.
+    """Sends an event file to MLflow, and the system metrics of the run's hosts.
 
-    ``told`` hears the ids of the run in MLflow.
+    ``reply`` receives the ids of the run in MLflow.
     """
 
-    def __init__(self, events: Path, start: Record, log: Log, told: Callable[[Record], None]) -> None:
+    def __init__(self, events: Path, start: Record, log: Log, reply: Callable[[Record], None]) -> None:
         self.place, self._events, self._cursor, self._log = place_of(start), events, Cursor(events), log
-        self._target = MlflowRun(told, log)
-        self._open = False  # whether it has been told which run it is
+        self._target = MlflowRun(reply, log)
+        self._open = False  # whether the target knows which run it is
         self.sent, self.ended_at, self.failing, self.refused = 0, 0, False, False
 
     def advance(self) -> bool:
-        """Send what is next; return whether there was anything. Hosts' system metrics come before the run's end."""
+        """Send the next records; return whether there were any. Hosts' system metrics come before the run's end."""
         events = self._next(self._events)
         if before_end := list(takewhile(lambda one: "finish" not in one[0], events)):
             return self._send(self._events, before_end)
@@ -401,44 +344,31 @@ class Feed:
     def follow(self, own: int, hurried: threading.Event) -> None:
         """Send records as they come, until the end of the run whose start ends at byte ``own``.
 
-        A failure is said once and tried again after pauses, which are short when it is ``hurried``.
+        The first failure is a line; each is tried again after pauses, which are short once it is ``hurried``.
         """
-        pause, behind = FIRST_PAUSE_SECONDS, False
+        pause = FIRST_PAUSE_SECONDS
         while self.ended_at <= own:
             try:
                 sent = self.advance()
             except Exception as error:  # whatever it is, training must not see it
-                line = f"{self.place} fails ({reason(error)}); training continues, and it is tried again"
-                self._log("down", line)
-                self.failing = behind = True
+                self.failing = True
+                self._log("down", f"{self.place} fails ({reason(error)}); training continues, and it is tried again")
                 if hurried.wait(pause):
                     time.sleep(FIRST_PAUSE_SECONDS)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
+            if self.failing:
+                self._log("up", f"{self.place} answers again")
             self.failing, pause = False, FIRST_PAUSE_SECONDS
-            if behind and (not sent or self.ended_at > own):
-                self._log("up", f"{self.place} answers again; everything has been sent")
-                behind = False
             if not sent:
                 time.sleep(POLL_SECONDS)
-
-    def send_once(self) -> bool:
-        """Send what there is, and say so; return whether MLflow has taken it all."""
-        try:
-            while self.advance():
-                pass
-        except Exception as error:  # whatever it is, other files may be taken
-            print(f"{self._events}: {self.place} fails ({reason(error)}); send again when it answers")
-            return False
-        print(f"{self._events}: {self.sent:,} records sent to {self.place}")
-        return not self.refused
 
 
 class Child:
     """This process, beside the trainer with the process id ``trainer``."""
 
     def __init__(self, trainer: int) -> None:
-        self._trainer, self._said, self._replies = trainer, set[str](), os.dup(1)
+        self._trainer, self._logged, self._replies = trainer, set[str](), os.dup(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # MLflow may print
 
     @property
@@ -446,49 +376,39 @@ class Child:
         """Whether the trainer has died."""
         return os.getppid() != self._trainer
 
-    def tell(self, reply: Record) -> None:
-        """Tell the trainer."""
+    def reply(self, record: Record) -> None:
+        """Send a record to the trainer."""
         with suppress(OSError):  # it is gone
-            os.write(self._replies, json.dumps(reply).encode() + b"\n")
+            os.write(self._replies, json.dumps(record).encode() + b"\n")
 
     def log(self, topic: str, line: str) -> None:
         """Show a line, once for each topic; through the trainer while it lives, so its progress line stays whole."""
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._logged:
+            self._logged.add(topic)
             with suppress(OSError):
-                print_to_stderr(line) if self.alone else self.tell({"log": line})
+                print_to_stderr(line) if self.alone else self.reply({"log": line})
 
     def wait_for(self, ask: Callable[[], Answer | None]) -> Answer:
-        """Return what ``ask`` returns when it is not None; the process ends if the trainer dies before."""
+        """Return the first answer that is not None; the process ends if the trainer dies before."""
         while (answer := ask()) is None:
             if self.alone:
                 os._exit(1)
             time.sleep(POLL_SECONDS)
         return answer
 
-    def obey(self) -> bool:
-        """Do what the trainer says; return whether MLflow has all events of its run."""
+    def send(self) -> bool:
+        """Send the events of the trainer's run until its end; return whether MLflow has all of them."""
         with for_good():
             import mlflow  # noqa: F401  (here, since threads that import it at once may see it half-imported)
-        for line in sys.stdin:
-            match json.loads(line):
-                case {"store": root}:
-                    with for_good(), suppress(Exception), opened_store(Path(root)):
-                        pass  # else it is opened again for the run, which says what fails
-                case {"events": events, "accelerator": accelerator}:
-                    os.environ["DS_ACCELERATOR"] = accelerator
-                    return self.send(Path(events))
-        return False  # the trainer has left without a run
-
-    def send(self, events: Path) -> bool:
-        """Send a run's events until its end; return whether MLflow has all of them."""
+        if not (line := sys.stdin.buffer.readline()):
+            return False  # the trainer has left without a run
+        events = Path(os.fsdecode(line[:-1]))
         with self.wait_for(lambda: lock(events)):
             start, own = self.wait_for(lambda: begun(events))
-            hurried, deadline, said = threading.Event(), math.inf, Record()
-            feed = Feed(events, start, self.log, self.tell)
+            hurried, deadline, before = threading.Event(), math.inf, Record()
+            feed = Feed(events, start, self.log, self.reply)
             thread = threading.Thread(target=feed.follow, args=(own, hurried), daemon=True)
-            if start["start"]["system_metrics"]:
-                threading.Thread(target=collect, args=(events.parent, 0, hurried, self.log), daemon=True).start()
+            self._collect(events.parent, 0, start, hurried)
             thread.start()
             while thread.is_alive():
                 if self.alone and deadline == math.inf:
@@ -500,17 +420,20 @@ class Child:
                 if time.monotonic() > deadline:
                     self.log("unsent", unsent(events) or "")
                     return False
-                if (state := {"sent": feed.sent, "down": feed.failing}) != said:
-                    self.tell(said := state)
+                if (state := {"sent": feed.sent, "down": feed.failing}) != before:
+                    self.reply(before := state)
                 thread.join(POLL_SECONDS)
             return not feed.refused
 
-    def collect(self, run_dir: Path, rank: int) -> bool:
+    def collect(self, run_dir: Path, rank: int) -> None:
         """Collect the system metrics of a host other than rank 0's until the trainer dies."""
-        ending = threading.Event()
-        threading.Thread(target=collect, args=(run_dir, rank, ending, self.log), daemon=True).start()
+        start, _ = self.wait_for(lambda: begun(run_dir / EVENTS))
+        self._collect(run_dir, rank, start, threading.Event())
         self.wait_for(lambda: None)
-        return True
+
+    def _collect(self, run_dir: Path, rank: int, start: Record, ending: threading.Event) -> None:
+        if interval := start["start"]["system_metrics"]:
+            threading.Thread(target=collect, args=(run_dir, rank, interval, ending, self.log), daemon=True).start()
 
 
 def send_later(run_dir: Path) -> bool:
@@ -529,24 +452,34 @@ def send_later(run_dir: Path) -> bool:
 
 
 def _send_file(events: Path) -> bool:
+    def log(line: str) -> None:
+        print(f"{events}: {line}")
+
     try:
-        if (held := lock(events)) is None:
-            print(f"{events}: another process sends it, as that of a run that is still going does")
+        if (locked := lock(events)) is None:
+            log("another process sends it, as that of a run that is still going does")
             return False
-        with held, contextlib.ExitStack() as claim:
+        with locked, contextlib.ExitStack() as claim:
             if (last := begun(events)) is None:
                 return True
             if (run := events.with_name(LOCK)).is_file() and (free := lock(run)) is not None:
                 claim.enter_context(free)
                 end_killed(events, print)
             check_tracking_uri(Path(last[0]["start"]["output_root"]))
-            everything = Feed(events, last[0], lambda _, line: print(f"{events}: {line}"), lambda _: None).send_once()
+            feed = Feed(events, last[0], lambda _, line: log(line), lambda _: None)
+            try:
+                while feed.advance():
+                    pass
+            except Exception as error:  # whatever it is, other files may be taken
+                log(f"{feed.place} fails ({reason(error)}); send again when it answers")
+                return False
     except OSError as error:
-        print(f"{events} can't be read ({error.strerror}); allow it")
+        log(f"it can't be read ({error.strerror}); allow it")
         return False
-    if everything and ending(events) is not None:
+    log(f"{feed.sent:,} records sent to {feed.place}")
+    if not feed.refused and ending(events) is not None:
         discard(events)
-    return everything
+    return not feed.refused
 
 
 def main() -> None:
@@ -559,7 +492,10 @@ def main() -> None:
     trainer, *host = sys.argv[1:]
     child, everything = Child(int(trainer)), False
     try:
-        everything = child.collect(Path(host[0]), int(host[1])) if host else child.obey()
+        if host:
+            child.collect(Path(host[0]), int(host[1]))
+        else:
+            everything = child.send()
     except OSError as error:
         name = error.filename or EVENTS
         child.log("file", f"{name} can't be read ({error.strerror}), so nothing is sent; training continues")

@@ -4,11 +4,10 @@
                                                       │
          log lines ◀── listening thread ◀── replies ──┘
 
-MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`): its import, the making of its database, its network
-and its crashes stay outside of the training process. An event is a line in a file
-(:class:`~ddpm_ds.tracking.run_folder.EventFile`), so nothing that happens to MLflow is waited for, and what it has not
-taken can be sent later. (MLflow's own asynchronous logging drops what a server does not take at once, and runs in
-threads of the training process.)
+MLflow lives in a child process (:mod:`ddpm_ds.tracking.sender`), with its import, its database, its network and its
+crashes. An event is a line in a file (:class:`~ddpm_ds.tracking.run_folder.EventFile`), so what MLflow has not taken
+can be sent later. (MLflow's own asynchronous logging drops what a server does not take at once, and runs in threads of
+the training process.)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import psutil
 
@@ -49,9 +48,10 @@ from ddpm_ds.tracking.run_folder import (
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run has ended, in MLflow's words."""
 SENDER = "ddpm_ds.tracking.sender"
-COMPUTING_SECONDS = 1.0  # CPU time during a wait from which on the child counts as at work, and is waited for again
 DOWN_SECONDS = 3.0  # longest wait at the end of a run for an MLflow that is down
 USER_TAG = "mlflow.user"
+SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
+INTERVAL = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,11 @@ class RunLink:
         return self.url if self.command is None else f"{self.command}  and open  {self.url}"
 
 
-def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
-    """Return the numbers among a run's tags: values measured once, with a slash in their names."""
-    numbers: dict[str, float] = {}
-    for name, value in tags.items():
-        with suppress(ValueError):
-            numbers |= {name: float(value)} if "/" in name else {}
-    return numbers
-
-
-def start_child(*arguments: object, pipes: int = subprocess.PIPE, **settings: str) -> subprocess.Popen[bytes]:
-    """Start the sender with this process's id and arguments; ``settings`` are added to its environment.
-
-    Without arguments it imports MLflow, and waits until :func:`tell` names a run.
-    """
+def start_child(*arguments: object, pipes: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """Start the sender with this process's id and arguments; without arguments it waits for a :class:`Tracker`."""
     variables = {
         **MLFLOW,
         **os.environ,
-        **settings,
         "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),  # finds the modules we found
         "PYTHONSAFEPATH": "1",  # and none in the working folder besides
         "PYTHONWARNINGS": "ignore",
@@ -100,15 +87,6 @@ def start_child(*arguments: object, pipes: int = subprocess.PIPE, **settings: st
         return subprocess.Popen(command, stdin=pipes, stdout=pipes, env=variables)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def tell(child: subprocess.Popen[bytes], order: Record) -> None:
-    """Tell a child without arguments to open a folder's ``store``, or, at last, to send the ``events`` of a file."""
-    assert child.stdin is not None
-    with suppress(OSError):  # it has died, which is noticed elsewhere
-        os.write(child.stdin.fileno(), json.dumps(order).encode() + b"\n")
-    if "events" in order:
-        child.stdin.close()
 
 
 class Tracker:
@@ -135,13 +113,13 @@ class Tracker:
         """Begin a run, or resume the one of this ``identity``, whose params are left as they are.
 
         ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
-        tracker; ``run_dir`` is where the file of events is. ``params`` may be nested, ``tags`` are set at
-        every start, ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest``
-        of their content and their ``source``. ``parent`` is the identity of the run that this one is a child of.
-        ``system_metrics`` has those of this host read until the end, and sent with those of others.
-        ``log`` shows one line to the user, and is called from another thread. ``sender`` is a child that was started
-        ahead (:func:`start_child`).
+        tracker; ``run_dir`` has the file of events. ``params`` may be nested, ``tags`` are set at every start,
+        ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest`` of their
+        content and their ``source``. ``parent`` is the identity of the parent run. ``system_metrics`` are read on all
+        hosts, as the environment demands. ``log`` shows a line, from another thread. ``sender`` is a child that was
+        started ahead (:func:`start_child`).
         """
+        off = not system_metrics or os.environ.get(SWITCH, "true").lower() in ("false", "0")
         start = {
             "id": identity or uuid.uuid4().hex,
             "time": now_ms(),
@@ -153,7 +131,7 @@ class Tracker:
             "tags": {USER_TAG: user_name(), **tags},
             "dataset": dataset,
             "parent": parent,
-            "system_metrics": system_metrics,
+            "system_metrics": None if off else os.environ.get(INTERVAL, "10"),
         }
         tracker = cls(start, log, sender)
         for path in artifacts:
@@ -169,10 +147,12 @@ class Tracker:
         end_killed(self._events.path, log)  # the start before, which may have been another run
         self._begun = self._events.append({"start": start})
         self._run: dict[str, str] = {}
-        self._sent, self._down = 0, False  # as the child said last
+        self._sent, self._down = 0, False  # by the child's last reply
         self._link: RunLink | None = None
         self._process = sender or start_child()
-        tell(self._process, {"events": str(self._events.path), "accelerator": os.environ.get("DS_ACCELERATOR", "")})
+        assert self._process.stdin is not None
+        with suppress(OSError), self._process.stdin as orders:  # if it has died, the listener notices
+            orders.write(os.fsencode(self._events.path) + b"\n")
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
         self._listener.start()
 
@@ -182,7 +162,7 @@ class Tracker:
         return self._run.get("run_id")
 
     def wait_for_run(self, stop: Callable[[], bool]) -> None:
-        """Wait until MLflow has the run, however busy the machine, unless it fails, which is said, or ``stop``."""
+        """Wait until MLflow has the run, however busy the machine, unless it fails, which is a line, or ``stop``."""
         while self.run_id is None and self._listener.is_alive() and not self._down and not stop():
             time.sleep(0.1)
 
@@ -211,20 +191,17 @@ class Tracker:
         self._put({"tags": dict(values)})
 
     def finish(self, status: Status, timeout_seconds: float = 30.0) -> RunLink:
-        """End the run. Waits until all is sent, or nothing has been sent for about ``timeout_seconds``, 3 s if
-        MLflow is down; the rest can be sent later. A second call only returns the link."""
+        """End the run. Waits until all is sent, or the child has done nothing for ``timeout_seconds``, 3 s if MLflow is
+        down; the rest can be sent later. A second call only returns the link."""
         if self._link is None:
-            finished = self._put({"finish": status})
-            sent, computed, working = self._sent, self._child_cpu_seconds(), True
-            while self._listener.is_alive() and working:
-                begin = time.monotonic()
-                while self._listener.is_alive() and time.monotonic() < begin + (
-                    min(timeout_seconds, DOWN_SECONDS) if self._down else timeout_seconds
-                ):
-                    finished = finished or self._put({"finish": status})  # the disk was full
-                    self._listener.join(0.1)
-                before, sent, computed_before, computed = sent, self._sent, computed, self._child_cpu_seconds()
-                working = sent > before or computed - computed_before >= COMPUTING_SECONDS
+            finished, done, since = self._put({"finish": status}), None, time.monotonic()
+            while self._listener.is_alive():
+                finished = finished or self._put({"finish": status})  # again if the disk is full
+                if (done_now := (self._sent, self._child_cpu_seconds())) != done:
+                    done, since = done_now, time.monotonic()
+                if time.monotonic() > since + (min(timeout_seconds, DOWN_SECONDS) if self._down else timeout_seconds):
+                    break
+                self._listener.join(0.1)
             with self._lock:
                 self._closed = True
             self._process.kill()
@@ -233,45 +210,38 @@ class Tracker:
                 discard(self._events.path)
             elif line := unsent(self._events.path):
                 self._log(line)
-            self._link = self._make_link()
+            uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
+            page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
+            self._link = RunLink(run_id, public_address(uri), *page_of(uri, page))
         return self._link
 
-    def _child_cpu_seconds(self) -> float:
-        """Return the CPU seconds that the child has used; on a busy machine MLflow takes long to start."""
+    def _child_cpu_seconds(self) -> int:
+        """Return the whole CPU seconds that the child has used; on a busy machine MLflow takes long to start."""
         try:
-            times = psutil.Process(self._process.pid).cpu_times()
+            return int(psutil.Process(self._process.pid).cpu_times().user)
         except psutil.Error:
-            return 0.0
-        return float(times.user + times.system)
+            return 0
 
     def _put(self, record: Record) -> bool:
-        """Write a record down, after the start if the disk has not taken that yet; return whether it took it."""
+        """Append a record, after the start if the disk has not taken that yet; return whether it took it."""
         with self._lock:
             self._begun = self._begun or self._events.append({"start": self._start})
             return not self._closed and self._begun and self._events.append(record)
 
     def _listen(self) -> None:
-        """Read what the child says until it ends; one that dies is not replaced, since the file keeps everything."""
-        replies: IO[bytes] | None = self._process.stdout
-        assert replies is not None
-        with replies:
+        """Read the child's replies until it ends; one that dies is not replaced, since the file keeps everything."""
+        assert self._process.stdout is not None
+        with self._process.stdout as replies:
             for line in replies:
                 with suppress(ValueError):  # cut off by the child's death
-                    self._hear(json.loads(line))
+                    reply = json.loads(line)
+                    if "log" in reply:
+                        self._log(reply["log"])
+                    self._run = reply.get("run", self._run)
+                    self._sent, self._down = reply.get("sent", self._sent), reply.get("down", self._down)
         code = self._process.wait()
         if code < 0 and not self._closed:
             self._log(
                 f"the process that sends to MLflow died (exit code {code}); training continues, and its events are "
                 f"kept; to send them: {send_command(self._events.path)}"
             )
-
-    def _hear(self, reply: Record) -> None:
-        if "log" in reply:
-            self._log(reply["log"])
-        self._run = reply.get("run", self._run)
-        self._sent, self._down = reply.get("sent", self._sent), reply.get("down", self._down)
-
-    def _make_link(self) -> RunLink:
-        uri, run_id = resolve_uri(self._start["output_root"]), self.run_id
-        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}" if run_id else ""
-        return RunLink(run_id, public_address(uri), *page_of(uri, page))

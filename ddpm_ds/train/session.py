@@ -48,7 +48,6 @@ from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.sender import system_metrics
-from ddpm_ds.tracking.tracker import tell
 from ddpm_ds.train.ema import Ema, averages_of
 from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics, peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, encoders_of, rate_of, replica_batches
@@ -272,8 +271,6 @@ def run_training(
     encoders = encoders_of(plan.spec, device)
     buckets = store.caches if plan.spec.data.buckets is not None else ()
     other_sizes = [each.size for each in buckets if each.size != plan.spec.data.size]
-    if sender is not None:
-        tell(sender, {"store": str(prepared.claim.run_dir.parent.resolve())})
     with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"), for_good():
         engine = build_engine(
             plan.layers,
@@ -463,7 +460,7 @@ def _train(
     ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
     run = Training(spec, macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
     try:
-        sending = system_metrics(watchdog.store, run_dir, recorder.tracker)
+        sending = system_metrics(run_dir)
         with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
             last = train(run)
     except BadNumbersError:

@@ -1,4 +1,4 @@
-"""Comparing runs: what differs, with ratios to the first; from folders, and from MLflow where there is no folder."""
+"""Comparing runs: what differs, with ratios to the first; runs are found by their folders and in MLflow."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.experiments.compare import Compared, find_compared, number, table_rows, terminal
-from ddpm_ds.tracking.run_folder import EVENTS, EventFile
-from tests.experiments.planted_runs import PlantedStore, losses
+from ddpm_ds.tracking.run_folder import EVENTS, PARENT_TAG, EventFile
+from tests.tracking.stored import Store
 
 SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [8.0, 128.0, 64.0, 128.0]}
 FAST = {"train/loss": [0.9, 0.6, 0.2], "perf/images_per_second": [16.0, 256.0, 128.0, 256.0]}
@@ -33,7 +32,7 @@ def plant(folder: Path, points: Mapping[str, list[float]], *, stages: list[int],
     for count in stages:
         params = {"derived.world_size": str(stages[0]), "derived.node": f"node-of-{folder.name}"}
         tags = {"derived.world_size": str(count)}
-        events.append({"start": {"params": params, "tags": tags, "trackers": []}})
+        events.append({"start": {"params": params, "tags": tags}})
         (folder / "spec.yaml").write_text(yaml.safe_dump({"unet": {"channels": 8}, "train": {"seed": 3}}))
         (folder / "ds_config.json").write_text(json.dumps({"pipeline": {"stages": count}}))
     if ended:
@@ -118,28 +117,30 @@ def test_numbers_have_units(name: str, value: float, written: str) -> None:
     assert number(name, value) == written
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """A store with a sweep of two trials and a lone run, whose folders are elsewhere."""
-    root = tmp_path_factory.mktemp("runs")
-    shutil.copy(empty_store, root / "mlflow.db")
-    store = PlantedStore(root)
-    sweep = store.run("grid", tags={"kind": "sweep"})
-    for name, points in (("slow", SLOW), ("fast", FAST)):
-        precision: dict[str, Any] = {"derived.precision": "fp32"}  # of the first start
-        store.run(f"grid.{name}", points, params=precision, tags={"derived.precision": name}, parent=sweep)
-    store.run("lone", {"train/loss": losses(5)})
-    return root
-
-
-def test_runs_without_folders_here_are_read_from_mlflow(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with a sweep of three trials; the folder of the last one is elsewhere."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert main(["compare", "--runs", str(root), "grid"]) == 0
-    found = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
-    assert found["derived.precision"] == ["slow", "fast"] and "train.batch_images" not in found
-    assert found["perf/images_per_second"] == ["96", "(1x)", "192", "(2x)"]
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    store = Store(tmp_path)
+    sweep = store.run("grid", kind="sweep")
+    for name, points in (("slow", SLOW), ("fast", FAST), ("away", {})):
+        plant(tmp_path / f"grid.{name}", points, stages=[1])
+        store.run(f"grid.{name}", **{PARENT_TAG: sweep})
+    shutil.rmtree(tmp_path / "grid.away")
+    return tmp_path
+
+
+def test_runs_are_found_in_mlflow_and_those_without_a_folder_here_are_left_out_with_a_line(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("grid", "digits"):
+        assert main(["compare", "--runs", str(root), name]) == 0
+        out, err = capsys.readouterr()
+        assert [line.split()[1:] for line in out.splitlines() if line.startswith("perf/")] == [
+            ["96", "(1x)", "192", "(2x)"]
+        ]
+        assert err == "left out, as their folders are not on this machine: grid.away\n"
 
 
 def test_bad_input_is_one_line(
@@ -149,8 +150,9 @@ def test_bad_input_is_one_line(
     (damaged / "spec.yaml").write_text("{")
     for words, uri, said in (
         (["grid.slaw"], "", "grid.slow"),
-        (["grid", "--metrics", "perf/mfu"], "", "no run has this metric"),
-        (["grid", "--metrics", "train/los"], "", "use one such as train/loss"),
+        (["grid.away"], "", "the folder of run grid.away is not on this machine"),
+        (["grid.fast", "--metrics", "perf/mfu"], "", "no run has this metric"),
+        (["grid.fast", "--metrics", "train/los"], "", "use one such as train/loss"),
         (["grid", "--metrics", "train/loss,,"], "", "empty name"),
         (["grid"], "http://127.0.0.1:9", "127.0.0.1:9"),
         ([str(damaged)], "", "can't be read"),

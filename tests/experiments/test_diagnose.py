@@ -14,10 +14,9 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.predict.finished_run import facts_of
 from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.predict.verdict import SHOWN, verdict
-from ddpm_ds.tracking.run_folder import START_TAG
-from tests.experiments.planted_runs import PlantedStore
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 from tests.predict.planted_facts import Bench, write_run
+from tests.tracking.stored import Store
 
 PLANTED = {"data wait": (16, 8), "bubble": (64, 1), "communication": (16, 8)}
 """Images and micro-batches of a step by planted fault: waits that are many times longer than anything else, on a busy
@@ -76,25 +75,22 @@ def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedStore:
+def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An output root with the run `slow`, whose loader is slow, in its folder and in MLflow."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(empty_store, tmp_path / "mlflow.db")
-    store = PlantedStore(tmp_path)
-    run_dir = write_run(tmp_path / "slow", Bench(read_seconds=5e-4).traced())
-    (run_dir / "identity").write_text("5" * 32)
-    store.run("slow", tags={START_TAG: "5" * 32})
+    store = Store(tmp_path)
+    write_run(tmp_path / "slow", Bench(read_seconds=5e-4).traced())
+    store.run("slow")
     return store
 
 
-def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
-    store: PlantedStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", "slow", "--runs", str(store.root)]) == 0
     said = capsys.readouterr().out
     assert "largest cost: data wait" in said
     assert (store.root / "slow" / "verdict.txt").read_text() == said
-    (run,) = store.client.search_runs([store.experiment])
+    (run,) = store.client.search_runs([store.experiment_id])
     assert run.data.tags["verdict.top"] == "data wait"
     assert run.data.tags["verdict.try"] == "--set data.workers=2"
     assert run.data.tags["verdict.share"] == "23.1%"
@@ -115,10 +111,11 @@ def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys:
 
 
 def test_a_run_that_can_not_be_judged_is_one_line(
-    store: PlantedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    store.run("away", tags={START_TAG: "6" * 32})
+    store.run("away")
+    shutil.rmtree(store.root / "away")
     (store.root / "slow" / "trace" / "summary.json").unlink()
     for name, said in (
         ("slwo", "slwo is no run .*did you mean slow"),

@@ -59,7 +59,6 @@ def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Pa
     given = {"sweep.values": "precision=fp16", **folder}
     assert labels(tmp_path, "why not", said.append) == {**given, NOTE_TAG: "why not"}
     (tmp_path / "identity").write_text("1234\n")
-    assert labels(tmp_path, "why not", said.append) == labels(tmp_path, None, said.append) == given
-    assert said == []
+    assert labels(tmp_path, None, said.append) == given and said == []
     assert labels(tmp_path, "another reason", said.append) == given
     assert len(said) == 1 and f"ddpm-ds note {tmp_path}" in said[0]

@@ -14,13 +14,15 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.sweep import Trial, make_trials, parse_variables, run_command
 from ddpm_ds.tracking.recorder import parameters
-from ddpm_ds.tracking.run_folder import flatten
+from ddpm_ds.tracking.run_folder import NOTE_TAG, PARENT_TAG, flatten
 from ddpm_ds.tracking.runs import VARIED_TAG, find_run, find_runs
 from ddpm_ds.tracking.tracker import Tracker
 from tests.forking import Forked
@@ -103,6 +105,13 @@ def folder_of(root: Path, trial: str = "") -> Path:
     return found
 
 
+def recorded(folder: Path, artifacts: str = "") -> tuple[Run, list[str]]:
+    """The run of a folder in MLflow, and the files among its artifacts."""
+    run = find_run(str(folder))
+    client = MlflowClient(run.tracking_uri)
+    return client.get_run(run.id), [file.path for file in client.list_artifacts(run.id, artifacts)]
+
+
 SEED = "train.seed"
 
 
@@ -119,7 +128,7 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     assert code == 75, said
     assert left_running(tmp_path) == []
     assert "1 of 3 trials are done; the same command continues" in said
-    assert find_run(str(folder_of(tmp_path))).status == "KILLED"
+    assert recorded(folder_of(tmp_path))[0].info.status == "KILLED"
 
     again = start(tmp_path, *words)
     code, said = again.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
@@ -128,34 +137,28 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     assert said.count(f"{SEED}=0: exit code 3") == 2 and "    ddpm_ds: error: too bad; try another" in said
     logs = [(folder_of(tmp_path, trial_of(seed)) / "output.log").read_text() for seed in (2, 1, 0)]
     assert [log.count("started") for log in logs] == [1, 2, 1]
-    parent = find_run(str(folder_of(tmp_path)))
-    assert (parent.status, parent.note, parent.params["vary"]) == ("FAILED", "does sharing pay?", f"{SEED}=2,1,0")
-    assert [
-        file.rpartition("/")[2] for file in parent.artifacts(f"failed/{folder_of(tmp_path, trial_of(0)).name}")
-    ] == ["output.log"]
+    output = f"failed/{folder_of(tmp_path, trial_of(0)).name}"
+    parent, files = recorded(folder_of(tmp_path), output)
+    assert (parent.info.status, parent.data.params["vary"]) == ("FAILED", f"{SEED}=2,1,0")
+    assert (parent.data.tags[NOTE_TAG], files) == ("does sharing pay?", [f"{output}/output.log"])
 
 
 @pytest.mark.long
 @pytest.mark.launch
 def test_trials_are_child_runs_that_are_compared(tmp_path: Path) -> None:
     words = command(tmp_path, "--vary", "optimizer.learning_rate=1e-3", "--note", "how high?")
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpm_ds.cli.main", *words],
-        env={**os.environ, **QUIET},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    program, environment = [sys.executable, "-m", "ddpm_ds.cli.main", *words], {**os.environ, **QUIET}
+    done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "train/loss" in done.stdout and (folder_of(tmp_path) / "comparison.txt").read_text() in done.stdout
-    parent = find_run(str(folder_of(tmp_path)))
-    assert (parent.status, parent.note, parent.artifacts()) == ("FINISHED", "how high?", ["comparison.txt"])
+    parent, files = recorded(folder_of(tmp_path))
+    assert (parent.info.status, parent.data.tags[NOTE_TAG]) == ("FINISHED", "how high?")
+    assert files == ["comparison.txt"]
     (trial,) = find_runs(str(folder_of(tmp_path)))
-    assert (trial.status, trial.parent) == ("FINISHED", parent.id)
+    assert trial.tags[PARENT_TAG] == parent.info.run_id
     assert trial.folder == folder_of(tmp_path, "optimizer.learning-rate-1e-3")
     assert trial.tags["sweep.values"] == "optimizer.learning_rate=1e-3"
-    assert [point.step for point in trial.history("train/loss")] == list(range(2, 51, 2))
+    assert trial.open().status == "FINISHED" and trial.open().metrics["step"] == list(range(2, 51, 2))
 
 
 def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
@@ -178,19 +181,12 @@ def made_of(*items: str, processes: int = 1, folder: Path = Path("runs/sweep-x")
 
 def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     other = str(REPOSITORY / "ds_configs" / "zero0_fp32.json")
-    items = (f"deepspeed_config={CONFIG},{other}", "processes=1,2", "unet.multipliers=[1,2]", "ds.fp16.loss_scale=128")
     found = made_of("processes=1,2", "unet.channels=32,64", "ds.gradient_clipping=0.5", folder=tmp_path / "sweep-x")
+    combinations = [(1, 32), (1, 64), (2, 32), (2, 64)]
     assert [trial.run_dir.name.removeprefix("sweep-x.") for trial in found] == [
-        f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5"
-        for count in (1, 2)
-        for channels in (32, 64)
+        f"processes-{count}-unet.channels-{channels}-ds.gradient-clipping-0.5" for count, channels in combinations
     ]
-    assert [(len(trial.plan.hosts), trial.plan.spec.unet.channels) for trial in found] == [
-        (1, 32),
-        (1, 64),
-        (2, 32),
-        (2, 64),
-    ]
+    assert [(len(trial.plan.hosts), trial.plan.spec.unet.channels) for trial in found] == combinations
     trial = found[-1]
     trial.prepare(["train.seed=3"])
     config = read_ds_config(trial.run_dir / "asked_ds_config.json", [])
@@ -200,21 +196,15 @@ def test_every_combination_of_values_is_a_trial(tmp_path: Path) -> None:
     shown = parameters(settings, {VARIED_TAG: labels[VARIED_TAG]})
     assert set(shown) == {"unet.channels", "ds_config.gradient_clipping"}
     precisions = [trial.plan.ds.precision for trial in made_of(f"deepspeed_config={CONFIG},{other}")]
-    assert precisions == ["fp16", "fp32"] and len(items) == 4
-    same = made_of("data.path=a/b,a-b", "data.source=folder")
-    assert [trial.run_dir.name for trial in same] == [
-        "sweep-x.data.path-a-b-data.source-folder",
-        "sweep-x.data.path-a-b-data.source-folder-2",
-    ]
+    assert precisions == ["fp16", "fp32"]
+    same = [trial.run_dir.name for trial in made_of("data.path=a/b,a-b", "data.source=folder")]
+    assert same == [f"sweep-x.data.path-a-b-data.source-folder{number}" for number in ("", "-2")]
 
 
 @pytest.mark.parametrize(
     ("items", "said"),
     [
-        (
-            ["precision=fp16"],
-            "--vary precision=fp16: precision can't be varied; use processes, deepspeed_config, a key",
-        ),
+        (["precision=fp16"], "precision=fp16: precision can't be varied; use processes, deepspeed_config, a key"),
         (["processes"], "write NAME=VALUE,VALUE"),
         (["processes=1,"], "write NAME=VALUE,VALUE"),
         (["processes=1,1"], "comes twice"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,8 @@ CASES: dict[str, tuple[Case, list[int]]] = {
 }
 WAITS = {"LoadMicroBatch": "DataWait", "ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad"}
 SHORT = {
-    "DataWait": "w",
-    "LoadMicroBatch": "l",
-    "RecvActivation": "r",
-    "ForwardPass": "F",
-    "SendActivation": "s",
-    "RecvGrad": "r",
-    "BackwardPass": "B",
-    "SendGrad": "s",
-    "ReduceGrads": "G",
-    "OptimizerStep": "O",
+    **{"DataWait": "w", "LoadMicroBatch": "l", "ForwardPass": "F", "BackwardPass": "B", "OptimizerStep": "O"},
+    **{"RecvActivation": "r", "SendActivation": "s", "RecvGrad": "r", "SendGrad": "s", "ReduceGrads": "G"},
 }
 OWN_METRICS = {"load_seconds", "reduce_seconds", "optimizer_seconds"}
 STAGE_METRICS = {"forward_seconds", "backward_seconds", "wait_seconds", "send_seconds"}
@@ -78,11 +70,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 def slices(folder: Path, rank: int, step: int) -> list[dict[str, Any]]:
     """The slices of a rank's step in its trace, by time."""
     records = json.loads((folder / "trace" / "steps-2-3.json").read_text())["traceEvents"]
-    (row,) = (
-        record["tid"]
-        for record in records
-        if record["name"] == "thread_name" and record["args"]["name"].startswith(f"rank {rank}: ")
-    )
+    named = (record for record in records if record["name"] == "thread_name")
+    (row,) = (record["tid"] for record in named if record["args"]["name"].startswith(f"rank {rank}: "))
     own = [record for record in records if record["ph"] == "X" and record["tid"] == row]
     return sorted((record for record in own if record["args"]["step"] == step), key=lambda record: record["ts"])
 
@@ -100,25 +89,15 @@ def executed(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
 
 
 def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observed) -> None:
-    schedules: tuple[tuple[str, Schedule], ...] = (("linear", "1f1b"), ("folded", "folded"))
-    for name, schedule in schedules:
-        for rank in range(2):
-            stages = (rank, 3 - rank) if schedule == "folded" else (rank,)
-            for step in (2, 3):
-                events = slices(observed.folder / name, rank, step)
-                found = [
-                    (event["cat"], stages.index(event["args"]["stage"]))
-                    for event in events
-                    if event["cat"] != "WaitForRanks"
-                ]
-                assert found == executed(schedule, rank)
+    for name, step, rank in product(("linear", "folded"), (2, 3), (0, 1)):
+        stages = (rank, 3 - rank) if name == "folded" else (rank,)
+        events = [event for event in slices(observed.folder / name, rank, step) if event["cat"] != "WaitForRanks"]
+        found = [(event["cat"], stages.index(event["args"]["stage"])) for event in events]
+        assert found == executed(CASES[name][0].schedule, rank)
 
     def grid(rank: int) -> str:
-        return " ".join(
-            SHORT[event["cat"]] + str(event["args"].get("micro-batch", ""))
-            for event in slices(observed.folder / "linear", rank, 2)
-            if event["cat"] in SHORT
-        )
+        events = [event for event in slices(observed.folder / "linear", rank, 2) if event["cat"] in SHORT]
+        return " ".join(f"{SHORT[event['cat']]}{event['args'].get('micro-batch', '')}" for event in events)
 
     assert grid(0) == "w0 l0 F0 s0 w1 l1 F1 s1 r0 B0 w2 l2 F2 s2 r1 B1 w3 l3 F3 s3 r2 B2 r3 B3 G O"
     assert grid(1) == "w0 l0 r0 F0 B0 s0 w1 l1 r1 F1 B1 s1 w2 l2 r2 F2 B2 s2 w3 l3 r3 F3 B3 s3 G O"
@@ -163,9 +142,8 @@ def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observ
         ((step, values),) = [(step, values) for step, values in told["metrics"] if "perf/mfu" in values]
         names = {f"stage{stage}/{metric}" for stage in range(stages) for metric in STAGE_METRICS}
         names |= {f"stage{stage}/{metric}" for stage in range(own) for metric in OWN_METRICS}
-        assert step == 3 and set(values) - {"perf/sampling_fraction"} == names | {
-            f"perf/{metric}" for metric in RUN_METRICS
-        }
+        names |= {f"perf/{metric}" for metric in RUN_METRICS}
+        assert step == 3 and set(values) - {"perf/sampling_fraction"} == names
         assert 0 < values["perf/bubble_fraction"] < 1 and values["perf/imbalance"] >= 0 and values["perf/mfu"] > 0
         drawn = ["trace/steps-2-3.png"] if name != "replicas" else []  # one stage waits for no other
         files = ["trace/steps-2-3.json", *drawn, "trace/summary.json"]
@@ -184,36 +162,31 @@ def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observ
     assert quiet["logged"] == quiet["metrics"] == quiet["artifacts"] == []
 
 
-@pytest.mark.parametrize("name", ["linear", "folded", "replicas"])
+@pytest.mark.parametrize("name", TRACED)
 def test_every_layout_is_profiled_with_recomputation_and_in_half_precision(observed: Observed, name: str) -> None:
     folder, told, (case, _) = observed.folder / name / "flops", observed.ranks[0][name], CASES[name]
     profile, fold = json.loads((folder / "flops.json").read_text()), case.schedule == "folded"
-    stages = range(2 * case.stages if fold else case.stages)
-    texts = [f"flops.stage{stage}.txt" for stage in stages]
+    owners = [0, 1, 1, 0] if fold else list(range(case.stages))
+    texts = [f"flops.stage{stage}.txt" for stage in range(len(owners))]
     files = [f"flops/{text}" for text in (*texts, "table.txt", "flops.json")]
     assert [file for file in told["artifacts"] if file.startswith("flops")] == files
     step, metrics = told["metrics"][0]
-    assert step == FLOPS_STEP == profile["step"]
-    units = {f"flops/stage{stage}_{unit}" for stage in stages for unit in ("gflops", "latency_ms")}
-    assert metrics.keys() == {"flops/forward_gflops", *units} and min(metrics.values()) > 0
-    gflops = [metrics[f"flops/stage{stage}_gflops"] for stage in stages]
-    assert metrics["flops/forward_gflops"] == pytest.approx(sum(gflops), rel=1e-12)
+    assert step == FLOPS_STEP == profile["step"] and min(metrics.values()) > 0
+    units = [f"flops/stage{stage}_{unit}" for stage in range(len(owners)) for unit in ("gflops", "latency_ms")]
+    assert metrics.keys() == {"flops/forward_gflops", *units}
+    assert metrics["flops/forward_gflops"] == pytest.approx(sum(metrics[unit] for unit in units[::2]), rel=1e-12)
 
     images = profile["micro_batch_images"]
     assert images == 16 // case.replicas // case.micro_batches
-    assert [(layer["name"], layer["total"]["macs"]) for layer in profile["layers"]] == [
-        (layer.name, layer.macs * images) for layer in LAYERS
-    ]
-    owner = [min(stage, 2 * case.stages - 1 - stage) if fold else stage for stage in stages]
-    assert [(stage["stage"], stage["rank"]) for stage in profile["stages"]] == list(enumerate(owner))
+    counted = [(layer["name"], layer["total"]["macs"]) for layer in profile["layers"]]
+    assert counted == [(layer.name, layer.macs * images) for layer in LAYERS]
+    assert [(stage["stage"], stage["rank"]) for stage in profile["stages"]] == list(enumerate(owners))
     for stage, text in enumerate((folder / text).read_text() for text in texts):
-        assert text.startswith(f"stage {stage} of {len(stages)}, on rank {owner[stage]}: layers ")
+        assert text.startswith(f"stage {stage} of {len(owners)}, on rank {owners[stage]}: layers ")
         # What checkpointing computes again is in no count: DeepSpeed's multiply-accumulates are the table's.
         macs = profile["stages"][stage]["total"]["macs"]
         assert f"{macs / 1e6:.2f} MMACs" in text or f"{macs / 1e3:.2f} KMACs" in text
         assert "DeepSpeed Flops Profiler" in text and "UnetStage(" in text
-    (said,) = (line for line in told["logged"] if line.startswith(f"flops of step {step}: "))
-    assert said.endswith("table.txt")
 
 
 @pytest.mark.parametrize(("name", "steps", "last"), [("folded", 2, 6), ("replicas", 1, 5)])
@@ -224,12 +197,8 @@ def test_steps_are_profiled_once_on_all_ranks(name: str, steps: int, last: int, 
     assert set(values) == {f"kernels/{group}_seconds" for group in (*list(GROUPS)[1:], "total")}
     total = values.pop("kernels/total_seconds")
     assert sum(values.values()) == pytest.approx(total)
-    groups = set(list(GROUPS)[1:]) - {
-        "launch_overhead",
-        "communication",
-    }
-    assert all(values[f"kernels/{group}_seconds"] > 0 for group in groups)
-    assert values["kernels/launch_overhead_seconds"] == 0
+    launches, communication = (values.pop(f"kernels/{group}_seconds") for group in ("launch_overhead", "communication"))
+    assert min(values.values()) > 0 and launches == 0 <= communication
 
     files = ["groups.txt", *(f"rank{rank}{end}" for rank in range(2) for end in (".trace.json.gz", ".txt"))]
     assert [file for file in told["artifacts"] if file.startswith("kernels")] == [f"kernels/{file}" for file in files]

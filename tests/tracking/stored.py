@@ -1,4 +1,4 @@
-"""A run that is begun in an output root, and what its store has of it."""
+"""A run that is begun in an output root, what its store has of it, and a store to be filled without training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,24 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from ddpm_ds.tracking.run_folder import IDENTITY, START_TAG
 from ddpm_ds.tracking.tracker import Tracker
+
+
+class Store:
+    """An output root with an empty store, to be filled."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.client = root, MlflowClient(f"sqlite:///{root}/mlflow.db")
+        self.experiment_id = self.client.create_experiment("digits", (root / "mlartifacts").as_uri())
+
+    def run(self, name: str, **tags: str) -> str:
+        """A run with a folder; returns its id."""
+        identity = f"identity-of-{name.replace(' ', '-')}"
+        (self.root / name).mkdir(exist_ok=True)
+        (self.root / name / IDENTITY).write_text(f"{identity}\n")
+        tags = {START_TAG: identity, **tags}
+        return str(self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id)
 
 
 def start(root: Path, **changes: Any) -> Tracker:

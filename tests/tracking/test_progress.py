@@ -154,14 +154,10 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     uri = "sqlite:////runs/mlflow.db"
+    values: dict[str, Any] = {"loss": 0.11468, "images": 128_000, "images_per_second": 1302.4, "steps": 2000}
+    values |= {"skipped_steps": 3, "pauses": Pauses(100.0, 0.2, 1.5), "run_dir": Path("runs/digits")}
     link = RunLink("abc", uri, "http://127.0.0.1:5000/#/runs/abc", f"mlflow ui --backend-store-uri {uri}")
-
-    def text(link: RunLink) -> str:
-        pauses = Pauses(seconds=100.0, checkpoint_seconds=0.2, sampling_seconds=1.5)
-        speed: dict[str, Any] = {"images_per_second": 1302.4, "pauses": pauses, "run_dir": Path("runs/digits")}
-        return summary(loss=0.11468, images=128_000, steps=2000, skipped_steps=3, link=link, **speed)
-
-    assert text(link).splitlines() == [
+    assert summary(**values, link=link).splitlines() == [
         "final loss                0.1147",
         "trained                   128,000 images in 1:40; sampling and validation 1.5%, checkpoints 0.2% of the time",
         "speed                     1,302 images/s, without these pauses and the first log interval",
@@ -171,5 +167,5 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
         "serve it with             mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "open it at                http://127.0.0.1:5000/#/runs/abc",
     ]
-    unreached = RunLink(None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None)
-    assert "not reached at http://127.0.0.1:5000" in text(unreached) and "serve" not in text(unreached)
+    unreached = summary(**values, link=RunLink(None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None))
+    assert "not reached at http://127.0.0.1:5000" in unreached and "serve" not in unreached

@@ -1,4 +1,4 @@
-"""Runs read back from MLflow, and found by what people call them."""
+"""Runs found in MLflow by what people call them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
-from mlflow.entities import Metric
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.tracking.run_folder import EVENTS, PARENT_TAG, START_TAG, EventFile, unsent
-from ddpm_ds.tracking.runs import ExperimentError, Point, find_run, find_runs
+from ddpm_ds.tracking.run_folder import EVENTS, PARENT_TAG, EventFile, unsent
+from ddpm_ds.tracking.runs import ExperimentError, find_run, find_runs
 from tests.launching import REPOSITORY
+from tests.tracking.stored import Store
 
 ZERO2 = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -27,38 +26,18 @@ WRITERS = (
 """Verbs that read MLflow's store, and verbs that begin runs in it."""
 
 
-class Store:
-    """An output root with a store, to be filled."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.client = root, MlflowClient(f"sqlite:///{root}/mlflow.db")
-        self.experiment_id = self.client.create_experiment("digits", (root / "mlartifacts").as_uri())
-
-    def run(self, name: str, **tags: str) -> str:
-        """A run with a folder; returns its id."""
-        (self.root / name).mkdir(exist_ok=True)
-        (self.root / name / "identity").write_text(f"identity-of-{name.replace(' ', '-')}\n")
-        tags = {START_TAG: f"identity-of-{name.replace(' ', '-')}", **tags}
-        return self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Store:
     """Two runs, a sweep with two trials, and an evaluation."""
     root = tmp_path_factory.mktemp("runs")
     shutil.copy(empty_store, root / "mlflow.db")
     store = Store(root)
-    one = store.run("digits-1", **{"mlflow.note.content": "why not"})
+    one = store.run("digits-1")
     store.run("digits-2")
     sweep = store.run("sweep-digits", kind="sweep")
     for trial in ("baseline", "fp16"):
         store.run(f"sweep-digits.{trial}", **{PARENT_TAG: sweep})
     store.run("evaluate images-000000640", kind="evaluate", **{PARENT_TAG: one})
-    store.client.log_param(one, "unet.channels", "8")
-    for step, value, at in ((5, 3.0, 100), (10, 2.0, 200), (10, 2.5, 400), (5, 3.5, 300)):  # rewound after 10
-        store.client.log_batch(one, [Metric("train/loss", value, at, step)])
-    store.client.log_text(one, "slow loader\n", "verdict/verdict.txt")
-    store.client.set_terminated(one, "FINISHED")
     return store
 
 
@@ -66,18 +45,6 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Store:
 def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     yield
-
-
-def test_a_run_is_read_with_all_that_is_known_of_it(store: Store) -> None:
-    run = find_run("digits-1", root=store.root)
-    assert (run.name, run.experiment, run.status, run.parent) == ("digits-1", "digits", "FINISHED", None)
-    assert run.params == {"unet.channels": "8"} and run.metrics["train/loss"] == 2.5
-    assert run.note == "why not"
-    assert run.history("train/loss") == [Point(5, 300, 3.5), Point(10, 400, 2.5)]
-    assert run.history("train/nothing") == []
-    assert run.artifacts() == ["verdict"] and run.artifacts("verdict") == ["verdict/verdict.txt"]
-    assert run.read_artifact("verdict/verdict.txt") == b"slow loader\n"
-    assert run.read_artifact("verdict/other.txt") is None
 
 
 def test_a_run_is_found_by_folder_id_beginning_of_an_id_and_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

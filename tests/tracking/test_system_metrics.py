@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch.distributed as dist
 
 from ddpm_ds.processes.ranks import NODE_ID
 from ddpm_ds.tracking import sender as module
-from ddpm_ds.tracking.run_folder import SYSTEM_METRICS, read
-from ddpm_ds.tracking.sender import INTERVAL, SAMPLES, SWITCH, collect, system_metrics
+from ddpm_ds.tracking.run_folder import EVENTS, SYSTEM_METRICS, read
+from ddpm_ds.tracking.sender import collect, system_metrics
+from ddpm_ds.tracking.tracker import INTERVAL, SWITCH
 from tests.launching import PATIENCE_SECONDS, wait_for
 from tests.tracking.stored import read_run, start
 
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SWITCH, SAMPLES, NODE_ID):
+    for name in (SWITCH, NODE_ID):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(INTERVAL, "0.02")
 
 
-def enter(rank: int, store: dist.Store, run_dir: Path, tracker: Any, training: ExitStack) -> None:
-    """Begin training on the first rank of a host; closing ``training`` is its end."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RANK", str(rank))
-        environment.setenv("LOCAL_RANK", "0")
-        if rank:
+def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(root: Path) -> None:
+    tracker, folder = start(root, system_metrics=True), root / "run" / SYSTEM_METRICS
+    with ExitStack() as training, pytest.MonkeyPatch.context() as environment:
+        for rank in (0, 1, 2):  # two hosts are called b
+            environment.setenv("RANK", str(rank))
+            environment.setenv("LOCAL_RANK", "0")
+            training.enter_context(system_metrics(root / "run"))
             environment.setenv(NODE_ID, "b")
             environment.setenv(INTERVAL, "1000")  # which counts for nothing
-        training.enter_context(system_metrics(store, run_dir, tracker))
-
-
-def store_of_ranks() -> dist.TCPStore:
-    return dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_SECONDS)
-    )
-
-
-def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(root: Path) -> None:
-    store, tracker, folder = store_of_ranks(), start(root, system_metrics=True), root / "run" / SYSTEM_METRICS
-    with ExitStack() as training:
-        for rank in (0, 1, 2):  # two hosts are called b
-            enter(rank, store, root / "run", tracker, training)
         wait_for(lambda: sum(bool(file.stat().st_size) for file in folder.glob("*.jsonl")) == 3)
     sizes = {file: file.stat().st_size for file in folder.glob("b*.jsonl")}
     tracker.finish("FINISHED", PATIENCE_SECONDS)
@@ -68,92 +53,67 @@ def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(roo
     assert {file: file.stat().st_size for file in folder.glob("b*.jsonl")} == sizes, "read while it trains"
 
 
-@pytest.mark.parametrize("why", ["rank 0 switches it off", "rank 0 records no run", "second of its host"])
-def test_a_host_starts_nothing_where_nothing_is_to_be_read(
-    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_the_first_rank_of_another_host_starts_a_child_and_a_switch_of_rank_0_counts_for_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, store = Mock(), store_of_ranks()
-    monkeypatch.setattr(module, "start_child", started)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with ExitStack() as training:
-        for rank in ("0", "1"):
-            monkeypatch.setenv("RANK", rank)
-            monkeypatch.setenv("LOCAL_RANK", rank if why == "second of its host" else "0")
-            monkeypatch.setenv(SWITCH, "false" if (why, rank) == ("rank 0 switches it off", "0") else "true")
-            tracker = None if rank == "1" or why == "rank 0 records no run" else Mock()
-            training.enter_context(system_metrics(store, tmp_path, tracker))
-    assert not started.called
-
-
-def collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: int) -> tuple[list[dict[str, float]], list[str]]:
-    """What is written of a host until there are so many points or a line is said, and the lines."""
-    said, ending = list[str](), threading.Event()
-    monkeypatch.setattr(module, "host_name", lambda: "rack 1/b")
-    thread = threading.Thread(target=collect, args=(tmp_path, 1, ending, lambda _, line: said.append(line)))
-    thread.start()
-    file = tmp_path / SYSTEM_METRICS / "rack 1_b.jsonl"
-    wait_for(lambda: said or len(read(file, 0, points)) == points or not thread.is_alive())
-    ending.set()
-    thread.join()
-    return [record["metrics"] for record, _ in read(file, 0, points)], said
+    started = Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "start_child", started)
+        for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0")):
+            patch.setenv("RANK", rank)
+            patch.setenv("LOCAL_RANK", local_rank)
+            with system_metrics(root):
+                pass
+    assert [call.args for call in started.call_args_list] == [(root, "2")]
+    monkeypatch.setenv(SWITCH, "false")
+    tracker = start(root, system_metrics=True)
+    (record, _) = read(root / "run" / EVENTS, 0, 1)[0]
+    assert record["start"]["system_metrics"] is None
+    tracker.finish("FINISHED", PATIENCE_SECONDS)
 
 
 class Counter:
     """Stands for a class of MLflow's, whose readings are 1, 2, ..."""
 
-    def __init__(self) -> None:
-        self.read, self.count = list[int](), 0
+    read = 0
 
     def collect_metrics(self) -> None:
-        self.count += 1
-        self.read.append(self.count)
+        self.read += 1
 
-    def aggregate_metrics(self) -> dict[str, float]:
-        return {"cpu": sum(self.read) / len(self.read)}
+    def aggregate_metrics(self) -> dict[str, int]:
+        return {"cpu": self.read}
 
     def clear_metrics(self) -> None:
-        self.read.clear()
-
-
-AVERAGED = [{"system/rack 1/b/cpu": 2.0}, {"system/rack 1/b/cpu": 5.0}]
+        pass
 
 
 @pytest.mark.parametrize(
-    ("settings", "monitor", "points", "line"),
+    ("interval", "monitor", "points", "line"),
     [
-        ({SAMPLES: "3"}, Counter, AVERAGED, ""),
-        ({}, lambda: Mock(collect_metrics=lambda: 1 / 0), [], "(division by zero); training continues"),
-        ({INTERVAL: "0"}, Counter, [], f"no longer read ({INTERVAL}: '0' is not a "),
-        ({INTERVAL: "often"}, Counter, [], f"no longer read ({INTERVAL}: 'often' is not a "),
-        ({SAMPLES: "0"}, Counter, [], f"no longer read ({SAMPLES}: '0' is not a "),
-        ({SWITCH: "false"}, Counter, [], ""),
+        ("0.02", Counter, [{"system/rack_1_b/cpu": 1}, {"system/rack_1_b/cpu": 2}], ""),
+        ("0.02", lambda: Mock(collect_metrics=lambda: 1 / 0), [], "(division by zero); training continues"),
+        ("0", Counter, [], f"system metrics of rack_1_b are read ({INTERVAL}: '0' is not a "),
+        ("often", Counter, [], f"system metrics of rack_1_b are read ({INTERVAL}: 'often' is not a "),
     ],
 )
-def test_readings_are_averaged_and_what_fails_is_one_line(
-    settings: dict[str, str],
+def test_readings_are_written_and_what_fails_is_one_line(
+    interval: str,
     monitor: Any,
     points: list[dict[str, float]],
     line: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_monitors", lambda log: [monitor()])
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    found, said = collected(tmp_path, monkeypatch, max(len(points), 1))
-    assert found == points and len(said) == bool(line) and line in "".join(said)
-
-
-@pytest.mark.parametrize(("device", "lines"), [("cuda", 1), ("cpu", 0)])
-def test_gpus_that_training_uses_and_nobody_can_read_are_said(
-    device: str, lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import mlflow.system_metrics.metrics.gpu_monitor  # noqa: F401
-
-    monkeypatch.setenv("DS_ACCELERATOR", device)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)  # as if it were not installed
-    said: list[str] = []
-    assert len(module._monitors(lambda _, line: said.append(line))) == 3
-    assert len(said) == lines and all(
-        "without the GPUs" in line and "pip install nvidia-ml-py" in line for line in said
-    )
+    monkeypatch.setenv(NODE_ID, "rack 1/b")
+    for kind in ("CPU", "Disk", "Network", "GPU"):
+        stand_in = {"CPU": monitor, "GPU": Mock(side_effect=OSError)}.get(kind, lambda: Mock(aggregate_metrics=dict))
+        monkeypatch.setattr(f"mlflow.system_metrics.metrics.{kind.lower()}_monitor.{kind}Monitor", stand_in)
+    said, ending = list[str](), threading.Event()
+    thread = threading.Thread(target=collect, args=(tmp_path, 1, interval, ending, lambda _, line: said.append(line)))
+    thread.start()
+    file = tmp_path / SYSTEM_METRICS / "rack_1_b.jsonl"
+    wait_for(lambda: said or len(read(file, 0, 2)) == 2 or not thread.is_alive())
+    ending.set()
+    thread.join()
+    assert [record["metrics"] for record, _ in read(file, 0, 2)] == points
+    assert len(said) == bool(line) and line in "".join(said)
