@@ -342,8 +342,8 @@ def record_child(
     *,
     metrics: Mapping[str, float] | None = None,
     artifacts: Mapping[Path, str],
-) -> str | None:
-    """Record finished work as a child of the run that ``trained`` was saved by, print where it is and return its id.
+) -> None:
+    """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
     Weights outside a run's folder have no parent, so nothing is recorded and one line says so. Records that MLflow does
     not accept stay in the run's folder, as in training.
@@ -353,13 +353,13 @@ def record_child(
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
-        return None
+        return
     try:
         parent = RunFolder(trained.run_dir).identity()
     except OSError as error:  # such as a copied run without an identity, on a read-only disk
         path = error.filename or trained.run_dir
         print_to_stderr(f"{path} can't be written ({error.strerror}), so nothing is recorded in MLflow")
-        return None
+        return
     checkpoint = Path(trained.origin).name
     tracker = Tracker.start(
         trained.spec.logging.experiment,
@@ -387,4 +387,3 @@ def record_child(
         print(f"MLflow was not reached at {link.tracking_uri}")
     else:
         print(f"MLflow run {link.run_id}\nopen with  {link.open_with}")
-    return link.run_id

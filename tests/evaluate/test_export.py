@@ -270,8 +270,6 @@ BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "label of no kind": (["CHECKPOINT", "OUT", "--label", "x"], "--label: 'x' is not none or a class"),
     "long label": (["CHECKPOINT", "OUT", "--label", "9" * 5000], "is not none or a class"),
     "too many samples": (["CHECKPOINT", "OUT", "--samples", "65"], "'65' is not a number from 0 to 64"),
-    "register": (["CHECKPOINT", "OUT", "--register", "digits"], "--register digits: .* is not in the folder of a run"),
-    "one file": (["CHECKPOINT", "OUT", "--register", "digits", "--single-file"], "leave out --single-file"),
 }
 BAD_IMPORTS: dict[str, tuple[list[str], str]] = {
     "image size": (["--set", "data.image_size=16"], r"data.image_size = 16, but .* has 8; --set data.image_size=8"),
