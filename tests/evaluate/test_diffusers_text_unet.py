@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import Interface, UnetSpec
-from ddpm_ds.evaluate.diffusers.unet import diffusers_config, from_diffusers, to_diffusers, unet_spec_from_diffusers
-from ddpm_ds.evaluate.diffusers.unet_config import TextArguments
+from ddpm_ds.evaluate.diffusers.unet import from_diffusers, to_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import TextArguments, diffusers_config, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import TransformerBlockLayer, unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.test_diffusers_unet import assert_the_same_gradients

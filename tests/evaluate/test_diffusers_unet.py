@@ -17,13 +17,8 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.evaluate.diffusers.unet import (
-    diffusers_config,
-    from_diffusers,
-    to_diffusers,
-    unet_spec_from_diffusers,
-)
-from ddpm_ds.evaluate.diffusers.unet_config import PlainArguments
+from ddpm_ds.evaluate.diffusers.unet import from_diffusers, to_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import PlainArguments, diffusers_config, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 from tests.launching import REPOSITORY

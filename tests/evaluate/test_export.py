@@ -30,8 +30,7 @@ from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate.diffusers import export, read_back
 from ddpm_ds.evaluate.diffusers.card import model_card
 from ddpm_ds.evaluate.diffusers.export import rounded, write_pipeline
-from ddpm_ds.evaluate.diffusers.unet import diffusers_config
-from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE
+from ddpm_ds.evaluate.diffusers.unet_config import AVERAGE, diffusers_config
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers

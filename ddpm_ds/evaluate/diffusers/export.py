@@ -33,7 +33,8 @@ from ddpm_ds.evaluate.diffusers.folder import (
 )
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
 from ddpm_ds.evaluate.diffusers.text_pipeline import copy_parts
-from ddpm_ds.evaluate.diffusers.unet import class_of, diffusers_config, to_diffusers
+from ddpm_ds.evaluate.diffusers.unet import to_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import class_of, diffusers_config
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.model import UNet
 

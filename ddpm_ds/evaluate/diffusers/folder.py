@@ -31,8 +31,8 @@ from ddpm_ds.evaluate.diffusers.unet import (
     from_diffusers,
     stored_names,
     to_diffusers,
-    unet_spec_from_diffusers,
 )
+from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import parameter_shapes
