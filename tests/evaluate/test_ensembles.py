@@ -16,11 +16,11 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate import ensembles
-from ddpm_ds.evaluate.ensembles import field_scores
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
 from tests.evaluate.planted import UNLABELLED, plant
+from tests.gaussian_fields import field_scores
 from tests.launching import tiny_spec
 
 FAST = ("--sampler", "ddim", "--steps", "2", "--device", "cpu")

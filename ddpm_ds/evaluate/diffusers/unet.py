@@ -166,13 +166,12 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
     """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
+        modules = {**_MODULES.get(type(layer), {"conv": ("conv",)})}
         if isinstance(layer, EmbedLayer):
             pairs = {"linear": "time_embedding"}
             pairs |= {"level": "class_embedding"} if layer.told_level else {}
             pairs |= {"text": "add_embedding"} if layer.pooled_channels else {}
             modules = {f"{ours}{n}": (f"{theirs}.linear_{n}",) for ours, theirs in pairs.items() for n in (1, 2)}
-        else:
-            modules = dict(_MODULES.get(type(layer), {"conv": ("conv",)}))
         if isinstance(layer, BlockLayer) and layer.has_shortcut:
             modules["shortcut"] = ("conv_shortcut",)
         outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)

@@ -161,7 +161,7 @@ class TextArguments(UnetArguments):
     """Has no effect on ``text_time``."""
 
 
-ARGUMENTS = {PLAIN: PlainArguments, WITH_TEXT: TextArguments}
+ARGUMENTS: dict[str, type[UnetArguments]] = {PLAIN: PlainArguments, WITH_TEXT: TextArguments}
 
 
 def class_of(unet: UnetSpec) -> str:
@@ -352,7 +352,7 @@ def _text_keys(found: UnetArguments, attends: list[bool]) -> dict[str, Any]:
     return {"text": text}
 
 
-def _beside_text(found: TextArguments) -> dict[str, int]:
+def _beside_text(found: TextArguments) -> dict[str, Any]:
     """Return the widths of the pooled text and of the sizes; none if the U-Net takes neither."""
     key, both = "projection_class_embeddings_input_dim", found.projection_class_embeddings_input_dim
     width = found.addition_time_embed_dim
