@@ -1,5 +1,5 @@
-"""Requests for images, the folder in which they gather, and what becomes of them: a grid, an npz archive or a folder of
-PNG files, and a child run in MLflow. Every output is complete or does not exist.
+"""Requests for images, the folder in which they gather, and their outputs: a folder of PNG files with a grid, `.npz`,
+`.npy` and Zarr, and a child run in MLflow. Every output is complete or does not exist.
 """
 
 import contextlib
@@ -28,6 +28,9 @@ from ddpm_ds.tracking.address import check_tracking_uri
 from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.version import __version__
+
+GRID = "grid.png"
+"""Name of the grid in a folder of PNG files."""
 
 
 class Request(BaseModel):
@@ -285,14 +288,15 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
         sync(path.parent)
 
 
-def write_pngs(path: Path, images: np.ndarray, index: Sequence[int]) -> None:
-    """Write images (N, C, H, W) uint8 as a new folder of PNG files, named by their numbers ``index``.
+def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
+    """Write a new folder of PNG files: the grid, and of pictures (N, C, H, W) uint8 each by its number in ``index``.
 
     Raises:
         OutputError: as :func:`new_folder`.
     """
     with new_folder(path) as folder:
-        for number, image in zip(index, images, strict=True):
+        grid.save(folder / GRID)
+        for number, image in zip(index, images, strict=True) if images.dtype == np.uint8 else ():
             picture(torch.from_numpy(np.array(image))).save(folder / f"{number:06}.png")
 
 

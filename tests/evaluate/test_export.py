@@ -156,9 +156,9 @@ def test_the_folder_is_complete_and_its_samples_are_those_of_ddpm_ds_sample(
     out = capsys.readouterr().out
     assert re.search(r"hub: ema weights of .*checkpoint in fp32", out)
     assert f"read back by diffusers {diffusers.__version__}: " in out and "alphas_cumprod" in out
-    grid = tmp_path / "grid.png"
+    grid = tmp_path / "drawn"
     assert main(["sample", str(checkpoint), "--count", "20", "--out", str(grid), "--device", "cpu"]) == 0
-    with Image.open(grid) as ours, Image.open(tmp_path / "hub" / "samples.png") as theirs:
+    with Image.open(grid / "grid.png") as ours, Image.open(tmp_path / "hub" / "samples.png") as theirs:
         difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
         assert difference.max() <= 1, "up to rounding: the batches differ"
 

@@ -155,8 +155,8 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
         negative="a",
     )
     assert np.array_equal(python.permute(0, 2, 3, 1).numpy(), one)
-    verb(*by_option, "--out", tmp_path / "grid.png")
-    assert Image.open(tmp_path / "grid.png").size[0] > 500
+    verb(*by_option, "--out", tmp_path / "pngs")
+    assert Image.open(tmp_path / "pngs" / "grid.png").size[0] > 500
 
 
 def test_without_a_prompt_what_is_drawn_instead_is_said(

@@ -6,6 +6,7 @@ import argparse
 import copy
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,15 +136,16 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])}
 
 
-def test_a_grid_of_64_goes_into_the_runs_folder(planted: Path, sample: Sample) -> None:
-    out = planted / "samples-000000320.png"
+def test_64_images_and_a_grid_go_into_the_runs_folder(planted: Path, sample: Sample) -> None:
+    out = planted / "samples-000000320"
     assert sample() == f"{out}: 64 images by ddim in 3 steps, seed 0, ema weights after 320 images\n"
     wanted = expected(planted, 64, torch.arange(64) % 10)
     title = f"{planted.name}, 320 images seen\nddim in 3 steps, averaged weights"
     labelled = grid(wanted, title, [str(i % 10) for i in range(64)])
-    assert np.asarray(Image.open(out)).tolist() == np.asarray(labelled).tolist()
+    assert np.asarray(Image.open(out / "grid.png")).tolist() == np.asarray(labelled).tolist()
     assert sorted(path.name for path in planted.iterdir()) == ["checkpoints", out.name]
-    out.unlink()
+    assert len(list(out.iterdir())) == 65
+    shutil.rmtree(out)
 
 
 def test_an_npz_is_what_evaluators_of_guided_diffusion_read(
@@ -167,7 +169,7 @@ def test_a_folder_of_pngs_numbered_by_image(planted: Path, tmp_path: Path, sampl
     (tmp_path / "empty").mkdir()
     for out in (tmp_path / "new" / "pngs", tmp_path / "empty"):
         sample("--count", 3, "--first", 10, "--out", out, "--labels", "3")
-        found = {path.name: np.asarray(Image.open(path)).tolist() for path in out.iterdir()}
+        found = {path.name: np.asarray(Image.open(path)).tolist() for path in out.glob("0*.png")}
         wanted = expected(planted, 3, torch.tensor([3, 3, 3]), first=10)
         assert found == {f"0000{10 + i}.png": image.tolist() for i, image in enumerate(wanted[:, 0])}
 
@@ -181,7 +183,7 @@ def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
     whole = values()
     assert np.abs(whole - values("--batch-images", 5)).max() <= 1
     assert (whole != values("--weights", "raw")).any()
-    said = sample("--count", 2, "--precision", "fp16", "--out", tmp_path / "x.png")
+    said = sample("--count", 2, "--precision", "fp16", "--out", tmp_path / "x")
     assert said.startswith("fp16 on a CPU: stored in fp16, computed in fp32\n")
 
 
@@ -190,14 +192,14 @@ def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
     [
         ("x.npz", "x.npz exists; name another file, or replace it with --overwrite"),
         ("pngs", "pngs exists and is not empty; name a new folder"),
-        ("folder.png", "folder.png can't be written; name a file in a folder"),
+        ("folder.npz", "folder.npz can't be written; name a file in a folder"),
     ],
 )
 def test_what_exists_is_not_overwritten_and_nothing_is_drawn(
     name: str, reason: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:
     mine, drawn = tmp_path / name, watch_drawing()
-    if name in ("pngs", "folder.png"):
+    if name in ("pngs", "folder.npz"):
         mine.mkdir()
         mine = mine / "holiday.png"
     mine.write_bytes(b"mine")
@@ -222,8 +224,8 @@ def test_what_exists_is_not_overwritten_and_nothing_is_drawn(
         ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
         ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
-        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none; .npy and .zarr hold fields"),
-        ("--out OUT/nowhere/x.png", "can't be written; name a file in a folder that exists and is yours"),
+        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use none for a folder, .npz, .npy or .zarr"),
+        ("--out OUT/nowhere/x.npz", "can't be written; name a file in a folder that exists and is yours"),
         ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),
     ],
 )
@@ -231,7 +233,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     arguments: str, said: str, planted: Path, tmp_path: Path, sample: Sample
 ) -> None:
     words = arguments.replace("OUT", str(tmp_path)).split()
-    assert said in sample(*words, *([] if "--out" in words else ["--out", tmp_path / "x.png"]), code=2)
+    assert said in sample(*words, *([] if "--out" in words else ["--out", tmp_path / "x"]), code=2)
     assert not any(tmp_path.iterdir()) and [path.name for path in planted.iterdir()] == ["checkpoints"]
 
 
@@ -242,7 +244,7 @@ def test_a_u_net_without_classes_takes_no_labels_and_no_guidance(
         (("--labels", 3), "--labels 3: the U-Net has no classes (unet.classes is null); leave it out"),
         (("--guidance", 2), "--guidance = 2 needs a class-conditional U-Net"),
     ):
-        assert said in sample(*option, "--out", tmp_path / "x.png", run_dir=without_classes, code=2)
+        assert said in sample(*option, "--out", tmp_path / "x", run_dir=without_classes, code=2)
 
 
 def test_a_guide_of_another_size_draws_as_from_python(
@@ -303,15 +305,15 @@ def test_the_progress_counts_the_evaluations_of_both_u_nets(trained: Trained) ->
 def test_the_grid_is_logged_where_that_is_asked_for(
     planted: Path, tmp_path: Path, sample: Sample, trackers: list[Any]
 ) -> None:
-    sample("--count", 2, "--out", tmp_path / "x.png")
+    sample("--count", 2, "--out", tmp_path / "x")
     assert trackers == []
-    assert "MLflow run the-id" in sample("--count", 2, "--out", tmp_path / "y.png", "--mlflow")
+    assert "MLflow run the-id" in sample("--count", 2, "--out", tmp_path / "y", "--mlflow")
     (child,) = trackers
     assert (child.kind, child.run_dir, child.params["seed"]) == ("sample", planted, 0)
-    assert child.artifacts == [("y.png", "")] and child.status == "FINISHED"
+    assert child.artifacts == [("grid.png", "")] and child.status == "FINISHED"
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.png", "pngs"])
+@pytest.mark.parametrize("name", ["x.npz", "pngs"])
 def test_what_was_interrupted_goes_on_where_it_was(
     name: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:

@@ -540,12 +540,12 @@ def test_other_encoders_than_those_whose_text_was_learned_are_refused(
     digest = TextEncoders.open(spec, torch.device("cpu")).digest
     checkpoint = checkpoint_of(pipeline, tmp_path, "eps", {"text/encoders": digest}, encoders=str(mine))
     out = ["--device", "cpu", "--steps", "1", "--out"]
-    assert main(["sample", str(checkpoint), "--prompt", "a", *out, str(tmp_path / "a.png")]) == 0
+    assert main(["sample", str(checkpoint), "--prompt", "a", *out, str(tmp_path / "a")]) == 0
     weights = mine / "text_encoder" / "model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
     capsys.readouterr()
     for words in (
-        ["sample", str(checkpoint), "--prompt", "a", *out, str(tmp_path / "b.png")],
+        ["sample", str(checkpoint), "--prompt", "a", *out, str(tmp_path / "b")],
         ["export", str(checkpoint), str(tmp_path / "folder")],
         ["export", str(checkpoint), str(tmp_path / "file"), "--single-file"],
     ):
