@@ -444,8 +444,7 @@ def _sample(options: argparse.Namespace) -> int:
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
     drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
-    stored = next(trained.unet.parameters())
-    if line := widening(stored.device.type, stored.dtype):
+    if line := widening(trained.device.type, trained.dtype):
         print(line)
     try:
         draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)

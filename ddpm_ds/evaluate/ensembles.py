@@ -127,8 +127,7 @@ class FieldScorer:
     def scores(self) -> FieldScores:
         """Return the scores of all inputs so far, one at least.
 
-        Raises:
-            EvaluationError: a channel has no pixel that counts.
+        Raises EvaluationError: a channel has no pixel that counts.
         """
         for name, pixels in zip(self._channels, self._sums[:, 0], strict=True):
             if not pixels:

@@ -127,8 +127,7 @@ class Inputs:
         """Return what a picture shows of inputs, (n, c, H, W) float32 in the units in which it is stored, on the CPU;
         None if they have no channels.
         """
-        device = next(self.trained.unet.parameters()).device
-        found = self.trained.conditions.shown(self.condition(numbers, device), self.trained.scale)
+        found = self.trained.conditions.shown(self.condition(numbers, self.trained.device), self.trained.scale)
         return None if found is None else found.cpu()
 
     def truth(self, numbers: Sequence[int]) -> Tensor | None:
@@ -157,8 +156,7 @@ class Inputs:
 
     def predicted(self, numbers: Sequence[int]) -> Tensor:
         """Return the predictions of ``trained``, a regression, (n, C, H, W) float32 in physical units on the CPU."""
-        trained = self.trained
-        device = next(trained.unet.parameters()).device
+        trained, device = self.trained, self.trained.device
         with torch.inference_mode():
             drawing = Drawing(
                 Sampler(trained.sampler, trained.diffusion),

@@ -150,8 +150,7 @@ class DrawnImages:
 
     Which files are there says what is drawn, so the folder's name has to hold the request's key.
 
-    Raises:
-        OutputError: the file system refuses; every method may raise it.
+    Raises OutputError: the file system refuses; every method may raise it.
     """
 
     def __init__(self, folder: Path, request: Request) -> None:
@@ -246,8 +245,7 @@ def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> 
     """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder with a variable for each channel, and the
     coordinates of the run's data; the inputs are numbered from ``first`` on.
 
-    Raises:
-        OutputError: as :func:`new_folder`.
+    Raises OutputError: as :func:`new_folder`.
     """
     import xarray
 
@@ -273,8 +271,7 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
     Names and axes of the archive are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
     ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces.
 
-    Raises:
-        OutputError: it can't be written.
+    Raises OutputError: it can't be written.
     """
     temporary = temporary_beside(path)
     with writing(path):
@@ -291,8 +288,7 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
 def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
     """Write a new folder of PNG files: the grid, and of pictures (N, C, H, W) uint8 each by its number in ``index``.
 
-    Raises:
-        OutputError: as :func:`new_folder`.
+    Raises OutputError: as :func:`new_folder`.
     """
     with new_folder(path) as folder:
         grid.save(folder / GRID)
@@ -312,8 +308,7 @@ def check_new_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
 
-    Raises:
-        OutputError: as :func:`check_new_folder`, or the file system refuses.
+    Raises OutputError: as :func:`check_new_folder`, or the file system refuses.
     """
     check_new_folder(path)
     path = path.absolute()

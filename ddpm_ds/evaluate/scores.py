@@ -59,8 +59,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
     on latents it is the pixels that they were encoded from.
 
-    Raises:
-        DataError: there are no images, they are damaged, or the run was trained on others.
+    Raises DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec = trained.origin, trained.spec
     learned = None if spec is None else pixels_learned(told_apart(read_manifest(Path(origin)).data_sha256)[0])
@@ -225,8 +224,7 @@ def drawn_for_scores(
     kind, steps = request.sampler.kind, request.sampler.steps
     folder = folder_for(trained, out, f"{kind}-{steps}-{counted}-{request.key}")
     lines = {
-        "weights": f"{request.weights} of {trained.origin}, {request.precision} on "
-        f"{next(trained.unet.parameters()).device.type}",
+        "weights": f"{request.weights} of {trained.origin}, {request.precision} on {trained.device.type}",
         **({} if request.guide is None else {"guide": f"averaged weights of {request.guide}"}),
         "sampler": f"{kind} in {steps} steps, seed {request.seed}",
         **against,
@@ -258,8 +256,7 @@ def report(
 ) -> None:
     """Write an evaluation's ``scores.json``, with ``facts`` about the scores, and ``pictures``; record all in MLflow.
 
-    Raises:
-        OutputError: the file system refuses.
+    Raises OutputError: the file system refuses.
     """
     facts = {**facts, "version": VERSIONS}
     files = {folder / "scores.json": None, **{folder / f"{name}.png": draw for name, draw in pictures.items()}}
@@ -299,12 +296,9 @@ def evaluate(
         real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
     facts = request.model_dump(mode="json", exclude={"batch_images"})
     facts |= {"labels": None if labels is None else "in the proportions of the reference", "reference": real}
-    device = next(trained.unet.parameters()).device
-    with drawn_for_scores(trained, request, out, short(count), against, guide=guide, prompts=prompts) as (
-        folder,
-        images,
-    ):
-        scores = scorer.scores(images, device, request.prompts or ())
+    drawing = drawn_for_scores(trained, request, out, short(count), against, guide=guide, prompts=prompts)
+    with drawing as (folder, images):
+        scores = scorer.scores(images, trained.device, request.prompts or ())
         kept: list[dict[str, Any]] = []
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
             before = read_json(folder / "scores.json")
@@ -323,8 +317,7 @@ def evaluate(
 def cache_beside(dataset: Path) -> Path:
     """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache.
 
-    Raises:
-        OutputError: neither folder can be written.
+    Raises OutputError: neither folder can be written.
     """
     beside, own = dataset.resolve().parent / "evaluation_cache", cache_folder()
     for folder in (beside, own):
@@ -388,7 +381,7 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
     """
     spec, (store, positions) = trained.spec, held_out
     assert spec is not None, "an export has held out nothing"
-    device = next(trained.unet.parameters()).device
+    device = trained.device
     decisive = f"{trained.digest} {trained.precision} {store.key} {positions.tolist()}"
     folder = folder_for(trained, out, f"loss-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}")
     print(

@@ -213,7 +213,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path)
     ("words", "message"),
     [
         (("--negative", "a"), '--negative "a" is what guidance leads away from, and --guidance is 1'),
-        (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use 2 or more"),
+        (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use at least 2"),
         (("--prompts", "missing.txt"), "--prompts missing.txt can't be read"),
     ],
 )
@@ -228,7 +228,7 @@ def test_prompts_of_a_u_net_without_text_are_refused(
 ) -> None:
     verb = sample_verb(without_classes, capsys)
     for words in (("--prompt", "a"), ("--negative", "a")):
-        assert f"{words[0]}: the U-Net of" in verb(*words, code=2)
+        assert f"{words[0]}: {without_classes}" in verb(*words, code=2)
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "has no prompt" in verb("--prompts", tmp_path / "empty.txt", code=2)
     assert "not allowed with argument --prompt" in verb("--prompt", "a", "--prompts", "b.txt", code=2)

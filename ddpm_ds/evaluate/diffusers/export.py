@@ -62,8 +62,7 @@ def without_labels(trained: Trained, row: int) -> Trained:
 def rounded(trained: Trained, precision: Precision) -> Trained:
     """Round the fp32 weights in place to the values that a file in ``precision`` stores, and return the same U-Net.
 
-    Raises:
-        CheckpointError: a weight is beyond the range of ``precision``.
+    Raises CheckpointError: a weight is beyond the range of ``precision``.
     """
     for name, parameter in trained.unet.layers.named_parameters():
         parameter.copy_(parameter.to(DTYPES[precision][1]))
@@ -76,8 +75,7 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``; for a U-Net
     that reads text those of ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as they are at hand.
 
-    Raises:
-        CheckpointError: diffusers has no such U-Net, noise schedule or objective.
+    Raises CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
     if trained.spec is not None and (path := trained.spec.data.residual_of) is not None:
         raise CheckpointError(

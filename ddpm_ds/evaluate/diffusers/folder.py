@@ -235,8 +235,7 @@ class DiffusersFolder:
     def autoencoder(self) -> Autoencoder | None:
         """Open the autoencoder beside the U-Net; return None if the U-Net draws pixels.
 
-        Raises:
-            DataError: the autoencoder can't be used.
+        Raises DataError: the autoencoder can't be used.
         """
         for path in (self.path / AUTOENCODER_FOLDER, self.path / TEXT_AUTOENCODER):
             if path.is_dir():

@@ -37,8 +37,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
 
     Returns one line that says what was compared, or that diffusers is not installed.
 
-    Raises:
-        OutputError: they differ.
+    Raises OutputError: they differ.
     """
     if importlib.util.find_spec("diffusers") is None:
         return "not read back, because diffusers is not installed (pip install diffusers)"

@@ -36,8 +36,7 @@ class Arguments(BaseModel):
     def read(cls, config: Mapping[str, Any]) -> Self:
         """Return the arguments in a configuration.
 
-        Raises:
-            ValueError: one line with the key, its value and what is possible.
+        Raises ValueError: one line with the key, its value and what is possible.
         """
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
@@ -95,8 +94,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
     """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
     run's clipping and variance. For a pipeline of ``text`` it is one that such pipelines sample with in few steps.
 
-    Raises:
-        ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
+    Raises ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
     if text and diffusion.schedule == "flow":
         return {"num_train_timesteps": int(FLOW_TIMES), "prediction_type": "flow_prediction", "use_flow_sigmas": True}
@@ -257,8 +255,7 @@ def process_from_scheduler(
 
     Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``.
 
-    Raises:
-        ValueError: our process can't express it; one line with the key, its value and what is possible.
+    Raises ValueError: our process can't express it; one line with the key, its value and what is possible.
     """
     base, name = base or DiffusionSpec(), config.get("_class_name")
     if name in _EdmArguments.class_names:

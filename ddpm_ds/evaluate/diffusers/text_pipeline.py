@@ -89,8 +89,7 @@ def write_single_file(trained: Trained, path: Path, precision: str) -> str:
 
     Returns one line that says which parts it holds.
 
-    Raises:
-        CheckpointError: there is no text, or who reads the file would build another U-Net.
+    Raises CheckpointError: there is no text, or who reads the file would build another U-Net.
     """
     text = trained.unet_spec.text
     if text is None:

@@ -203,8 +203,7 @@ def _place(name: str, levels: int) -> str:
 def original_names(layers: Sequence[Layer]) -> dict[str, str]:
     """Return the original name of each of the diffusers tensors of a U-Net that reads text.
 
-    Raises:
-        ValueError: the original code has no such U-Net.
+    Raises ValueError: the original code has no such U-Net.
     """
     names = [name for _, theirs in tensor_names(layers) for name in theirs]
     blocks = sum(layer.name.startswith("down.0.block") for layer in layers)
@@ -241,8 +240,7 @@ def _original(name: str, blocks: int, attended: set[str]) -> str:
 class SingleFile:
     """Single file with the original names, of which only names and shapes are read at first.
 
-    Raises:
-        CheckpointError: it can't be read, or is none of SD 1, SD 2 and SDXL.
+    Raises CheckpointError: it can't be read, or is none of SD 1, SD 2 and SDXL.
     """
 
     def __init__(self, path: Path) -> None:
@@ -292,8 +290,7 @@ class SingleFile:
         """Return the arguments of the scheduler, and whether the file says what is predicted. A ``typed`` objective
         counts before that, and ``silent`` where the file does not say it.
 
-        Raises:
-            ValueError: it says something that can't be expressed, or two things.
+        Raises ValueError: it says something that can't be expressed, or two things.
         """
         if edm := sorted(self._all.intersection(EDM)):
             raise ValueError(f"{edm[0]}: its noise is EDM's for {', '.join(edm)}, with a scale that ours has not")

@@ -172,8 +172,7 @@ def class_of(unet: UnetSpec) -> str:
 def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
     """Return the arguments of the U-Net of diffusers that equals that of a spec, of the class :func:`class_of`.
 
-    Raises:
-        ValueError: diffusers has no such U-Net.
+    Raises ValueError: diffusers has no such U-Net.
     """
     widths = tuple(unet.channels * multiplier for multiplier in unet.multipliers)
     if (fault := _fault(unet, interface, widths[0])) is not None:
@@ -256,8 +255,7 @@ def unet_spec_from_diffusers(
     The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
     ``last_label_is_class``.
 
-    Raises:
-        ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
+    Raises ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
     """
     name = config.get("_class_name", PLAIN)
     if not isinstance(name, str) or name not in ARGUMENTS:
