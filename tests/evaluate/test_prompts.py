@@ -228,7 +228,7 @@ def test_prompts_of_a_u_net_without_text_are_refused(
 ) -> None:
     verb = sample_verb(without_classes, capsys)
     for words in (("--prompt", "a"), ("--negative", "a")):
-        assert f"{words[0]}: {without_classes}" in verb(*words, code=2)
+        assert "reads no text (unet.text is null); leave it out" in verb(*words, code=2)
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "has no prompt" in verb("--prompts", tmp_path / "empty.txt", code=2)
     assert "not allowed with argument --prompt" in verb("--prompt", "a", "--prompts", "b.txt", code=2)
