@@ -114,7 +114,7 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
 
 
 class Unavailable(Exception):
-    """Error: Inception's scores can't be computed on this machine; the message says why and what would help."""
+    """Error: Inception's scores can't be computed on this machine; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)

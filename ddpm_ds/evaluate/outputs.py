@@ -46,7 +46,7 @@ class Request(BaseModel):
     """Checksum of the weights."""
     precision: str
     guide: str | None = None
-    """Path of the guiding weights; None if there are none, and guidance, if any, uses "no label"."""
+    """Path of the guiding weights, if any; without, guidance uses "no label"."""
     guide_digest: str | None = None
     """Checksum of the guiding weights."""
     sampler: SamplerSpec
@@ -214,8 +214,8 @@ def titled_grid(
     request: Request | None = None,
     channel: int = 0,
 ) -> Image.Image:
-    """Return a grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``, and a title that
-    says what drew them; images of a request for ``inputs`` are in rows, beside these. Of fields it shows a ``channel``.
+    """Return a titled grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``; images for
+    ``inputs`` are in rows beside these. Of fields it shows a ``channel``.
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
@@ -227,18 +227,11 @@ def titled_grid(
     channels = trained.channels if trained.are_fields else ()
     if inputs is None or request is None:
         return Drawn(torch.from_numpy(np.array(images)), channels=channels).picture(title, said, channel)
-    rows = images[: MOST_ROWS * request.members]
-    numbers = range(request.first // request.members, (request.first + len(rows)) // request.members)
-    of_given = None if trained.facts is None else trained.facts.fields.get("condition")
-    drawn = Drawn(
-        torch.from_numpy(np.array(rows)),
-        request.members,
-        inputs.shown(numbers),
-        inputs.truth(numbers),
-        channels,
-        () if of_given is None else of_given.channels,
-    )
-    return drawn.picture(title, said, channel)
+    members, given = request.members, None if trained.facts is None else trained.facts.fields.get("condition")
+    rows = torch.from_numpy(np.array(images[: MOST_ROWS * members]))
+    numbers = range(request.first // members, (request.first + len(rows)) // members)
+    shown = inputs.shown(numbers), inputs.truth(numbers), channels, () if given is None else given.channels
+    return Drawn(rows, members, *shown).picture(title, said, channel)
 
 
 def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:
@@ -269,7 +262,7 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
     if any.
 
     Names and axes of the archive are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
-    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces.
+    Images (N, C, H, W) that are mapped from a file are copied in pieces.
 
     Raises OutputError: it can't be written.
     """
@@ -344,11 +337,8 @@ def record_child(
 ) -> None:
     """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
-    Weights outside a run's folder have no parent, so nothing is recorded and one line says so. Records that MLflow does
-    not accept stay in the run's folder, as in training.
-
-    ``params`` may be nested. The step of ``metrics`` is the checkpoint's number of images seen. ``artifacts`` are
-    files and folders, each with its destination among the artifacts.
+    Weights outside a run's folder have no parent, so nothing is recorded and one line says so. The step of ``metrics``
+    is the checkpoint's number of images seen. ``artifacts`` are files and folders, each with its destination.
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
@@ -360,21 +350,15 @@ def record_child(
         print_to_stderr(f"{path} can't be written ({error.strerror}), so nothing is recorded in MLflow")
         return
     checkpoint = Path(trained.origin).name
+    tags = {"kind": kind, "checkpoint": checkpoint, "weights": trained.weights, "digest": trained.digest}
+    tags |= {"images_seen": str(trained.images_seen), "mlflow.source.name": f"ddpm-ds {kind}"}
     tracker = Tracker.start(
         trained.spec.logging.experiment,
         f"{kind} {checkpoint}",
         output_root=trained.run_dir.parent,
         run_dir=trained.run_dir,
         params=params,
-        tags={
-            "kind": kind,
-            "checkpoint": checkpoint,
-            "weights": trained.weights,
-            "digest": trained.digest,
-            "images_seen": str(trained.images_seen),
-            "mlflow.source.name": f"ddpm-ds {kind}",
-            "version.ddpm_ds": __version__,
-        },
+        tags={**tags, "version.ddpm_ds": __version__},
         parent=parent,
     )
     if metrics:
@@ -382,7 +366,5 @@ def record_child(
     for path, folder in artifacts.items():
         tracker.artifact(path, folder)
     link = tracker.finish("FINISHED")
-    if link.run_id is None:
-        print(f"MLflow was not reached at {link.tracking_uri}")
-    else:
-        print(f"MLflow run {link.run_id}\nopen with  {link.open_with}")
+    found = f"MLflow run {link.run_id}\nopen with  {link.open_with}"
+    print(f"MLflow was not reached at {link.tracking_uri}" if link.run_id is None else found)

@@ -454,7 +454,7 @@ def test_a_single_file_that_does_not_tell_its_unet_is_refused(
     (mine / "unet" / "config.json").write_text(json.dumps(changed))
     checkpoint = checkpoint_of(mine, tmp_path, "eps")
     assert main(["export", str(checkpoint), str(tmp_path / "mine"), "--single-file"]) == 2
-    assert "unet.norm_groups is 8, and who reads the file takes 32" in capsys.readouterr().err
+    assert "unet.norm_groups is 8, and readers take 32" in capsys.readouterr().err
     assert not (tmp_path / "mine").exists()
 
 

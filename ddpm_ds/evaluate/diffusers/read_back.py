@@ -137,10 +137,9 @@ def _schedule_difference(
         scheduler.set_timesteps(4)
         scheduler._init_step_index(scheduler.timesteps[1])
         level = levels_of(spec).level(FLOW_TIMES * scheduler.sigmas[1:2].double()).each()
-        ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
         theirs = scheduler.convert_model_output(prediction, sample=x_t)
-        return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
-    level = levels_of(spec).level(t.double()).each()
+    else:
+        level = levels_of(spec).level(t.double()).each()
+        theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
     ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
-    theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
     return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
