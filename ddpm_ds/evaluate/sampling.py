@@ -245,7 +245,7 @@ def _draw_batch(
     """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
     how: dict[str, Any] = {"labels": request.labels_of(index), "seed": request.seed, "guide": guide}
     how |= {"inputs": inputs, "members": request.members, "prompts": prompts, "after_step": after_step}
-    steps = {"steps": request.steps_ahead} if request.steps_ahead > 1 else {}
+    steps: dict[str, Any] = {"steps": request.steps_ahead} if request.steps_ahead > 1 else {}
     with fitting(request.batch_images):
         return (draw_ahead if steps else draw)(trained, request.sampler, torch.tensor(index), **how, **steps)
 

@@ -22,16 +22,7 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import checkpoint_at
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.config.spec import (
-    DataSpec,
-    DiffusionSpec,
-    FilePath,
-    GivenPath,
-    Interface,
-    RunSpec,
-    SamplerSpec,
-    UnetSpec,
-)
+from ddpm_ds.config.spec import DataSpec, DiffusionSpec, FilePath, GivenPath, Interface, RunSpec, SamplerSpec, UnetSpec
 from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, TEXTS, FieldFacts

@@ -224,15 +224,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "learned variance": ({"out_channels": 8}, "out_channels = 8.*variances"),
     "centred": ({"center_input_sample": True}, "center_input_sample = true"),
     "shift": ({"freq_shift": 0.5}, r"freq_shift = 0\.5.*0 or 1"),
-    "simple cross-attention": (
-        {"down_block_types": ["SimpleCrossAttnDownBlock2D"] * 3},
-        "down_block_types.*'Cross",
-    ),
+    "simple cross-attention": ({"down_block_types": ["SimpleCrossAttnDownBlock2D"] * 3}, "down_block_types.*'Cross"),
     "residual sampling": ({"up_block_types": ["ResnetUpsampleBlock2D"] * 3}, "up_block_types.*'UpBlock2D'"),
-    "attention not mirrored": (
-        {"up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 2},
-        "up_block_types.*mirr",
-    ),
+    "attention not mirrored": ({"up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 2}, "up_block_types.*mirr"),
     "too few levels": ({"down_block_types": [CROSS]}, "down_block_types.*3 entries"),
     "middle without text": ({"mid_block_type": "UNetMidBlock2D"}, "mid_block_type.*'UNetMidBlock2DCrossAttn'"),
     "no middle": ({"mid_block_type": None}, "mid_block_type = null"),

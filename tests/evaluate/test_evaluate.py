@@ -219,10 +219,7 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
     [
         (("--metrics", "fid"), "--metrics fid can't be computed: there is no network here"),
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel"),
-        (
-            ("--metrics", "digits"),
-            "is none of fid, kid, pr, pixel, clip, loss",
-        ),
+        (("--metrics", "digits"), "is none of fid, kid, pr, pixel, clip, loss"),
         (("--count", "9"), "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
         (("--guidance", "1,x"), "'x' is not a guidance from 0 to 1,000"),

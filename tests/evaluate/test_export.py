@@ -273,10 +273,7 @@ BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
 BAD_IMPORTS: dict[str, tuple[list[str], str]] = {
     "image size": (["--set", "data.image_size=16"], r"data.image_size = 16, but .* has 8; --set data.image_size=8"),
     "steps": (["--set", "sampler.steps=2000"], "sampler.steps = 2000 is above"),
-    "typed": (
-        ["--set", "unet.channels=4096"],
-        r"--set unet.channels=4096: the model of .* decides it, \d+; leave",
-    ),
+    "typed": (["--set", "unet.channels=4096"], r"--set unet.channels=4096: the model of .* decides it, \d+; leave"),
     "a file": (["--out", __file__], "is no folder; name a new folder"),
 }
 

@@ -251,10 +251,7 @@ def test_a_guide_of_another_size_draws_as_from_python(
     planted: Path, without_classes: Path, tmp_path: Path, sample: Sample
 ) -> None:
     small = {"channels": 4, "norm_groups": 2}
-    for run_dir, sections, labels in (
-        (planted, {}, torch.arange(3) % 10),
-        (without_classes, UNLABELLED, None),
-    ):
+    for run_dir, sections, labels in ((planted, {}, torch.arange(3) % 10), (without_classes, UNLABELLED, None)):
         classes = {**sections, "unet": {**sections.get("unet", {}), **small}}
         guide, out = plant(tmp_path / f"{run_dir.name}-guide", **classes), tmp_path / f"{run_dir.name}.npz"
         sample("--count", 3, "--guidance", 2, "--guide", guide, "--out", out, run_dir=run_dir)

@@ -231,12 +231,7 @@ SAID: dict[str, tuple[list[str], dict[str, str], list[str], tuple[str, bool] | s
     "typed with it": (["ztsnr"], {}, ["diffusion.objective=v"], ("v", True)),
     "only zero SNR": (["ztsnr"], {}, [], f"ztsnr: the last timestep is pure noise, of which .*; {V_SET}"),
     "zero SNR of eps": ([], {"ss_zero_terminal_snr": "True"}, [], f"ss_zero_terminal_snr = True: .*; {V_SET}"),
-    "two": (
-        ["v_pred"],
-        {"modelspec.prediction_type": "epsilon"},
-        [],
-        "v_pred and modelspec.prediction_type =",
-    ),
+    "two": (["v_pred"], {"modelspec.prediction_type": "epsilon"}, [], "v_pred and modelspec.prediction_type ="),
     "another": ([], {"modelspec.prediction_type": "x"}, [], 'modelspec.prediction_type = "x": it should be epsilon'),
     "EDM": (["edm_mean", "edm_std"], {}, [], "edm_mean: its noise is EDM's for edm_mean, edm_std"),
     "EDM v": (["edm_vpred.sigma_max"], {}, [], "edm_vpred.sigma_max: its noise is EDM's"),

@@ -97,10 +97,7 @@ class PlainArguments(UnetArguments):
 
     in_channels: Channels = 3
     out_channels: ImageChannels = 3
-    down_block_types: tuple[Literal["DownBlock2D", "AttnDownBlock2D"], ...] = (
-        "DownBlock2D",
-        *("AttnDownBlock2D",) * 3,
-    )
+    down_block_types: tuple[Literal["DownBlock2D", "AttnDownBlock2D"], ...] = ("DownBlock2D", *("AttnDownBlock2D",) * 3)
     mid_block_type: Literal["UNetMidBlock2D"] = "UNetMidBlock2D"
     up_block_types: tuple[Literal["UpBlock2D", "AttnUpBlock2D"], ...] = (*("AttnUpBlock2D",) * 3, "UpBlock2D")
     block_out_channels: Widths = (224, 448, 672, 896)
@@ -125,10 +122,7 @@ class TextArguments(UnetArguments):
         "DownBlock2D",
     )
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
-    up_block_types: tuple[Literal["UpBlock2D", "CrossAttnUpBlock2D"], ...] = (
-        "UpBlock2D",
-        *("CrossAttnUpBlock2D",) * 3,
-    )
+    up_block_types: tuple[Literal["UpBlock2D", "CrossAttnUpBlock2D"], ...] = ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3)
     only_cross_attention: Literal[False] | tuple[Literal[False], ...] = False
     mid_block_only_cross_attention: Literal[False] | None = None
     block_out_channels: Widths = (320, 640, 1280, 1280)
