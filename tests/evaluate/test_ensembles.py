@@ -17,7 +17,7 @@ from ddpm_ds.evaluate import ensembles
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
-from tests.evaluate.planted import UNLABELLED, evaluate_verb, plant, report
+from tests.evaluate.planted import evaluate_verb, report
 from tests.gaussian_fields import field_scores
 from tests.launching import tiny_spec
 
@@ -136,14 +136,6 @@ def test_masked_pixels_are_not_scored(tmp_path: Path, evaluate: Evaluate) -> Non
     assert scores["spectra"] is None and not list(tmp_path.glob("here/*/spectra.png"))
 
 
-def test_some_guidances_are_evaluations_of_their_own_in_one_table(
-    fields: Path, evaluate: Evaluate, tmp_path: Path
-) -> None:
-    out = evaluate(fields, "--members", 2, "--count", 2, "--guidance", "1,3", "--out", tmp_path)
-    assert len(list(tmp_path.glob("*/scores.json"))) == 2
-    assert [line.split()[-1] for line in table_of(out)[1:]] == ["-", "-", "-", "3", "3", "3"]
-
-
 def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: Evaluate) -> None:
     planted = plant_fields(tmp_path, diffusion={"objective": "regression"})
     evaluate(planted.run_dir, "--out", tmp_path / "here", "--steps", 1)
@@ -160,19 +152,13 @@ def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: 
         (("--inception-weights", "file.pth"), "--inception-weights file.pth is of images without conditions"),
         (("--count", HELD_OUT + 1), f"--count {HELD_OUT + 1}: --conditions has {HELD_OUT} inputs; name some of these"),
         (("--members", "0"), "'0' is not a whole number from 1 to 1,000,000"),
+        (("--members", "2"), "was trained without conditions; leave it out"),
+        (("--conditions", "x.npz"), "was trained without conditions; leave it out"),
     ],
 )
-def test_what_conditional_runs_do_not_have_is_refused(
-    fields: Path, evaluate: Evaluate, options: tuple[object, ...], message: str
+def test_options_of_runs_with_and_without_conditions_are_refused_for_the_others(
+    fields: Path, without_classes: Path, evaluate: Evaluate, options: tuple[object, ...], message: str
 ) -> None:
-    assert message in evaluate(fields, *options, code=2)
-    assert not (fields / "evaluations").exists()
-
-
-@pytest.mark.parametrize("options", [("--members", 2), ("--conditions", "somewhere.npz")])
-def test_options_of_conditions_are_refused_without_one(
-    tmp_path: Path, evaluate: Evaluate, options: tuple[object, ...]
-) -> None:
-    plant(tmp_path / "run", **UNLABELLED)
-    said = evaluate(tmp_path / "run", *options, code=2)
-    assert f"{options[0]} {options[1]}: " in said and "was trained without conditions; leave it out" in said
+    run_dir = without_classes if "without conditions;" in message else fields
+    assert message in evaluate(run_dir, *options, code=2)
+    assert not (run_dir / "evaluations").exists()

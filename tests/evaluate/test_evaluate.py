@@ -109,18 +109,18 @@ def test_some_samplers_and_guidances_are_evaluations_of_their_own_in_one_table(
 ) -> None:
     drawn = watch_drawing()
     guide = plant(run_dir.parent / "guide", 640, unets={"ema": unet_of(tiny_spec(), 7)})
-    arguments = (
+    arguments = [
         "--count",
-        20,
+        "20",
         "--metrics",
         "pixel",
         "--sampler",
         "ddim,dpm_solver",
         "--steps",
-        4,
+        "4",
         "--guidance",
         "1,3.5",
-    )
+    ]
     out = evaluate(*arguments, "--guide", guide)
     reports = [json.loads(path.read_text()) for path in (run_dir / "evaluations").glob("*/scores.json")]
     found = {(report["sampler"]["kind"], report["sampler"]["guidance"]): report for report in reports}

@@ -147,24 +147,14 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*float32 of shape"),
     "far too wide": (change_config("unet", block_out_channels=[2**40, 2**40]), "block_out_channels = .*65536"),
-    "far too deep": (change_config("unet", layers_per_block=10**9), "layers_per_block = 1000000000.*64"),
-    "too many timesteps": (
-        change_config("scheduler", num_train_timesteps=10**9),
-        "num_train_timesteps = 1000000000.*100000",
-    ),
     "too many digits": (
         lambda folder: (folder / "unet/config.json").write_text('{"norm_eps": %s}' % ("1" * 400)),
-        "should be a JSON object",
-    ),
-    "too deep a configuration": (
-        lambda folder: (folder / "unet/config.json").write_text('{"a":' * 500 + "1" + "}" * 500),
         "should be a JSON object",
     ),
     "integers": (
         change_weights(lambda t: t.update({"conv_in.bias": t["conv_in.bias"].int()})),
         "conv_in.bias is int32",
     ),
-    "missing tensor": (change_weights(lambda tensors: tensors.pop("conv_in.bias")), r"first is conv_in\.bias"),
     "not finite": (change_weights(lambda tensors: tensors["conv_in.bias"].fill_(math.nan)), "not finite"),
     "no weights": (
         lambda folder: (folder / WEIGHTS).unlink(),
