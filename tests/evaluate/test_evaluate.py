@@ -109,19 +109,8 @@ def test_some_samplers_and_guidances_are_evaluations_of_their_own_in_one_table(
 ) -> None:
     drawn = watch_drawing()
     guide = plant(run_dir.parent / "guide", 640, unets={"ema": unet_of(tiny_spec(), 7)})
-    arguments = [
-        "--count",
-        "20",
-        "--metrics",
-        "pixel",
-        "--sampler",
-        "ddim,dpm_solver",
-        "--steps",
-        "4",
-        "--guidance",
-        "1,3.5",
-    ]
-    out = evaluate(*arguments, "--guide", guide)
+    arguments = ("--count", 20, "--metrics", "pixel", "--sampler", "ddim,dpm_solver", "--steps", 4, "--guide", guide)
+    out = evaluate(*arguments, "--guidance", "1,3.5")
     reports = [json.loads(path.read_text()) for path in (run_dir / "evaluations").glob("*/scores.json")]
     found = {(report["sampler"]["kind"], report["sampler"]["guidance"]): report for report in reports}
     points = [("ddim", 1.0), ("ddim", 3.5), ("dpm_solver", 1.0), ("dpm_solver", 3.5)]
@@ -132,7 +121,7 @@ def test_some_samplers_and_guidances_are_evaluations_of_their_own_in_one_table(
     assert [row[0] for row in rows] == values and len(set(values)) == 4
     assert [(row[4], row[7]) for row in rows] == [(kind, f"{guidance:g}") for kind, guidance in points]
     assert [row[8:10] for row in rows] == [["ddpm_ds", VERSION], ["by", "guide"]] * 2
-    evaluate(*arguments, "--guide", guide)
+    evaluate(*arguments, "--guidance", "1,3.5")
     assert len(drawn) == 80
 
 

@@ -212,12 +212,8 @@ def test_the_model_card_has_the_licence_and_the_runs_numbers(tmp_path: Path) -> 
     card = model_card(trained, precision="fp32", label=None, picture="samples.png")
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["license"] == "apache-2.0" and front["library_name"] == "diffusers" and "ddpm" in front["tags"]
-    for row in (
-        "| parameters | 45,321 in fp32 |",
-        "| data | digits, 8x8 pixels and 1 channel |",
-        "| images seen | 320, 16 per step |",
-    ):
-        assert row in card, row
+    assert "| data | digits, 8x8 pixels and 1 channel |\n| images seen | 320, 16 per step |" in card
+    assert "| parameters | 45,321 in fp32 |" in card
     assert "![samples](samples.png)" in card and "ddpm-ds sample ." in card and "use_clipped_model_output=True" in card
     assert str(tmp_path) not in card, "a card goes to other machines"
 
@@ -261,10 +257,7 @@ BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "current folder": (["CHECKPOINT", "."], "here is the current folder, which can't be replaced; name a new folder"),
     "in a file": (["CHECKPOINT", "FULL/file/hub"], "can't be written"),
     "no checkpoint": (["missing", "OUT"], "missing does not exist; name a checkpoint"),
-    "label of no class": (
-        ["CHECKPOINT", "OUT", "--label", "10"],
-        "--label 10 is out of range: the U-Net has 10 classes",
-    ),
+    "label of no class": (["CHECKPOINT", "OUT", "--label", "10"], "--label 10 is out of range: the U-Net has 10"),
     "label without classes": (["UNLABELLED", "OUT", "--label", "1"], "--label 1: the U-Net has no classes"),
     "label of no kind": (["CHECKPOINT", "OUT", "--label", "x"], "--label: 'x' is not none or a class"),
     "long label": (["CHECKPOINT", "OUT", "--label", "9" * 5000], "is not none or a class"),

@@ -103,26 +103,14 @@ def test_pictures_held_out_of_another_folder_are_in_the_buckets_that_are_trained
     assert report(tmp_path / "run")["reference"]["images"] == 12
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("--count", 5), "--count 5 is of images that are drawn, and --metrics loss draws none; leave it out"),
-        (("--prompts", "held-out"), "--prompts held-out is of images that are drawn, and --metrics loss draws none"),
-    ],
-)
-def test_options_of_drawing_are_refused_where_nothing_is_drawn(
-    words: tuple[object, ...], line: str, run_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert line in evaluate(capfd, run_dir, "--metrics", "loss", *words, code=2)
-
-
-def test_images_that_are_not_there_are_one_line(
+def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
     tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(tmp_path / "none", **UNLABELLED)
     (tmp_path / "fields").mkdir()
     fields = plant_fields(tmp_path / "fields")
     lines = [
+        evaluate(capfd, run_dir, "--metrics", "loss", "--prompts", "held-out", code=2),
         evaluate(capfd, tmp_path / "none", "--metrics", "loss", code=2),
         evaluate(capfd, run_dir, "--metrics", "loss", "--dataset", fields.store.path, code=2),
         evaluate(capfd, fields.run_dir, "--metrics", "loss,pixel", code=2),
@@ -136,6 +124,7 @@ def test_images_that_are_not_there_are_one_line(
     for line, expected in zip(
         lines,
         (
+            "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out",
             "images-000000320 has held out no image (data.held_out_images = 0); leave it out",
             f"{fields.store.path} holds other images than those that ",
             "--metrics pixel is of images without conditions",

@@ -130,12 +130,8 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
     verb("--prompts", file, "--guidance", 3, "--negative", "a", "--out", tmp_path / "two.npz")
     one = drawn(tmp_path / "one.npz")
     assert len(one) == 2 and np.array_equal(one, drawn(tmp_path / "two.npz"))
-    python = sample(
-        load_trained(run_dir),
-        sampler=FAST_SAMPLER.model_copy(update={"guidance": 3.0}),
-        prompts=["a red circle", "a blue square"],
-        negative="a",
-    )
+    sampler = FAST_SAMPLER.model_copy(update={"guidance": 3.0})
+    python = sample(load_trained(run_dir), sampler=sampler, prompts=["a red circle", "a blue square"], negative="a")
     assert np.array_equal(python.permute(0, 2, 3, 1).numpy(), one)
     verb(*by_option, "--out", tmp_path / "pngs")
     assert Image.open(tmp_path / "pngs" / "grid.png").size[0] > 500

@@ -108,10 +108,7 @@ def test_options_change_the_runs_own_sampler() -> None:
         (["--guidance-between", "5,0.3"], "--guidance-between = 5,0.3 must rise"),
         (["--guidance-between=-1,3"], "--guidance-between -1.0: input should be greater than or equal to 0"),
         (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or --eta 0"),
-        (
-            ["--variance", "small"],
-            "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler ddpm",
-        ),
+        (["--variance", "small"], "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler"),
     ],
 )
 def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(arguments: list[str], said: str) -> None:

@@ -188,9 +188,8 @@ def test_a_single_file_has_its_kind_found_and_its_weights_by_name(kind: str, tmp
     state = unet.state_dict()
     originals = {original: state[name] for name, original in original_names(layers).items()}
     path = tmp_path / "single.safetensors"
-    save_file(
-        {**originals, "model_ema.decay": torch.zeros(()), **({"v_pred": torch.zeros(0)} if "2" in kind else {})}, path
-    )
+    more = {"v_pred": torch.zeros(0)} if "2" in kind else {}
+    save_file({**originals, "model_ema.decay": torch.zeros(()), **more}, path)
     again, same = import_of(path, base, tmp_path / "again", *words)
     assert spec.unet.text is not None and again.unet.text is not None
     changed = {"upcast_attention": kind == "SD 2.1"}
@@ -270,8 +269,8 @@ PLACES: dict[str, tuple[Callable[[str], str], list[str], str]] = {
     "ComfyUI's": (lambda name: name.removeprefix("model."), [], ""),
     "averaged beside": (lambda name: name, ["model_ema.diffusion_modelinput_blocks00weight"], "also holds averaged w"),
     "ControlNet": (
-        lambda name: name.replace("model.diffusion_model", "control_model"),
-        ["control_model.zero_convs.0.0.weight"],
+        lambda name: name.replace("model.diffusion", "a"),
+        ["zero_convs.0.0.weight"],
         "it holds a ControlNet",
     ),
     "two": (lambda name: name.replace("model.diffusion", "a"), ["b.input_blocks.0.0.weight"], "it holds several"),
