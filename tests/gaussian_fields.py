@@ -37,7 +37,7 @@ def field_scores(members: Any, truths: Any, masks: Any = None, channels: Sequenc
     scorer = FieldScorer(channels or [str(number) for number in range(members.shape[2])])
     for number, truth in enumerate(truths):
         arrays = (members[:, number], truth, *(() if masks is None else (masks[number],)))
-        scorer.add(*(torch.as_tensor(array) for array in arrays))
+        scorer.add(*(torch.tensor(np.asarray(array)) for array in arrays))
     return scorer.scores()
 
 

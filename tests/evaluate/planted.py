@@ -127,7 +127,7 @@ def evaluate_verb(capfd: pytest.CaptureFixture[str]) -> Sample:
         words = ["--sampler", "ddim", "--steps", "2", "--device", "cpu", *map(str, arguments)]
         assert main(["evaluate", str(path), *words]) == code
         out, err = capfd.readouterr()
-        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line)
+        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line and "%|" not in line)
 
     return run
 
