@@ -8,15 +8,17 @@ covariance does not depend on y. All arrays are float64.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddpm_ds.evaluate.ensembles import field_scores
+from ddpm_ds.evaluate.ensembles import FieldScorer, FieldScores
 
 GRID = 16
 """Height and width of a field, in pixels."""
@@ -28,6 +30,15 @@ NOISE = 0.2
 """Standard deviation of an observation's noise."""
 
 Array = NDArray[np.float64]
+
+
+def field_scores(members: Any, truths: Any, masks: Any = None, channels: Sequence[str] | None = None) -> FieldScores:
+    """Return the scores of members (K, N, C, H, W) against truths (N, C, H, W), with masks (N, C or 1, H, W)."""
+    scorer = FieldScorer(channels or [str(number) for number in range(members.shape[2])])
+    for number, truth in enumerate(truths):
+        arrays = (members[:, number], truth, *(() if masks is None else (masks[number],)))
+        scorer.add(*(torch.tensor(np.asarray(array)) for array in arrays))
+    return scorer.scores()
 
 
 def _distances() -> Array:

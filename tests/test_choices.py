@@ -71,7 +71,7 @@ def test_a_choice_of_each_kind_that_was_only_registered_trains_and_draws_and_is_
     assert "exit codes 0 0 2" in done.stdout, said[-4000:]
     points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [point["train/seen_images"] for point in points] == [16, 32, 48, 64]
-    assert "4 images by jump in 3 steps" in said and list(run_dir.glob("samples-*.png"))
+    assert "4 images by jump in 3 steps" in said and list(run_dir.glob("samples-*/grid.png"))
     (refusal,) = [line for line in done.stderr.splitlines() if "can't be exported" in line]
     assert 'diffusion.schedule = "flat": diffusers has none like it' in refusal
     assert not (tmp_path / "hub").exists()

@@ -123,4 +123,4 @@ def test_the_steps_make_a_root_in_which_the_main_job_trains_as_no_root(root: Roo
     command = [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
     root.run([*command, "--device", "cpu", "--set", "train.images=320"])
     assert (root.folder / "work" / "runs" / "digits" / "checkpoints" / "latest").is_file()
-    root.run(["ddpm-ds", "sample", "runs/digits", "--count", "2", "--out", "samples.png"])
+    root.run(["ddpm-ds", "sample", "runs/digits", "--count", "2", "--out", "samples"])

@@ -28,7 +28,6 @@ from ddpm_ds.command_line import (
     positive,
     seed,
     whole,
-    writing,
 )
 from ddpm_ds.config.choices import SAMPLERS, samplers_with
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
@@ -50,12 +49,12 @@ the same picture whatever --count, --first, and --batch-images are.
 EXAMPLES = """\
 examples
   ddpm-ds sample runs/digits
-  ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes.png
+  ddpm-ds sample runs/digits/checkpoints/images-000128000 --labels 3 --guidance 2 --out threes
   ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
 
-  ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes.png
+  ddpm-ds sample runs/shapes --prompt "a red circle" --prompt "a blue square" --guidance 5 --out shapes
 
-  ddpm-ds sample runs/downscaling --conditions held-out --members 8 --out ensembles.png
+  ddpm-ds sample runs/downscaling --conditions held-out --members 8 --out ensembles
   ddpm-ds sample runs/downscaling --conditions coarse.nc --members 32 --out fine.zarr
   ddpm-ds sample runs/forecast --conditions today.h5 --members 8 --steps-ahead 20 --out forecast.zarr
 
@@ -65,7 +64,7 @@ exit codes
   0 done   2 bad input, nothing was done   130 interrupted   1 a bug
 """
 
-FORMATS = {".png": "grid", ".npz": "npz", "": "folder", ".npy": "npy", ".zarr": "zarr"}
+FORMATS = {"": "folder", ".npz": "npz", ".npy": "npy", ".zarr": "zarr"}
 """Formats by the suffix of --out."""
 MOST_AHEAD = 10_000
 MOST_PROMPTS_BYTES = 2**26
@@ -95,8 +94,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=file_path,
         metavar="PATH",
-        help="file or folder to write: .png, .npz, .npy, .zarr, or a folder of PNGs (default "
-        "RUN_DIR/samples-IMAGES.png, where IMAGES is how many the checkpoint has seen, or ./samples.png)",
+        help="file or folder to write: PNGs and a grid, .npz, of fields .npy, .zarr (default RUN_DIR/samples-IMAGES, "
+        "where IMAGES is how many the checkpoint has seen, or ./samples)",
     )
     parser.add_argument(
         "--labels",
@@ -388,21 +387,20 @@ def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path
     out = options.out
     if out is None:
         folder, images = (trained.run_dir, f"-{trained.images_seen:09}") if trained.run_dir else (Path(), "")
-        return folder / f"samples{images}.png", "grid"
+        return folder / f"samples{images}", "folder"
     if out.suffix.lower() not in FORMATS:
         raise SpecError(
-            f"--out {out}: the suffix {out.suffix} is of no format; use .png, .npz or none; .npy and .zarr hold fields"
+            f"--out {out}: the suffix {out.suffix} is of no format; use none for a folder, .npz, .npy or .zarr"
         )
     return out, FORMATS[out.suffix.lower()]
 
 
 def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind: str) -> None:
     """Refuse a format that can't hold the images, and one whose package is missing."""
-    if kind == "zarr" and not trained.are_fields:
-        raise SpecError(f"--out {out} is for fields, and {options.path} draws pictures; use .npy, .npz or .png")
-    if kind == "folder" and trained.are_fields:
-        raise SpecError(f"--out {out} is a folder of PNG files, and {options.path} draws fields; use .npy or .zarr")
-    if kind in ("grid", "npz", "folder") and options.steps_ahead > 1:
+    if kind != "folder" and trained.are_fields == (kind == "npz"):
+        what, use = ("fields", ".npy, .zarr") if trained.are_fields else ("pictures", ".npz")
+        raise SpecError(f"--out {out} can't hold {what}, which {options.path} draws; use {use} or a folder")
+    if kind == "folder" and options.steps_ahead > 1:
         raise SpecError(f"--out {out} can't hold --steps-ahead {options.steps_ahead}; use .npy or .zarr")
     if kind == "zarr" and not (find_spec("zarr") and find_spec("xarray")):
         raise SpecError(f"--out {out} needs packages that are missing: pip install 'ddpm_ds[fields]'; or use .npy")
@@ -411,6 +409,7 @@ def _check_format(options: argparse.Namespace, trained: Trained, out: Path, kind
 def _sample(options: argparse.Namespace) -> int:
     set_environment()
     from ddpm_ds.evaluate.outputs import (
+        GRID,
         DrawnImages,
         check_new_folder,
         check_recordable,
@@ -436,7 +435,7 @@ def _sample(options: argparse.Namespace) -> int:
     channel = _channel(options, trained)
     out, kind = _out_and_format(options, trained)
     _check_format(options, trained, out, kind)
-    if options.mlflow and kind != "grid":
+    if options.mlflow and kind != "folder":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
     if options.mlflow:
         check_recordable(trained)
@@ -445,8 +444,7 @@ def _sample(options: argparse.Namespace) -> int:
     else:
         check_output(out, overwrite=options.overwrite, called="--out ")
     drawn = DrawnImages(out.parent / f".{out.name}.{request.key}", request)
-    stored = next(trained.unet.parameters())
-    if line := widening(stored.device.type, stored.dtype):
+    if line := widening(trained.device.type, trained.dtype):
         print(line)
     try:
         draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
@@ -455,14 +453,12 @@ def _sample(options: argparse.Namespace) -> int:
             write_numpy(out, images if inputs is None else request.by_input(images))
         elif kind == "zarr":
             write_zarr(out, trained, request.by_input(images), options.first)
-        elif kind == "folder":
-            write_pngs(out, images, request.index)
         elif kind == "npz":
             write_numpy(out, images, labels)
         else:
-            with writing(out, overwrite=options.overwrite) as file:
-                how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
-                titled_grid(trained, sampler, images, labels, **how).save(file, "PNG")
+            how: dict[str, Any] = {"inputs": inputs, "request": request, "channel": channel}
+            grid = titled_grid(trained, sampler, images, labels, **how)
+            write_pngs(out, grid, images, request.index)
         drawn.remove()
     except KeyboardInterrupt:
         print(
@@ -471,7 +467,7 @@ def _sample(options: argparse.Namespace) -> int:
         return 128 + signal.SIGINT
     print(f"{out}: {_summary(request)}")
     if options.mlflow:
-        record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out: ""})
+        record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out / GRID: ""})
     return 0
 
 

@@ -89,14 +89,13 @@ samples. diffusers is not needed; if it is installed, it reads the folder back a
 folder appears. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
 
 --push-to-hub uploads the folder to the Hugging Face hub, as a private repository.
---register makes it a version of a model in MLflow that mlflow.pyfunc.load_model samples from.
 """
 
 
 EXPORT_EXAMPLES = """\
 examples
   ddpm-ds export runs/digits hub/digits
-  ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
+  ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16
   ddpm-ds export runs/sdxl hub/sdxl --single-file --dtype fp16
       one file with U-Net, autoencoder and text encoders, for ComfyUI and A1111
 
@@ -292,7 +291,6 @@ def add_export(verbs: Verbs) -> None:
         action="store_true",
         help="write one .safetensors with the original names, of a U-Net that reads text, instead of a pipeline",
     )
-    parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
     hub = parser.add_argument_group("Hugging Face hub")
     hub.add_argument("--push-to-hub", type=_hub_name, metavar="OWNER/NAME", help="upload the export to this repository")
     hub.add_argument("--public", action="store_true", help="a repository that everybody can read (default: private)")
@@ -353,7 +351,6 @@ def _export(options: argparse.Namespace) -> None:
     from ddpm_ds.evaluate.diffusers.read_back import check_in_diffusers
     from ddpm_ds.evaluate.diffusers.text_pipeline import write_single_file
     from ddpm_ds.evaluate.outputs import check_recordable, new_folder, record_child, titled_grid
-    from ddpm_ds.evaluate.registry import check_register, register
     from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
@@ -365,10 +362,6 @@ def _export(options: argparse.Namespace) -> None:
             check_upload(name, public=options.public, overwrite=options.overwrite)
         trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         check_recordable(trained)
-        if options.register is not None and options.single_file:
-            raise SpecError(f"--register {options.register} needs a pipeline's folder; leave out --single-file")
-        if options.register is not None:
-            check_register(options.register, trained)
         if (row := _row(options.label, trained.unet_spec.classes)) is not None:
             trained = without_labels(trained, row)
         trained = rounded(trained, options.dtype)
@@ -399,10 +392,7 @@ def _export(options: argparse.Namespace) -> None:
         commit = upload(name, options.out, f"{weights} {origin.name} in {options.dtype}", public=options.public)
         print(f"{name}: {'public' if options.public else 'private'}, {commit}")
     params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
-    parts = sorted(options.out.iterdir()) if options.register is None else []  # whose model has them
-    run_id = record_child(trained, "export", params, artifacts=dict.fromkeys(parts, "export"))
-    if options.register is not None:
-        print(f"MLflow has {register(options.register, trained, options.out, run_id)}")
+    record_child(trained, "export", params, artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"))
 
 
 def _row(label: str | None, classes: int | None) -> int | None:

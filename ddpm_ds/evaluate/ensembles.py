@@ -1,13 +1,11 @@
 """Scores of conditional runs: ensembles against true images, as a table, JSON, pictures and metrics for MLflow.
 
-What compares arrays reads no files. Arrays are of torch or numpy, of any float dtype; sums are float64. A field is
-(C, H, W), and its ensemble (K, C, H, W).
+A field is (C, H, W), and its ensemble (K, C, H, W), of any float dtype; sums are float64.
 """
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from ddpm_ds.command_line import aligned
@@ -25,12 +22,10 @@ from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.pictures import write_png
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate.inputs import Inputs
-from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
-from ddpm_ds.evaluate.sampling import draw_missing, prompts_for, request_for, said_of
-from ddpm_ds.evaluate.scores import guidance_said
+from ddpm_ds.evaluate.outputs import Request, titled_grid
+from ddpm_ds.evaluate.sampling import prompts_for, request_for, said_of
+from ddpm_ds.evaluate.scores import drawn_for_scores, guidance_said, report, rounded
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import write_file
-from ddpm_ds.version import __version__
 
 COLOURS = {1: ("grey",), 3: ("red", "green", "blue")}
 """Names of a picture's channels."""
@@ -38,7 +33,6 @@ MOST_PLOTS = 9
 """Maximum number of channels whose spectra are drawn."""
 LINES = {"truth": "#2b2b2b", "members": "#e07b39", "mean": "#3b7dd8"}
 """Spectra in a plot, with the colours of their lines."""
-Array = Tensor | NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -98,16 +92,7 @@ class FieldScores:
         """Return a table: its header, a row for each channel, and a row for all if there is more than one."""
         header = ("channel", *(field.name.replace("_", " ") for field in fields(EnsembleScores)))
         lines = [*self.channels.items(), *([("all", self.total)] if len(self.channels) > 1 else [])]
-        return [header, *((name, *map(_rounded, vars(scores).values())) for name, scores in lines)]
-
-
-def _tensor(values: Array) -> Tensor:
-    """Return an array as a tensor, copied only if it is read-only, of which PyTorch warns."""
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.require(values, requirements="W"))
-
-
-def _rounded(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+        return [header, *((name, *map(rounded, vars(scores).values())) for name, scores in lines)]
 
 
 class FieldScorer:
@@ -122,39 +107,28 @@ class FieldScorer:
         self._inputs = self._members = 0
         self._sums = np.zeros((len(self._channels), 4))  # pixels, error^2, variance, CRPS
         self._powers: NDArray[np.float64] | None = None  # (3, C, wavenumbers): members, mean, truth
-        self._size: tuple[int, int] | None = None
+        self._size = (0, 0)
         self._masked = False
 
-    def add(self, members: Array, truth: Array, mask: Array | None = None) -> None:
-        """Add the members (K, C, H, W) of one input and its truth (C, H, W).
+    def add(self, members: Tensor, truth: Tensor, mask: Tensor | None = None) -> None:
+        """Add the members (K, C, H, W) of one input and its truth (C, H, W); all inputs have the same shapes.
 
-        Pixels count where `mask`, (C, H, W) or (1, H, W), is not 0; elsewhere any value is ignored, NaN too. A channel
-        is computed at a time, on the members' device.
-
-        Raises:
-            EvaluationError: the shapes do not fit each other or those of earlier inputs.
+        Pixels count where `mask`, (C, H, W) or (1, H, W), is not 0; elsewhere any value is ignored, NaN too.
         """
-        drawn = _tensor(members)
-        true = _tensor(truth).to(drawn.device)
-        counts = None if mask is None else _tensor(mask).to(drawn.device) != 0
-        self._check(drawn, true, counts)
-        self._inputs, self._members = self._inputs + 1, len(drawn)
-        self._masked = self._masked or counts is not None
+        self._inputs, self._members, self._size = self._inputs + 1, len(members), (truth.shape[1], truth.shape[2])
+        self._masked = self._masked or mask is not None
         for channel in range(len(self._channels)):
-            x, y = drawn[:, channel].double(), true[channel].double()  # (K, H, W), (H, W)
+            x, y = members[:, channel].double(), truth[channel].double()  # (K, H, W), (H, W)
             if not self._masked:
                 self._add_spectra(channel, x, y)
-            counted = ... if counts is None else counts.expand(true.shape)[channel]
+            counted = ... if mask is None else (mask != 0).expand(truth.shape)[channel]
             self._add_sums(channel, x[:, counted].flatten(1), y[counted].flatten())
 
     def scores(self) -> FieldScores:
-        """Return the scores of all inputs so far.
+        """Return the scores of all inputs so far, one at least.
 
-        Raises:
-            EvaluationError: there are no inputs, or a channel has no pixel that counts.
+        Raises EvaluationError: a channel has no pixel that counts.
         """
-        if not self._inputs:
-            raise EvaluationError("there are no inputs to score; add at least one")
         for name, pixels in zip(self._channels, self._sums[:, 0], strict=True):
             if not pixels:
                 raise EvaluationError(
@@ -162,17 +136,6 @@ class FieldScorer:
                 )
         channels = {name: self._of(sums) for name, sums in zip(self._channels, self._sums, strict=True)}
         return FieldScores(self._inputs, self._members, self._of(self._sums.sum(axis=0)), channels, self._spectra())
-
-    def _check(self, members: Tensor, truth: Tensor, mask: Tensor | None) -> None:
-        shapes = f"members of {tuple(members.shape)} and a truth of {tuple(truth.shape)}"
-        if members.ndim != 4 or members.shape[1:] != truth.shape or len(truth) != len(self._channels):
-            raise EvaluationError(f"{shapes} are not (K, C, H, W) and (C, H, W) with {len(self._channels)} channels")
-        if mask is not None and (mask.shape[1:] != truth.shape[1:] or len(mask) not in (1, len(truth))):
-            raise EvaluationError(f"a mask of {tuple(mask.shape)} does not fit a truth of {tuple(truth.shape)}")
-        size = (truth.shape[1], truth.shape[2])
-        if self._inputs and (len(members), size) != (self._members, self._size):
-            raise EvaluationError(f"{shapes} differ from {self._members} members of {self._size} before")
-        self._size = size
 
     def _add_sums(self, channel: int, x: Tensor, y: Tensor) -> None:
         """Add the members (K, P) and the truth (P) of pixels."""
@@ -190,7 +153,7 @@ class FieldScorer:
         self._powers[:, channel] += found
 
     def _spectra(self) -> Spectra | None:
-        if self._masked or self._powers is None or self._size is None:
+        if self._masked or self._powers is None:
             return None
         powers = (self._powers / self._inputs).tolist()
         modes = np.bincount(rings(*self._size).ravel()).tolist()
@@ -201,29 +164,6 @@ class FieldScorer:
         k = self._members
         ratio = math.sqrt(variance / squared * (k + 1) / k) if k > 1 and squared else None
         return EnsembleScores(math.sqrt(squared), score, ratio)
-
-
-def field_scores(
-    members: Array,
-    truths: Array,
-    masks: Array | None = None,
-    *,
-    channels: Sequence[str] | None = None,
-) -> FieldScores:
-    """Return the scores of members (K, N, C, H, W) against truths (N, C, H, W), as :class:`FieldScorer` computes them.
-
-    Masks are (N, C, H, W) or (N, 1, H, W). Channels are named 0, 1, ... if no names are given.
-
-    Raises:
-        EvaluationError: the shapes do not fit, or a channel has no pixel that counts.
-    """
-    if members.ndim != 5 or members.shape[1] != len(truths):
-        shapes = f"members of {tuple(members.shape)} and truths of {tuple(truths.shape)}"
-        raise EvaluationError(f"{shapes} are not (K, N, C, H, W) and (N, C, H, W)")
-    scorer = FieldScorer(channels or [str(number) for number in range(members.shape[2])])
-    for number, truth in enumerate(truths):
-        scorer.add(members[:, number], truth, None if masks is None else masks[number])
-    return scorer.scores()
 
 
 def crps(members: Tensor, truth: Tensor) -> Tensor:
@@ -237,8 +177,8 @@ def crps(members: Tensor, truth: Tensor) -> Tensor:
     if k == 1:
         return error
     ranks = torch.arange(1 - k, k, 2, dtype=members.dtype, device=members.device)  # 2 i - K - 1 for i = 1 ... K
-    apart = torch.tensordot(ranks, members.sort(dim=0).values, dims=1)  # sum over pairs i < j
-    return error - apart / (k * (k - 1))
+    pairs = torch.tensordot(ranks, members.sort(dim=0).values, dims=1)  # sum over pairs i < j
+    return error - pairs / (k * (k - 1))
 
 
 def rings(height: int, width: int) -> NDArray[np.int64]:
@@ -277,9 +217,7 @@ def evaluate_ensembles(
     batch_images: int,
 ) -> Evaluated:
     """Draw, score and record ``members`` (None: the usual number) for each of the first ``count`` inputs (None: all),
-    in a folder of their own.
-
-    It is in ``out``, by default among the run's evaluations.
+    in a folder of their own in ``out``.
 
     Raises:
         EvaluationError: the true images of the inputs are not known.
@@ -293,62 +231,27 @@ def evaluate_ensembles(
     count = len(inputs) if count is None else count
     request = request_for(trained, sampler, labels, guide, inputs, False, count=count, members=members, **numbers)
     count, members = request.count // request.members, request.members
-    origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
-    folder = out or (trained.run_dir or Path()) / "evaluations"
-    folder /= f"{origin}-{request.weights}-{kind}-{steps}-{count}x{members}-{request.key}"
-    print(
-        f"weights    {request.weights} of {trained.origin}, {request.precision}\n"
-        f"sampler    {kind} in {steps} steps, seed {seed}\n"
-        f"inputs     {count:,}, with {members} member{'s' if members > 1 else ''} each\n"
-        f"outputs    {folder}",
-        flush=True,
-    )
-    drawn = DrawnImages(folder / "drawn", request)
-    try:
-        draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
-        images = drawn.images()
-        found = scored(trained, inputs, request, images)
-    except KeyboardInterrupt:
-        print("interrupted: what is drawn is kept, and the same command continues from there")
-        raise
-    facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
-    facts["version"] = {"ddpm_ds": __version__, "torch": torch.__version__}
-    with writing(folder):
-        samples = titled_grid(trained, sampler, images, None, inputs=inputs, request=request)
-        files = write_report(folder, facts, found, samples)
-    record_child(trained, "evaluate", facts, metrics=found.scores.metrics(), artifacts=dict.fromkeys(files, ""))
-    return found
+    against = {"inputs": f"{count:,}, with {members} member{'s' if members > 1 else ''} each"}
+    how: dict[str, Any] = {"guide": guide, "inputs": inputs, "prompts": prompts}
+    with drawn_for_scores(trained, request, out, f"{count}x{members}", against, **how) as (folder, images):
+        scores = _scored(trained, inputs, request, images)
+        grid = titled_grid(trained, sampler, images, None, inputs=inputs, request=request)
+        pictures: dict[str, Callable[[Path], object]] = {"samples": lambda path: write_png(grid, path)}
+        if (spectra := scores.spectra) is not None:
+            pictures["spectra"] = lambda path: spectra_plot(spectra, list(scores.channels), path)
+        facts = request.model_dump(mode="json", exclude={"batch_images", "labels"})
+        report(trained, folder, facts, asdict(scores), scores.metrics(), **pictures)
+    return Evaluated(request, scores)
 
 
-def scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarray) -> Evaluated:
+def _scored(trained: Trained, inputs: Inputs, request: Request, images: np.ndarray) -> FieldScores:
     """Return the scores of images (N K, C, H, W), which are K members of each of N inputs."""
-    names = trained.channels if trained.are_fields else COLOURS[trained.interface.channels]
-    scorer = FieldScorer(names)
-    for number in range(request.count // request.members):
-        first = number * request.members
-        members = torch.from_numpy(np.array(images[first : first + request.members])).float()
+    scorer = FieldScorer(trained.channels if trained.are_fields else COLOURS[trained.interface.channels])
+    for number, each in enumerate(request.by_input(images)):
         truth, mask = inputs.truth([number]), inputs.mask([number])
         assert truth is not None, "the true images are known"
-        scorer.add(members, truth[0], None if mask is None else mask[0])
-    return Evaluated(request, scorer.scores())
-
-
-def write_report(folder: Path, facts: Mapping[str, Any], found: Evaluated, samples: Image.Image) -> list[Path]:
-    """Write ``scores.json``, the scores with ``facts`` about them, the picture ``samples.png`` and, unless pixels are
-    masked, the plot ``spectra.png``; return the files.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    path, picture, plot = (folder / name for name in ("scores.json", "samples.png", "spectra.png"))
-    scores = found.scores
-    content = {**facts, "scores": asdict(scores)}
-    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
-    write_png(samples, picture)
-    if scores.spectra is None:
-        return [path, picture]
-    spectra_plot(scores.spectra, list(scores.channels), plot)
-    return [path, picture, plot]
+        scorer.add(torch.from_numpy(np.array(each)).float(), truth[0], None if mask is None else mask[0])
+    return scorer.scores()
 
 
 def ensemble_table(results: Sequence[Evaluated]) -> str:

@@ -114,7 +114,7 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
 
 
 class Unavailable(Exception):
-    """Error: Inception's scores can't be computed on this machine; the message says why and what would help."""
+    """Error: Inception's scores can't be computed on this machine; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,7 @@ class _Rgb(Dataset[Tensor]):
 class Clip:
     """CLIP model with its processor, of which the weights are loaded at the first use.
 
-    Raises:
-        DataError: by all, if transformers is not installed, or the model is missing, damaged or of another kind.
+    Raises DataError: by all, if transformers is not installed, or the model is missing, damaged or of another kind.
     """
 
     def __init__(self, name: Path) -> None:

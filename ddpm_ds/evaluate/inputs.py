@@ -1,4 +1,4 @@
-"""What images are conditioned on, by number: the held-out images of a run, or a file or folder of conditions.
+"""Inputs that images are drawn for, by number: the held-out images of a run, or a file or folder of conditions.
 
 Image number I of a request with K members is member I % K of input I // K. By the same inputs a trained regression
 predicts the fields of which a cache of residuals is made.
@@ -47,7 +47,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What images of ``trained`` are conditioned on; input i is what is stored at ``positions[i]``."""
+    """Conditions for images of ``trained``; input i is stored at ``positions[i]``."""
 
     trained: Trained
     fields: Mapping[str, Stored] = field(repr=False)
@@ -64,19 +64,14 @@ class Inputs:
 
     @classmethod
     def open(cls, conditions: Path, trained: Trained) -> Inputs:
-        """Open what ``--conditions`` names: a file or folder, or the run's held-out images."""
+        """Open the value of ``--conditions``: a file or folder, or the run's held-out images."""
         if str(conditions) == HELD_OUT and not conditions.exists():
             return cls.held_out(trained)
         return cls.at(conditions, trained)
 
     @classmethod
     def held_out(cls, trained: Trained, dataset: Path | None = None) -> Inputs:
-        """Open the held-out images of a run, in its prepared data set or the copy of it at ``dataset``.
-
-        Raises:
-            DataError: the data set is missing, damaged, or not the one that the run has learned.
-            SpecError: the run has no condition, or has held out no image.
-        """
+        """Open the held-out images of a run with a condition; raises as :func:`held_out_images`."""
         _conditioned(trained)
         store, positions = held_out_images(trained, f"--conditions {HELD_OUT}", dataset)
         key = hashlib.sha256(f"{store.key} {positions.tolist()}".encode()).hexdigest()
@@ -85,12 +80,7 @@ class Inputs:
 
     @classmethod
     def at(cls, path: Path, trained: Trained) -> Inputs:
-        """Open the conditions in a file or folder, of the kind that the run learned.
-
-        Raises:
-            DataError: it can't be read, or is of another size, number or kind than the run learned.
-            SpecError: the run has no condition.
-        """
+        """Open the conditions in a file or folder, of the kind that the run learned; raises DataError for another."""
         found = open_inputs(_conditioned(trained), trained.facts, path)
         key = hashlib.sha256(found.key.encode()).hexdigest()
         return cls(trained, found.fields, np.arange(found.count), key, found.truths)
@@ -111,10 +101,7 @@ class Inputs:
         return self.truths(self.positions[:1]) is not None
 
     def condition(self, numbers: Sequence[int], device: torch.device) -> Condition:
-        """Return what the U-Net takes of the inputs with these ``numbers``, those of an ensemble once for each member.
-
-        Each input is read once.
-        """
+        """Return the conditions of the inputs with these ``numbers``, of which equal ones are read once."""
         different, places = np.unique(np.asarray(numbers, np.int64), return_inverse=True)
         trained, conditions = self.trained, self.trained.conditions
         names = [name for name in (*conditions.reads, HOLE) if name in self.fields]
@@ -124,16 +111,13 @@ class Inputs:
         return found.each(lambda tensor: tensor[every])
 
     def shown(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return what a picture shows of inputs, (n, c, H, W) float32 in the units in which it is stored, on the CPU;
-        None if they have no channels.
-        """
-        device = next(self.trained.unet.parameters()).device
-        found = self.trained.conditions.shown(self.condition(numbers, device), self.trained.scale)
+        """Return pictures of inputs, (n, c, H, W) float32 in their stored units, on the CPU; None without channels."""
+        found = self.trained.conditions.shown(self.condition(numbers, self.trained.device), self.trained.scale)
         return None if found is None else found.cpu()
 
     def truth(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255; None if they are
-        not known. Values that are masked are the mean of their channel.
+        """Return the true images (n, C, H, W), float32 in physical units or, of pictures, 0 to 255, if they are known.
+        Masked values are the mean of their channel.
         """
         found = self.truths(self.positions[np.asarray(numbers, np.int64)])
         if found is None:
@@ -149,16 +133,13 @@ class Inputs:
         return Moves(self.trained.data.size).of(self._read("mask", np.asarray(numbers, np.int64)))
 
     def base(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return what is added to images that are residuals, (n, C, H, W) float32 on the CPU: the predictions of their
-        regression. None if the U-Net draws whole images.
-        """
+        """Return the regression's predictions, (n, C, H, W) float32 on the CPU, for residuals; else None."""
         regression = self.trained.regression
         return None if regression is None else replace(self, trained=regression).predicted(numbers)
 
     def predicted(self, numbers: Sequence[int]) -> Tensor:
         """Return the predictions of ``trained``, a regression, (n, C, H, W) float32 in physical units on the CPU."""
-        trained = self.trained
-        device = next(trained.unet.parameters()).device
+        trained, device = self.trained, self.trained.device
         with torch.inference_mode():
             drawing = Drawing(
                 Sampler(trained.sampler, trained.diffusion),
@@ -176,7 +157,7 @@ class Inputs:
 
 
 def check_ahead(trained: Trained) -> None:
-    """Raise SpecError unless drawn images of ``trained`` can be what the next ones are drawn for."""
+    """Raise SpecError unless drawn images of ``trained`` can be the next ones' conditions."""
     data = _conditioned(trained)
     condition = data.condition or ConditionSpec()
     fault = None
@@ -184,9 +165,7 @@ def check_ahead(trained: Trained) -> None:
         fault = "has no stored condition of fields"
     elif condition.vector:
         fault = f"needs a vector for each step (data.condition.vector = {', '.join(condition.vector)})"
-    elif [name.rpartition("/")[2] for name in condition.variables] != [
-        name.rpartition("/")[2] for name in data.variables
-    ]:
+    elif [Path(name).name for name in condition.variables] != [Path(name).name for name in data.variables]:
         fault = "has other variables in data.condition.variables than in data.variables"
     elif trained.facts.fields[CONDITION].shape != trained.image_shape:
         fault = "has a condition of another size or number of channels than its images"
@@ -197,14 +176,12 @@ def check_ahead(trained: Trained) -> None:
 def check_unconditioned(trained: Trained) -> None:
     """Raise SpecError if images of ``trained`` are drawn for inputs."""
     if trained.is_conditioned:
-        raise SpecError(
-            f"{trained.origin} was trained with a condition (data.condition); give --conditions PATH or --conditions "
-            f"{HELD_OUT}"
-        )
+        either = f"give --conditions PATH or --conditions {HELD_OUT}"
+        raise SpecError(f"{trained.origin} was trained with a condition (data.condition); {either}")
 
 
 def _conditioned(trained: Trained) -> DataSpec:
-    """Return the data section of a run that images are drawn for inputs with; raises SpecError for another."""
+    """Return the data section of a run with a condition; raises SpecError for another."""
     if not trained.is_conditioned:
         raise SpecError(f"--conditions: {trained.origin} was trained without a condition; leave it out")
     return trained.data
@@ -213,13 +190,12 @@ def _conditioned(trained: Trained) -> DataSpec:
 def held_out_images(
     trained: Trained, asked: str, dataset: Path | None = None, *, instead: str = "name a file or folder"
 ) -> Part:
-    """Return the held-out images of a run, with the statistics of those that it learned, in its prepared data set or
-    the copy of it at ``dataset``.
+    """Return a run's held-out images, with the statistics of its training images, from its data set or a copy at
+    ``dataset``.
 
     Raises:
-        DataError: the data set is missing, damaged, or not the one that the run has learned.
-        SpecError: there is no run, or it has held out no image; the message is about what was ``asked``, and says what
-            to do ``instead``.
+        DataError: the data set is missing, damaged, or not the run's.
+        SpecError: there is no run, or it has held out no image; the message has ``asked`` and ``instead``.
     """
     if trained.spec is None:
         raise SpecError(f"{asked}: {trained.origin} is an export; {instead}")
@@ -228,8 +204,8 @@ def held_out_images(
         raise SpecError(f"{asked}: {trained.origin} has held out no image (data.held_out_images = 0); {instead}")
     if dataset is not None and (data.text or data.buckets):
         raise SpecError(
-            f"--dataset {dataset}: {trained.origin} has text or buckets, and these are folders of their own; leave it "
-            f"out, and bring all of them to data.store_root = {data.store_root}"
+            f"--dataset {dataset}: {trained.origin} has text or buckets, in folders of their own; leave it out, and "
+            f"bring all of them to data.store_root = {data.store_root}"
         )
     learned, held_out = told_apart(read_manifest(Path(trained.origin)).data_sha256)
     known = learned if data.held_out_path is None else held_out
@@ -254,9 +230,7 @@ def held_out_captions(trained: Trained) -> list[str]:
 class TrainedRegression:
     """Implements :class:`ddpm_ds.data.fields.Regression` for the averaged weights of a run.
 
-    Raises:
-        CheckpointError: ``data.residual_of`` has no weights.
-        SpecError: it is no regression, or one of other fields than ``data``.
+    Raises SpecError: ``data.residual_of`` is no regression, or one of other fields than ``data``.
     """
 
     def __init__(self, data: DataSpec, device: torch.device) -> None:
@@ -289,16 +263,8 @@ class TrainedRegression:
 
 
 def _compared(data: DataSpec) -> dict[str, object]:
-    """Return what a regression and the run on its residuals must have in common."""
+    """Return keys that a regression and the run on its residuals must have in common, with values as in a spec."""
     condition = data.condition or ConditionSpec()
-    return {
-        "data.channels": data.channels,
-        "data.image_size": written(data.size),
-        "data.variables": _listed(data.variables),
-        **{f"data.condition.{key}": _listed(getattr(condition, key)) for key in CONDITION_KEYS},
-    }
-
-
-def _listed(value: object) -> object:
-    """Return a value as a spec may say it."""
-    return f"[{', '.join(value)}]" if isinstance(value, tuple) else value
+    values = {"data.channels": data.channels, "data.image_size": written(data.size), "data.variables": data.variables}
+    values |= {f"data.condition.{key}": getattr(condition, key) for key in CONDITION_KEYS}
+    return {key: f"[{', '.join(value)}]" if isinstance(value, tuple) else value for key, value in values.items()}

@@ -1,5 +1,5 @@
-"""Requests for images, the folder in which they gather, and what becomes of them: a grid, an npz archive or a folder of
-PNG files, and a child run in MLflow. Every output is complete or does not exist.
+"""Requests for images, the folder in which they gather, and their outputs: a folder of PNG files with a grid, `.npz`,
+`.npy` and Zarr, and a child run in MLflow. Every output is complete or does not exist.
 """
 
 import contextlib
@@ -29,6 +29,9 @@ from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.version import __version__
 
+GRID = "grid.png"
+"""Name of the grid in a folder of PNG files."""
+
 
 class Request(BaseModel):
     """Requested images and everything that determines their pixels."""
@@ -43,7 +46,7 @@ class Request(BaseModel):
     """Checksum of the weights."""
     precision: str
     guide: str | None = None
-    """Path of the guiding weights; None if there are none, and guidance, if any, uses "no label"."""
+    """Path of the guiding weights, if any; without, guidance uses "no label"."""
     guide_digest: str | None = None
     """Checksum of the guiding weights."""
     sampler: SamplerSpec
@@ -147,8 +150,7 @@ class DrawnImages:
 
     Which files are there says what is drawn, so the folder's name has to hold the request's key.
 
-    Raises:
-        OutputError: the file system refuses; every method may raise it.
+    Raises OutputError: the file system refuses; every method may raise it.
     """
 
     def __init__(self, folder: Path, request: Request) -> None:
@@ -212,8 +214,8 @@ def titled_grid(
     request: Request | None = None,
     channel: int = 0,
 ) -> Image.Image:
-    """Return a grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``, and a title that
-    says what drew them; images of a request for ``inputs`` are in rows, beside these. Of fields it shows a ``channel``.
+    """Return a titled grid of images (N, C, H, W), with names of labels (N,) or prompts of the ``request``; images for
+    ``inputs`` are in rows beside these. Of fields it shows a ``channel``.
     """
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
@@ -225,26 +227,18 @@ def titled_grid(
     channels = trained.channels if trained.are_fields else ()
     if inputs is None or request is None:
         return Drawn(torch.from_numpy(np.array(images)), channels=channels).picture(title, said, channel)
-    rows = images[: MOST_ROWS * request.members]
-    numbers = range(request.first // request.members, (request.first + len(rows)) // request.members)
-    of_given = None if trained.facts is None else trained.facts.fields.get("condition")
-    drawn = Drawn(
-        torch.from_numpy(np.array(rows)),
-        request.members,
-        inputs.shown(numbers),
-        inputs.truth(numbers),
-        channels,
-        () if of_given is None else of_given.channels,
-    )
-    return drawn.picture(title, said, channel)
+    members, given = request.members, None if trained.facts is None else trained.facts.fields.get("condition")
+    rows = torch.from_numpy(np.array(images[: MOST_ROWS * members]))
+    numbers = range(request.first // members, (request.first + len(rows)) // members)
+    shown = inputs.shown(numbers), inputs.truth(numbers), channels, () if given is None else given.channels
+    return Drawn(rows, members, *shown).picture(title, said, channel)
 
 
 def write_zarr(path: Path, trained: Trained, images: np.ndarray, first: int) -> None:
     """Write fields (inputs, members, [steps,] C, H, W) as a new Zarr folder with a variable for each channel, and the
     coordinates of the run's data; the inputs are numbered from ``first`` on.
 
-    Raises:
-        OutputError: as :func:`new_folder`.
+    Raises OutputError: as :func:`new_folder`.
     """
     import xarray
 
@@ -268,10 +262,9 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
     if any.
 
     Names and axes of the archive are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
-    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces.
+    Images (N, C, H, W) that are mapped from a file are copied in pieces.
 
-    Raises:
-        OutputError: it can't be written.
+    Raises OutputError: it can't be written.
     """
     temporary = temporary_beside(path)
     with writing(path):
@@ -285,14 +278,14 @@ def write_numpy(path: Path, images: np.ndarray, labels: Tensor | None = None) ->
         sync(path.parent)
 
 
-def write_pngs(path: Path, images: np.ndarray, index: Sequence[int]) -> None:
-    """Write images (N, C, H, W) uint8 as a new folder of PNG files, named by their numbers ``index``.
+def write_pngs(path: Path, grid: Image.Image, images: np.ndarray, index: Sequence[int]) -> None:
+    """Write a new folder of PNG files: the grid, and of pictures (N, C, H, W) uint8 each by its number in ``index``.
 
-    Raises:
-        OutputError: as :func:`new_folder`.
+    Raises OutputError: as :func:`new_folder`.
     """
     with new_folder(path) as folder:
-        for number, image in zip(index, images, strict=True):
+        grid.save(folder / GRID)
+        for number, image in zip(index, images, strict=True) if images.dtype == np.uint8 else ():
             picture(torch.from_numpy(np.array(image))).save(folder / f"{number:06}.png")
 
 
@@ -308,8 +301,7 @@ def check_new_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
 
-    Raises:
-        OutputError: as :func:`check_new_folder`, or the file system refuses.
+    Raises OutputError: as :func:`check_new_folder`, or the file system refuses.
     """
     check_new_folder(path)
     path = path.absolute()
@@ -342,40 +334,31 @@ def record_child(
     *,
     metrics: Mapping[str, float] | None = None,
     artifacts: Mapping[Path, str],
-) -> str | None:
-    """Record finished work as a child of the run that ``trained`` was saved by, print where it is and return its id.
+) -> None:
+    """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
-    Weights outside a run's folder have no parent, so nothing is recorded and one line says so. Records that MLflow does
-    not accept stay in the run's folder, as in training.
-
-    ``params`` may be nested. The step of ``metrics`` is the checkpoint's number of images seen. ``artifacts`` are
-    files and folders, each with its destination among the artifacts.
+    Weights outside a run's folder have no parent, so nothing is recorded and one line says so. The step of ``metrics``
+    is the checkpoint's number of images seen. ``artifacts`` are files and folders, each with its destination.
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
-        return None
+        return
     try:
         parent = RunFolder(trained.run_dir).identity()
     except OSError as error:  # such as a copied run without an identity, on a read-only disk
         path = error.filename or trained.run_dir
         print_to_stderr(f"{path} can't be written ({error.strerror}), so nothing is recorded in MLflow")
-        return None
+        return
     checkpoint = Path(trained.origin).name
+    tags = {"kind": kind, "checkpoint": checkpoint, "weights": trained.weights, "digest": trained.digest}
+    tags |= {"images_seen": str(trained.images_seen), "mlflow.source.name": f"ddpm-ds {kind}"}
     tracker = Tracker.start(
         trained.spec.logging.experiment,
         f"{kind} {checkpoint}",
         output_root=trained.run_dir.parent,
         run_dir=trained.run_dir,
         params=params,
-        tags={
-            "kind": kind,
-            "checkpoint": checkpoint,
-            "weights": trained.weights,
-            "digest": trained.digest,
-            "images_seen": str(trained.images_seen),
-            "mlflow.source.name": f"ddpm-ds {kind}",
-            "version.ddpm_ds": __version__,
-        },
+        tags={**tags, "version.ddpm_ds": __version__},
         parent=parent,
     )
     if metrics:
@@ -383,8 +366,5 @@ def record_child(
     for path, folder in artifacts.items():
         tracker.artifact(path, folder)
     link = tracker.finish("FINISHED")
-    if link.run_id is None:
-        print(f"MLflow was not reached at {link.tracking_uri}")
-    else:
-        print(f"MLflow run {link.run_id}\nopen with  {link.open_with}")
-    return link.run_id
+    found = f"MLflow run {link.run_id}\nopen with  {link.open_with}"
+    print(f"MLflow was not reached at {link.tracking_uri}" if link.run_id is None else found)

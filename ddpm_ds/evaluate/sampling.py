@@ -55,32 +55,29 @@ def draw(
     float32 in physical units for fields.
 
     ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
-    Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net needs that was trained with
-    a condition of each image; ``numbers`` (N,) names other inputs. ``prompts`` are those of a U-Net that reads text,
-    which the images take in turn. ``after_step`` is called with the numbers of U-Net evaluations per image: those done,
-    and all.
+    Image I is member I % ``members`` of input I // ``members`` of ``inputs``, which a U-Net with a condition of each
+    image needs; ``numbers`` (N,) names other inputs. Images take ``prompts`` in turn, for a U-Net that reads text.
+    ``after_step`` is called with the numbers of U-Net evaluations per image: those done, and all.
 
-    Raises:
-        EvaluationError: an image is not finite.
+    Raises EvaluationError: an image is not finite.
     """
-    device = next(trained.unet.parameters()).device
-    condition, dropped, base = None, None, None
+    condition, dropped, base, placed = None, None, None, index.to(trained.device)
     with torch.inference_mode():
         if inputs is not None:
             numbers = (index // members).tolist() if numbers is None else numbers
-            condition, base = inputs.condition(numbers, device), inputs.base(numbers)
+            condition, base = inputs.condition(numbers, trained.device), inputs.base(numbers)
         elif trained.takes_condition:
-            condition = trained.conditions.at_rest({}, index.to(device), trained.scale)
+            condition = trained.conditions.at_rest({}, placed, trained.scale)
         if condition is not None:
             dropped = trained.conditions.dropped(condition)
         if prompts is not None:
-            condition, dropped = prompts.beside(condition, index.to(device))
+            condition, dropped = prompts.beside(condition, placed)
         drawing = Drawing(
             Sampler(sampler, trained.diffusion),
             seed=seed,
-            index=index.to(device),
+            index=placed,
             shape=trained.image_shape,
-            labels=None if labels is None else labels.to(device),
+            labels=None if labels is None else labels.to(trained.device),
             no_label=trained.unet_spec.classes,
             condition=condition,
             dropped=dropped,
@@ -139,11 +136,10 @@ def sample(
     With ``conditions``, a file or folder or ``"held-out"``, draw ``members`` (8; of a regression 1) for each of
     ``count`` of its inputs from the ``first`` on (all, 64 at most); return (count, members, C, H, W).
     ``ddpm-ds sample`` with the same values gives the same images, up to rounding. By default ``sampler`` is the run's.
-    Image i gets the label number i modulo the number of ``labels``: by default each class in turn, and with None no
-    label; by default inputs have the labels that they are known to have. ``guide`` is a worse U-Net on the same device,
-    which guidance leads away from, as with ``--guide``. A U-Net with text draws for ``prompts``, which the images take
-    in turn, by default one of each; guidance leads away from the ``negative`` one. ``batch_images`` are drawn at once;
-    ``progress`` shows a bar.
+    Images take ``labels`` in turn: by default each class, inputs their own, with None no label. ``guide`` is a worse
+    U-Net on the same device, which guidance leads away from, as with ``--guide``. A U-Net with text draws for
+    ``prompts``, which the images take in turn, by default one of each; guidance leads away from the ``negative`` one.
+    ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
         SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, ``guide`` has
@@ -208,7 +204,7 @@ def request_for(
     if inputs is None:
         if count is not None and count < len(prompts):
             raise SpecError(
-                f"--count {count:,}: {len(prompts):,} prompts are an image each; use {len(prompts)} or more"
+                f"--count {count:,}: {len(prompts):,} prompts are an image each; use at least {len(prompts)}"
             )
         count = count or len(prompts) or USUAL_COUNT
         return Request.of(trained, sampler, labels, guide, first=first, count=count, **numbers)
@@ -216,9 +212,8 @@ def request_for(
     if regresses and members not in (None, 1):
         raise SpecError(f"--members {members}: a regression draws one image of each input; use 1")
     members = members or (1 if regresses else USUAL_MEMBERS)
-    there = len(inputs) - first
-    count = count or min(there, USUAL_COUNT)
-    if not 0 < count <= there:
+    count = count or min(len(inputs) - first, USUAL_COUNT)
+    if not 0 < count <= len(inputs) - first:
         raise SpecError(
             f"--first {first} and --count {count:,}: --conditions has {len(inputs):,} inputs; name some of these"
         )
@@ -250,11 +245,9 @@ def _draw_batch(
     """Draw the images ``index`` of a request as one batch; raises LayoutError if the device has no memory for them."""
     how: dict[str, Any] = {"labels": request.labels_of(index), "seed": request.seed, "guide": guide}
     how |= {"inputs": inputs, "members": request.members, "prompts": prompts, "after_step": after_step}
-    if request.steps_ahead > 1:
-        how["steps"] = request.steps_ahead
-    drawing = draw if request.steps_ahead == 1 else draw_ahead
+    steps: dict[str, Any] = {"steps": request.steps_ahead} if request.steps_ahead > 1 else {}
     with fitting(request.batch_images):
-        return drawing(trained, request.sampler, torch.tensor(index), **how)
+        return (draw_ahead if steps else draw)(trained, request.sampler, torch.tensor(index), **how, **steps)
 
 
 @contextlib.contextmanager
@@ -281,8 +274,8 @@ def prompts_for(
 ) -> Prompts | None:
     """Return the encoded prompts ``texts``; None for a U-Net that reads no text.
 
-    Without any they are those of the run's own pictures, or else the empty text, which the ``log`` is told. ``guided``
-    means that another U-Net guides.
+    By default they are those of the run's own pictures, or else the empty text, which is logged. ``guided`` means that
+    another U-Net guides.
 
     Raises:
         SpecError: the U-Net reads no text, or nothing is guided by the negative prompt.
@@ -297,41 +290,33 @@ def prompts_for(
         return None
     for text in (*(texts or ()), negative or ""):
         if len(text) > MOST_PROMPT:
-            raise SpecError(
-                f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most, encoders read fewer"
-            )
+            raise SpecError(f"a prompt has {len(text):,} characters; write {MOST_PROMPT:,} at most")
     if texts is not None and not texts:
         raise SpecError("prompts = [] has none; use None for those of the run's own pictures")
     if negative is not None and (guided or not sampler.guides):
         what = "another U-Net guides" if guided else f"--guidance is {sampler.guidance:g}"
         raise SpecError(f'--negative "{negative}" is what guidance leads away from, and {what}; leave one of them out')
-    device = next(trained.unet.parameters()).device
     known = None
     if texts is None and trained.run_dir is not None:
         known = EncodedPrompts.read(trained.run_dir / PROMPTS)
+    if texts is None:
+        those = "the empty text"
         if known is not None:
-            count = len(known.texts)
-            log(f"no prompt is given, so it draws for those of the run's own pictures, {count:,} in {PROMPTS}")
+            those = f"those of the run's own pictures, {len(known.texts):,} in {PROMPTS}"
+        log(f"no prompt is given, so it draws for {those}")
     if known is None:
-        if texts is None:
-            log("no prompt is given, so it draws for the empty text")
-        known = EncodedPrompts.of(_encoding(trained), texts or ("",), device, log, trained.learned_encoders)
+        known = EncodedPrompts.of(_encoding(trained), texts or ("",), trained.device, log, trained.learned_encoders)
     return trained.prompts(known, negative)
 
 
 def _encoding(trained: Trained) -> TextSpec:
-    """Return how prompts are encoded for a U-Net with text.
-
-    Raises:
-        DataError: the encoders can't be used.
-        SpecError: there are none, or the U-Net reads text of another width.
-    """
+    """Return how prompts are encoded; raises SpecError if encoders are missing, or have text of another width."""
     text, unet = trained.text, trained.unet_spec.text
     assert unet is not None
     if text is None:
         raise SpecError(
-            f"{trained.origin} holds no text encoder, which prompts need; add tokenizer and text_encoder, and for SDXL "
-            "tokenizer_2 and text_encoder_2, of the pipeline that it was trained with"
+            f"{trained.origin} holds no text encoder, which prompts need; add tokenizer and text_encoder (SDXL: also "
+            "tokenizer_2, text_encoder_2) of its pipeline"
         )
     encoders = TextEncoders.open(text, None)
     if trained.spec is None:  # the configuration of diffusers' U-Net does not say its number of tokens
@@ -340,7 +325,7 @@ def _encoding(trained: Trained) -> TextSpec:
         key, wanted, found = wrong
         raise SpecError(
             f"unet.text.{key} = {wanted} of {trained.origin}, but the encoders at {text.encoders} have "
-            f"{found or 'none'}; put those there that it was trained with"
+            f"{found or 'none'}; put its own there"
         )
     return text
 
@@ -366,7 +351,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
         raise SpecError(f"--guide {guide.origin} guides nothing at --guidance 1; give another, such as 2")
     mine, its = (
         {
-            "weights (device, dtype)": (next(one.unet.parameters()).device, next(one.unet.parameters()).dtype),
+            "weights (device, dtype)": (one.device, one.dtype),
             "images (C, H, W)": one.image_shape,
             "channels and numbers of data.condition": (one.interface.condition_channels, one.interface.numbers),
             "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],

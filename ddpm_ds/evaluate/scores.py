@@ -1,12 +1,12 @@
-"""Scores that compare drawn images with the training images, and the held-out loss of trained weights, measured as
-training measures it: tables, JSON and metrics for MLflow.
+"""Evaluations of trained weights: images that are drawn, scored and recorded, and the held-out loss as training
+measures it.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import read_manifest
@@ -26,6 +25,7 @@ from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import buckets_of, prepare_images
+from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.errors import DataError, EvaluationError, OutputError, print_to_stderr
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.inception import (
@@ -39,6 +39,7 @@ from ddpm_ds.evaluate.inception import (
     kid_subset_images,
     pixel_gaussian,
 )
+from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.outputs import DrawnImages, Request, record_child, titled_grid, writing
 from ddpm_ds.evaluate.sampling import draw_missing, fitting, prompts_for, said_of
 from ddpm_ds.evaluate.trained import Trained
@@ -49,6 +50,7 @@ from ddpm_ds.version import __version__
 GRID_IMAGES = 64
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
 TEXT_COLUMNS = {0, 5, 7, 9}
+VERSIONS = {"ddpm_ds": __version__, "torch": torch.__version__}
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
@@ -57,8 +59,7 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
     on latents it is the pixels that they were encoded from.
 
-    Raises:
-        DataError: there are no images, they are damaged, or the run was trained on others.
+    Raises DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec = trained.origin, trained.spec
     learned = None if spec is None else pixels_learned(told_apart(read_manifest(Path(origin)).data_sha256)[0])
@@ -163,15 +164,8 @@ class Scorer:
     def _inception_scores(
         self, reference: DatasetCache, inception: Inception, cache: Path, images: Pixels, device: torch.device
     ) -> list[Score]:
-        values = inception_scores(
-            inception,
-            images,
-            reference.images,
-            key=reference.key,
-            cache=cache,
-            wanted=self._wanted,
-            device=device,
-        )
+        known: dict[str, Any] = {"key": reference.key, "cache": cache, "wanted": self._wanted}
+        values = inception_scores(inception, images, reference.images, device=device, **known)
         subset = kid_subset_images(len(images), len(reference))
         details = {"kid": {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}}
         counts = (len(images), len(reference), inception.tool)
@@ -211,6 +205,69 @@ def _clip_score(clip: Clip, images: Pixels, prompts: Sequence[str], device: torc
     return Score(f"clip_{short(len(images))}", title, float(found.mean()), *counts, tool, details=details)
 
 
+@contextlib.contextmanager
+def drawn_for_scores(
+    trained: Trained,
+    request: Request,
+    out: Path | None,
+    counted: str,
+    against: Mapping[str, str],
+    *,
+    guide: Trained | None,
+    inputs: Inputs | None = None,
+    prompts: Prompts | None = None,
+) -> Iterator[tuple[Path, np.ndarray]]:
+    """Draw a request's missing images; yield the folder of its evaluation, and all images (N, C, H, W).
+
+    ``counted`` stands for the number of images in the folder's name; ``against`` are further lines about the images.
+    """
+    kind, steps = request.sampler.kind, request.sampler.steps
+    folder = folder_for(trained, out, f"{kind}-{steps}-{counted}-{request.key}")
+    lines = {
+        "weights": f"{request.weights} of {trained.origin}, {request.precision} on {trained.device.type}",
+        **({} if request.guide is None else {"guide": f"averaged weights of {request.guide}"}),
+        "sampler": f"{kind} in {steps} steps, seed {request.seed}",
+        **against,
+        "outputs": str(folder),
+    }
+    print(*(f"{name:<10} {text}" for name, text in lines.items()), sep="\n", flush=True)
+    drawn = DrawnImages(folder / "drawn", request)
+    try:
+        draw_missing(trained, request, drawn, guide=guide, inputs=inputs, prompts=prompts)
+        yield folder, drawn.images()
+    except KeyboardInterrupt:
+        print("interrupted: what is drawn is kept, and the same command continues from there")
+        raise
+
+
+def folder_for(trained: Trained, out: Path | None, name: str) -> Path:
+    """Return the folder of an evaluation, in ``out`` or by default among the run's evaluations."""
+    origin = Path(trained.origin).resolve().name
+    return (out or (trained.run_dir or Path()) / "evaluations") / f"{origin}-{trained.weights}-{name}"
+
+
+def report(
+    trained: Trained,
+    folder: Path,
+    facts: Mapping[str, Any],
+    scores: object,
+    metrics: Mapping[str, float],
+    **pictures: Callable[[Path], object],
+) -> None:
+    """Write an evaluation's ``scores.json``, with ``facts`` about the scores, and ``pictures``; record all in MLflow.
+
+    Raises OutputError: the file system refuses.
+    """
+    facts = {**facts, "version": VERSIONS}
+    files = {folder / "scores.json": None, **{folder / f"{name}.png": draw for name, draw in pictures.items()}}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({**facts, "scores": scores}, indent=2) + "\n"
+        for path, draw in files.items():
+            draw(path) if draw else write_file(path, content.encode())
+    record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
+
+
 def evaluate(
     trained: Trained,
     sampler: SamplerSpec,
@@ -221,11 +278,11 @@ def evaluate(
     negative: str | None = None,
     **numbers: int,
 ) -> tuple[Request, list[Score]]:
-    """Draw, score and record images of the given weights and sampler, in a folder of their own.
+    """Draw, score and record images of the given weights and sampler, in a folder of their own in ``out``.
 
-    It is in ``out``, by default among the run's evaluations. ``numbers`` are ``seed``, ``count`` and ``batch_images``.
-    A U-Net with text draws for the prompts ``texts``, by default those of its run's pictures, and away from the
-    ``negative`` one.
+    ``numbers`` are ``seed``, ``count`` and ``batch_images``. A U-Net with text draws for the prompts ``texts``, by
+    default those of its run's pictures, and away from the ``negative`` one. Scores of an earlier evaluation of the same
+    images against the same reference stay, unless they are computed again.
     """
     reference, count = scorer.reference, numbers["count"]
     labels = None
@@ -233,43 +290,34 @@ def evaluate(
         labels = list(range(classes)) if reference is None else labels_like(reference, count)
     prompts = prompts_for(trained, texts, negative, sampler, guided=guide is not None, log=print)
     request = Request.of(trained, sampler, labels, guide, **numbers, **said_of(prompts, negative))
-    origin, kind, steps = Path(request.origin).resolve().name, request.sampler.kind, request.sampler.steps
-    folder = out or (trained.run_dir or Path()) / "evaluations"
-    folder /= f"{origin}-{request.weights}-{kind}-{steps}-{short(count)}-{request.key}"
-    device = next(trained.unet.parameters()).device
-    guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
-    against = "" if reference is None else f"reference  {reference.path}, {len(reference):,} images\n"
-    print(
-        f"weights    {request.weights} of {trained.origin}, {request.precision} on {device.type}\n"
-        f"{guided}"
-        f"sampler    {kind} in {steps} steps, seed {request.seed}\n"
-        f"{against}"
-        f"outputs    {folder}",
-        flush=True,
-    )
-    drawn = DrawnImages(folder / "drawn", request)
-    try:
-        draw_missing(trained, request, drawn, guide=guide, prompts=prompts)
-        images = drawn.images()
-        scores = scorer.scores(images, device, request.prompts or ())
-    except KeyboardInterrupt:
-        print("interrupted: what is drawn is kept, and the same command continues from there")
-        raise
-    facts = about(request, reference)
-    with writing(folder):
-        labelled = request.labels_of(request.index[:GRID_IMAGES])
-        samples = titled_grid(trained, sampler, images[:GRID_IMAGES], labelled)
-        files = write_report(folder, facts, scores, samples)
-    metrics = {name: value for score in scores for name, value in score.metrics.items()}
-    record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
+    against, real = {}, None
+    if reference is not None:
+        against = {"reference": f"{reference.path}, {len(reference):,} images"}
+        real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
+    facts = request.model_dump(mode="json", exclude={"batch_images"})
+    facts |= {"labels": None if labels is None else "in the proportions of the reference", "reference": real}
+    drawing = drawn_for_scores(trained, request, out, short(count), against, guide=guide, prompts=prompts)
+    with drawing as (folder, images):
+        scores = scorer.scores(images, trained.device, request.prompts or ())
+        kept: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
+            before = read_json(folder / "scores.json")
+            there = before["reference"]
+            if there is None or real is None or there["sha256"] == real["sha256"]:
+                names = {score.name for score in scores}
+                kept = [score for score in before["scores"] if score["name"] not in names]
+                facts["reference"] = real or there
+        grid = titled_grid(trained, sampler, images[:GRID_IMAGES], request.labels_of(request.index[:GRID_IMAGES]))
+        metrics = {name: value for score in scores for name, value in score.metrics.items()}
+        every = kept + [asdict(score) for score in scores]
+        report(trained, folder, facts, every, metrics, samples=lambda path: write_png(grid, path))
     return request, scores
 
 
 def cache_beside(dataset: Path) -> Path:
     """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache.
 
-    Raises:
-        OutputError: neither folder can be written.
+    Raises OutputError: neither folder can be written.
     """
     beside, own = dataset.resolve().parent / "evaluation_cache", cache_folder()
     for folder in (beside, own):
@@ -313,41 +361,6 @@ def rounded(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def about(request: Request, reference: DatasetCache | None) -> dict[str, Any]:
-    """Return facts about the scored images and their reference, if any, for ``scores.json`` and MLflow."""
-    drawn = request.model_dump(mode="json", exclude={"batch_images"})
-    labels = None if request.labels is None else "in the proportions of the reference"
-    real: dict[str, Any] | None = None
-    if reference is not None:
-        real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
-    versions = {"ddpm_ds": __version__, "torch": torch.__version__}
-    return {**drawn, "labels": labels, "reference": real, "version": versions}
-
-
-def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], samples: Image.Image) -> list[Path]:
-    """Write ``scores.json``, the scores and the facts :func:`about` them, and the grid ``samples.png``; return both.
-
-    Scores of an earlier evaluation of the same images against the same reference stay, unless they are computed again.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    path, picture = folder / "scores.json", folder / "samples.png"
-    new = [asdict(score) for score in scores]
-    try:
-        before = read_json(path)
-        there, here = before["reference"], facts["reference"]
-        same = there is None or here is None or there["sha256"] == here["sha256"]
-        kept, facts = (before["scores"], {**facts, "reference": here or there}) if same else ([], facts)
-    except (OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
-        kept = []
-    names = {score["name"] for score in new}
-    content = {**facts, "scores": [score for score in kept if score["name"] not in names] + new}
-    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
-    write_png(samples, picture)
-    return [path, picture]
-
-
 @dataclass(frozen=True)
 class Losses:
     """Held-out loss of some weights."""
@@ -359,9 +372,8 @@ class Losses:
 
 
 def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_images: int) -> Losses:
-    """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own.
-
-    It is in ``out``, by default among the run's evaluations.
+    """Measure and record the held-out loss of a run's weights, ``batch_images`` at a time, in a folder of its own in
+    ``out``.
 
     Raises:
         LayoutError: the device has no memory for so many images.
@@ -369,10 +381,9 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
     """
     spec, (store, positions) = trained.spec, held_out
     assert spec is not None, "an export has held out nothing"
-    device, origin = next(trained.unet.parameters()).device, Path(trained.origin).resolve().name
+    device = trained.device
     decisive = f"{trained.digest} {trained.precision} {store.key} {positions.tolist()}"
-    folder = out or (trained.run_dir or Path()) / "evaluations"
-    folder /= f"{origin}-{trained.weights}-loss-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}"
+    folder = folder_for(trained, out, f"loss-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}")
     print(
         f"weights    {trained.weights} of {trained.origin}, {trained.precision} on {device.type}\n"
         f"held out   {len(positions):,} images of {store.path}\n"
@@ -385,16 +396,9 @@ def evaluate_losses(trained: Trained, held_out: Part, out: Path | None, batch_im
         for call in tqdm(range(loss.calls), "measuring", unit=" batches", disable=None):
             loss.add(sums, call, trained.unet(*loss.inputs(call), context=loss.context(call)).float())
     found = Losses(trained.weights, loss.values(sums.cpu()))
-    facts = {
-        **{name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")},
-        "reference": {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256},
-        "version": {"ddpm_ds": __version__, "torch": torch.__version__},
-    }
-    path = folder / "scores.json"
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, (json.dumps({**facts, "scores": found.values}, indent=2) + "\n").encode())
-    record_child(trained, "evaluate", facts, metrics=found.values, artifacts={path: ""})
+    facts = {name: getattr(trained, name) for name in ("origin", "weights", "images_seen", "digest", "precision")}
+    facts["reference"] = {"store": str(store.path), "images": len(positions), "sha256": store.meta.sha256}
+    report(trained, folder, facts, found.values, found.values)
     return found
 
 

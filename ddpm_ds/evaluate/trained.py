@@ -22,16 +22,7 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import checkpoint_at
 from ddpm_ds.checkpoint.manifest import KINDS, MANIFEST, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.config.spec import (
-    DataSpec,
-    DiffusionSpec,
-    FilePath,
-    GivenPath,
-    Interface,
-    RunSpec,
-    SamplerSpec,
-    UnetSpec,
-)
+from ddpm_ds.config.spec import DataSpec, DiffusionSpec, FilePath, GivenPath, Interface, RunSpec, SamplerSpec, UnetSpec
 from ddpm_ds.config.spec_file import SPEC
 from ddpm_ds.config.text import TextSpec
 from ddpm_ds.data.cache import CONSTANTS, TEXTS, FieldFacts
@@ -102,10 +93,19 @@ class Trained:
         return self.interface.shape
 
     @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.unet.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights."""
+        return next(self.unet.parameters()).dtype
+
+    @property
     def precision(self) -> str:
         """Name of the weights' data type, as ``--precision`` takes it."""
-        stored = next(self.unet.parameters()).dtype
-        return next(name for name, (_, dtype) in DTYPES.items() if dtype is stored)
+        return next(name for name, (_, dtype) in DTYPES.items() if dtype is self.dtype)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -115,7 +115,7 @@ class Trained:
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
         """Function from the U-Net's images or latents to uint8 pixels."""
-        return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
+        return to_pixels(self.autoencoder, self.device)
 
     @property
     def known_data(self) -> DataSpec | None:
@@ -136,19 +136,18 @@ class Trained:
 
     @property
     def is_conditioned(self) -> bool:
-        """Whether the U-Net takes something of each image's own that is no label: images are drawn for inputs."""
+        """Whether images are drawn for inputs, since the U-Net takes channels or numbers of each image."""
         condition = None if self.known_data is None else self.known_data.condition
         return condition is not None and (condition.kind is not None or condition.vector_size > 0)
 
     @property
     def sampler_checks(self) -> dict[str, Any]:
-        """What :func:`ddpm_ds.config.spec.check_sampler` has to know of the U-Net."""
-        data = self.known_data
+        """Facts about the U-Net for :func:`ddpm_ds.config.spec.check_sampler`."""
+        condition = None if self.known_data is None else self.known_data.condition
         return {
             "classes": self.unet_spec.classes,
             "latents": self.autoencoder is not None,
-            "drops": self.unet_spec.text is not None
-            or (data is not None and data.condition is not None and data.condition.drop > 0.0),
+            "drops": self.unet_spec.text is not None or (condition is not None and condition.drop > 0.0),
             "unbounded": self.are_fields and self.data.is_unbounded,
         }
 
@@ -165,65 +164,54 @@ class Trained:
 
     @property
     def takes_condition(self) -> bool:
-        """Whether the U-Net takes anything beside x_t, t and labels; what is constant needs no inputs."""
+        """Whether the U-Net takes anything beside x_t, t and labels; constants need no inputs."""
         return bool(self.interface.condition_channels or self.interface.numbers)
 
     @functools.cached_property
     def conditions(self) -> Conditions:
-        """What makes the conditions of images."""
-        return Conditions(
-            self.data,
-            next(self.unet.parameters()).device,
-            statistics=self._statistics("condition"),
-            constants=self.constants,
-        )
+        """Maker of the images' conditions."""
+        statistics = self._statistics("condition")
+        return Conditions(self.data, self.device, statistics=statistics, constants=self.constants)
 
     @functools.cached_property
     def scale(self) -> Scale:
         """Scale of the images."""
-        device = next(self.unet.parameters()).device
         if not self.are_fields:
-            return Scale.of(None, None, device, pictures=True)
-        return Scale.of(self.data.normalise, self._statistics("images"), device)
+            return Scale.of(None, None, self.device, pictures=True)
+        return Scale.of(self.data.normalise, self._statistics("images"), self.device)
 
     @functools.cached_property
     def regression(self) -> Trained | None:
         """Regression whose residuals the U-Net draws, on the same device; None if it draws whole images.
 
-        Raises:
-            CheckpointError: there is none, or the residuals were made by other weights.
+        Raises CheckpointError: there is none, or the residuals were made by other weights.
         """
         if self.spec is None or (path := self.spec.data.residual_of) is None:
             return None
-        stored = next(self.unet.parameters())
-        found = load_trained(path, device=stored.device, dtype=stored.dtype)
+        found = load_trained(path, device=self.device, dtype=self.dtype)
         if read_manifest(Path(self.origin)).data_sha256.get(REGRESSION) != found.digest:
             raise CheckpointError(
                 f"data.residual_of = {path}: {found.origin} has other weights than the residuals that {self.origin} "
-                "has learned were made by; bring those back"
+                "learned; bring those back"
             )
         return found
 
     def prompts(self, known: EncodedPrompts, negative: str | None = None) -> Prompts:
-        """Return what a U-Net with text draws for encoded prompts; guidance leads away from the ``negative`` prompt, or
-        from no text.
+        """Return encoded prompts for a U-Net with text; guidance leads away from the ``negative`` one, or no text.
 
-        Raises:
-            DataError: the encoders can't be used.
+        Raises DataError: the encoders can't be used.
         """
-        text, unet, device = self.text, self.unet_spec.text, next(self.unet.parameters()).device
+        text, unet = self.text, self.unet_spec.text
         assert text is not None and unet is not None
         against = no_text(text, known.empty)
         if negative is not None:
-            against = EncodedPrompts.of(text, [negative], device, print_to_stderr, self.learned_encoders).encoded
+            against = EncodedPrompts.of(text, [negative], self.device, print_to_stderr, self.learned_encoders).encoded
         size = self.picture_shape[1:]
-        return Prompts(unet, known.encoded, against, size=size, device=device, texts=known.texts)
+        return Prompts(unet, known.encoded, against, size=size, device=self.device, texts=known.texts)
 
     def finished(self, images: Tensor) -> Tensor:
-        """Return drawn images (N, C, H, W) as they are kept: fields in physical units, float32, others as uint8."""
-        if self.are_fields:
-            return self.scale.to_physical(images)
-        return self.to_pixels(images)
+        """Return drawn images (N, C, H, W) as outputs: fields in physical units, float32, others as uint8."""
+        return self.scale.to_physical(images) if self.are_fields else self.to_pixels(images)
 
     def _statistics(self, name: str) -> Statistics | None:
         return None if self.facts is None else self.facts.statistics.get(name)
@@ -240,8 +228,7 @@ class Trained:
 def find_trained(path: Path) -> Path:
     """Return the folder to load for ``path``: a checkpoint, a diffusers folder, or a run's newest good checkpoint.
 
-    Raises:
-        CheckpointError: it is none of these, or the run has no good checkpoint.
+    Raises CheckpointError: it is none of these, or the run has no good checkpoint.
     """
     if (path / MANIFEST).is_file() or DiffusersFolder.at(path):
         return path
@@ -267,9 +254,9 @@ def load_trained(
 ) -> Trained:
     """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 
-    What is no path is an export on the Hugging Face hub, ``OWNER/NAME``, of which what is read is downloaded.
-    ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
-    ``autoencoder`` is the new path of a run's autoencoder, if it has moved; an export holds its own.
+    ``OWNER/NAME`` is an export on the Hugging Face hub, which is downloaded. ``weights`` are ``ema``, averaged over
+    training, or ``raw``, as trained; an export has one kind, loaded as ``ema``. ``autoencoder`` is the new path of a
+    run's autoencoder, if it has moved; an export has its own.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
@@ -280,10 +267,7 @@ def load_trained(
     on_hub = is_hub_name(str(path)) and not path.exists()
     found = path if on_hub else find_trained(path)
     if (found / MANIFEST).is_file():
-        reader = Reader(found)
-        kind = _kind(reader, weights)
-        digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
-        return _load_checkpoint(reader, kind, digest, autoencoder, device, dtype)
+        return _load_checkpoint(Reader(found), weights, autoencoder, device, dtype)
     what = f"{found} is {'no folder here, and on the Hugging Face hub ' if on_hub else ''}an export"
     if weights != "ema":
         raise CheckpointError(f"{what}, which has weights of one kind; leave out --weights {weights}")
@@ -292,8 +276,8 @@ def load_trained(
 
     def opened(folder: Path) -> Trained:
         trained = _load_export(folder, device, dtype)
-        if trained.text is not None:  # whose weights are read later
-            parts_of(trained.text)
+        if trained.text is not None:
+            parts_of(trained.text)  # whose weights are read later
         return replace(trained, origin=str(path))
 
     return from_hub(str(path), DRAWN_FROM, opened, said=str(path), expected=EXPECTED, newest=True)
@@ -326,66 +310,49 @@ def _load_export(found: Path, device: torch.device | str, dtype: torch.dtype) ->
     )
 
 
-def _kind(reader: Reader, weights: Weights) -> str:
-    """Return the checkpoint's name for the kind ``weights``."""
-    kinds = reader.manifest.kinds
-    kind = KINDS[weights]
-    if kind not in kinds:
-        others = ", ".join([name for name, stored in KINDS.items() if stored in kinds] or kinds)
-        raise CheckpointError(f"checkpoint {reader.path} has no {weights} weights; it has {others}")
-    return kind
-
-
 def _load_checkpoint(
-    reader: Reader,
-    kind: str,
-    digest: str,
-    moved: Path | None,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    reader: Reader, weights: Weights, moved: Path | None, device: torch.device | str, dtype: torch.dtype
 ) -> Trained:
-    path = reader.path
-    read = functools.partial(reader.read, kind)
-    facts = None
+    path, manifest, kind, facts = reader.path, reader.manifest, KINDS[weights], None
+    if kind not in manifest.kinds:
+        others = ", ".join([name for name, stored in KINDS.items() if stored in manifest.kinds] or manifest.kinds)
+        raise CheckpointError(f"checkpoint {path} has no {weights} weights; it has {others}")
     try:
-        spec = SPEC.read(reader.manifest.spec)
-        if reader.manifest.fields is not None:
-            facts = FieldFacts.model_validate(reader.manifest.fields, strict=False)
+        spec = SPEC.read(manifest.spec)
+        if manifest.fields is not None:
+            facts = FieldFacts.model_validate(manifest.fields, strict=False)
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
         raise CheckpointError(
             f"checkpoint {path} has a spec that this version can't read ({what}); use the ddpm_ds "
-            f"{reader.manifest.version} that wrote it"
+            f"{manifest.version} that wrote it"
         ) from None
     if moved is not None:
         if spec.data.autoencoder is None:
             raise SpecError(f"--autoencoder {moved}: {path} has learned pixels; leave it out")
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"autoencoder": moved})})
     data = spec.data
-    autoencoder = autoencoder_of(data, reader.manifest.data_sha256)
     layers = unet_layers(spec.unet, data.interface)
-    shapes = parameter_shapes(layers)
-    if shapes != reader.manifest.parameters:
-        wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
+    if (shapes := parameter_shapes(layers)) != manifest.parameters:
+        wrong = min(shapes.items() ^ manifest.parameters.items())[0]
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
     folder = path.resolve()
     run_dir = folder.parent.parent
-    in_run = folder.parent == checkpoints_of(run_dir)
     return Trained(
-        unet=_filled(UNet(layers, 0), read, path, device, dtype),
+        unet=_filled(UNet(layers, 0), functools.partial(reader.read, kind), path, device, dtype),
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
         interface=data.interface,
         origin=str(path),
-        digest=digest,
-        weights="raw" if kind == KINDS["raw"] else kind,
-        images_seen=reader.manifest.images,
-        run_dir=run_dir if in_run else None,
+        digest=hashlib.sha256(f"{manifest.sha256} {kind}".encode()).hexdigest(),
+        weights=weights,
+        images_seen=manifest.images,
+        run_dir=run_dir if folder.parent == checkpoints_of(run_dir) else None,
         spec=spec,
-        learned_encoders=reader.manifest.data_sha256.get(f"{TEXTS}{ENCODERS}"),
-        autoencoder=autoencoder,
+        learned_encoders=manifest.data_sha256.get(f"{TEXTS}{ENCODERS}"),
+        autoencoder=autoencoder_of(data, manifest.data_sha256),
         facts=facts,
         constants=_constants(data, path, run_dir),
     )
@@ -404,8 +371,7 @@ def _constants(data: DataSpec, *folders: Path) -> npt.NDArray[np.float32] | None
                     return np.array(found)
             raise CheckpointError(f"{file} is damaged; copy it again from the folder of the run")
     raise CheckpointError(
-        f"{folders[0]} has constants in its condition, which are in {CONSTANTS} of the run's folder; copy that file "
-        "there"
+        f"{folders[0]} lacks its condition's constants, in {CONSTANTS} of the run's folder; copy that file there"
     )
 
 

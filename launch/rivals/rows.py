@@ -20,7 +20,8 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import DTYPES, share_threads
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.evaluate.diffusers.unet import diffusers_config, to_diffusers
+from ddpm_ds.evaluate.diffusers.unet import to_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import diffusers_config
 from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
 from ddpm_ds.planning import RunPlan, decided
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches

@@ -88,8 +88,8 @@ def test_a_zarr_keeps_names_and_coordinates(tmp_path: Path, sample: Sample) -> N
 def test_a_picture_has_a_row_for_each_input(planted: Planted, tmp_path: Path, sample: Sample) -> None:
     """Input, 3 members, mean, spread, truth."""
     for name, options in (("first", ()), ("other", ("--channel", "u"))):
-        sample("--conditions", "held-out", "--members", 3, *options, "--out", tmp_path / f"{name}.png")
-    first, other = (np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("first", "other"))
+        sample("--conditions", "held-out", "--members", 3, *options, "--out", tmp_path / name)
+    first, other = (np.asarray(Image.open(tmp_path / name / "grid.png")) for name in ("first", "other"))
     assert first.shape == other.shape and first.shape[2] == 3 and (first != other).any()
     factor = -(-512 // max(7 * 12, 5 * 8))
     assert first.shape[1] == 2 + 7 * (12 * factor + 2)
@@ -181,7 +181,7 @@ def test_a_rollout_feeds_each_state_back(forecast: Planted, tmp_path: Path, samp
             "needs a vector for each step (data.condition.vector",
         ),
         ("--conditions held-out --channel v", "--channel v is none of t2m, u"),
-        ("--conditions held-out --out OUT/x", "is a folder of PNG files, and"),
+        ("--conditions held-out --out OUT/x.npz", "can't hold fields, which"),
         ("--conditions held-out --members 0", "'0' is not a number from 1 to 4,096"),
         ("--conditions held-out --labels 3", "the U-Net has no classes"),
     ],
@@ -190,7 +190,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     words: str, said: str, planted: Planted, tmp_path: Path, sample: Sample
 ) -> None:
     arguments = words.replace("OUT", str(tmp_path)).split()
-    assert said in sample(*arguments, *([] if "--out" in words else ["--out", tmp_path / "x.png"]), code=2)
+    assert said in sample(*arguments, *([] if "--out" in words else ["--out", tmp_path / "x"]), code=2)
     assert not any(tmp_path.iterdir())
     assert sorted(path.name for path in planted.run_dir.iterdir()) == ["checkpoints", "constants.npy"]
 
@@ -200,7 +200,7 @@ def test_a_run_without_a_condition_takes_none(tmp_path: Path, sample: Sample) ->
     for words, said in (
         (("--conditions", "held-out"), "was trained without a condition; leave it out"),
         (("--members", 3), "--members 3 is of --conditions, which is missing"),
-        (("--out", tmp_path / "x.zarr"), "is for fields, and"),
+        (("--out", tmp_path / "x.zarr"), "can't hold pictures, which"),
     ):
         assert said in sample(*words, run_dir=tmp_path / "plain", code=2)
 
@@ -209,8 +209,8 @@ def test_fields_without_a_condition_are_drawn_in_colours_and_units(tmp_path: Pat
     planted = plant_fields(tmp_path, None)
     sample("--count", 3, "--out", tmp_path / "x.npy", run_dir=planted.run_dir)
     assert np.load(tmp_path / "x.npy").shape == (3, 2, 8, 12)
-    sample("--count", 3, "--out", tmp_path / "x.png", run_dir=planted.run_dir)
-    assert np.asarray(Image.open(tmp_path / "x.png")).shape[2] == 3
+    sample("--count", 3, "--out", tmp_path / "x", run_dir=planted.run_dir)
+    assert np.asarray(Image.open(tmp_path / "x" / "grid.png")).shape[2] == 3
 
 
 def test_a_regression_draws_one_member(tmp_path: Path, sample: Sample) -> None:

@@ -440,7 +440,7 @@ PICTURES = "prepare --spec digits --set data.source=folder --set data.channels=3
 NUMBERS = "prepare --spec digits --set data.source=hdf5 --set data.path=f.h5 "
 FIELDS = f"{NUMBERS} --set data.values=float32 --set sampler.clip=none --set data.variables=[t] "
 DRY = "train --dry-run --deepspeed_config zero0_fp32 --processes 2 "
-DRAW = "sample run --count 1 --steps 2 --device cpu --overwrite --out new.png "
+DRAW = "sample run --count 1 --steps 2 --device cpu --overwrite --out new.npz "
 LEADS_ON = [
     (PICTURES, ""),
     ("prepare --spec digits --set data.store_root=f.h5", ""),
@@ -457,7 +457,7 @@ LEADS_ON = [
     (f"{DRAW} --prompt x", ""),
     (f"{DRAW} --labels 1", ""),
     (f"{DRAW} --variance small", ""),
-    ("sample run --count 1 --steps 2 --out old.png", ""),
+    ("sample run --count 1 --steps 2 --out old.npz", ""),
     ("sample damaged", ""),
     ("evaluate run --members 4", "--dataset DIR"),
     ("evaluate run --metrics loss --count 30", "held out no image"),
@@ -496,7 +496,7 @@ def test_each_way_out_of_a_refusal_leads_on(
     plant(tmp_path / "damaged")
     for manifest in (tmp_path / "damaged").rglob("manifest.json"):
         manifest.write_text("{")
-    (tmp_path / "old.png").touch()
+    (tmp_path / "old.npz").touch()
     assert main(shlex.split(command)) == 2
     said = capsys.readouterr().err.strip()
     ways = ways_out(command, said)

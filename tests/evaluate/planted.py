@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,24 @@ def same_weights(one: UNet, other: UNet) -> bool:
     """Whether two U-Nets have the same values under the same names."""
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """The only scores.json in a folder of evaluations."""
+    (path,) = folder.glob("*/scores.json")
+    return dict(json.loads(path.read_text()))
+
+
+def evaluate_verb(capfd: pytest.CaptureFixture[str]) -> Sample:
+    """Return what runs ``ddpm-ds evaluate`` in this process and gives what it printed, its bars left out."""
+
+    def run(path: Path, *arguments: object, code: int = 0) -> str:
+        words = ["--sampler", "ddim", "--steps", "2", "--device", "cpu", *map(str, arguments)]
+        assert main(["evaluate", str(path), *words]) == code
+        out, err = capfd.readouterr()
+        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line and "%|" not in line)
+
+    return run
 
 
 def sample_verb(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:

@@ -1,8 +1,9 @@
-"""ddpm-ds evaluate of runs with conditions: what it scores, prints, writes and records, and its one-line errors."""
+"""Ensembles: ``ddpm-ds evaluate`` with conditions, and scores against loops, closed forms and a known posterior."""
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,20 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_ds.cli.main import main
+from ddpm_ds.command_line import aligned
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import ensembles
-from ddpm_ds.evaluate.ensembles import field_scores
+from ddpm_ds.evaluate.ensembles import crps, power_spectrum, rings
 from ddpm_ds.evaluate.inputs import Inputs
 from ddpm_ds.evaluate.trained import load_trained
+from tests import gaussian_fields
 from tests.evaluate.conditioned import HELD_OUT, arrays, draw_ensembles, plant_fields, plant_on
-from tests.evaluate.planted import UNLABELLED, plant
+from tests.evaluate.planted import evaluate_verb, report
+from tests.gaussian_fields import Array, field_scores, verdict
 from tests.launching import tiny_spec
 
-FAST = ("--sampler", "ddim", "--steps", "2", "--device", "cpu")
 SAMPLER: dict[str, Any] = {"kind": "ddim", "steps": 2, "clip": "none"}
 MEMBERS = 3
 Evaluate = Callable[..., str]
@@ -60,14 +63,7 @@ def _few_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def evaluate(trackers: list[Any], capfd: pytest.CaptureFixture[str]) -> Evaluate:
-    """Runs the verb in this process and gives what it printed, its bars left out."""
-
-    def run(path: Path, *arguments: object, code: int = 0) -> str:
-        assert main(["evaluate", str(path), *FAST, *map(str, arguments)]) == code
-        out, err = capfd.readouterr()
-        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line)
-
-    return run
+    return evaluate_verb(capfd)
 
 
 def drawn(run_dir: Path, members: int, **sampler: Any) -> tuple[Any, Any]:
@@ -84,12 +80,6 @@ def table_of(out: str) -> list[str]:
     lines = out.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("channel"))
     return [line for line in lines[first:] if "  " in line]
-
-
-def report(folder: Path) -> dict[str, Any]:
-    """The only scores.json in a folder of evaluations."""
-    (path,) = folder.glob("*/scores.json")
-    return dict(json.loads(path.read_text()))
 
 
 def test_the_members_of_every_held_out_field_are_scored_against_it(
@@ -152,25 +142,6 @@ def test_masked_pixels_are_not_scored(tmp_path: Path, evaluate: Evaluate) -> Non
     assert scores["spectra"] is None and not list(tmp_path.glob("here/*/spectra.png"))
 
 
-def test_an_interrupted_evaluation_keeps_what_is_drawn(
-    fields: Path, evaluate: Evaluate, trackers: list[Any], watch_drawing: Callable[..., list[int]], tmp_path: Path
-) -> None:
-    arguments = ("--members", 2, "--batch-images", 4, "--out", tmp_path)
-    watch_drawing(1, KeyboardInterrupt())
-    assert "interrupted: what is drawn is kept" in evaluate(fields, *arguments, code=130) and trackers == []
-    images = watch_drawing()
-    evaluate(fields, *arguments)
-    assert images == [*range(4, 10)] and len(trackers) == 1
-
-
-def test_some_guidances_are_evaluations_of_their_own_in_one_table(
-    fields: Path, evaluate: Evaluate, tmp_path: Path
-) -> None:
-    out = evaluate(fields, "--members", 2, "--count", 2, "--guidance", "1,3", "--out", tmp_path)
-    assert len(list(tmp_path.glob("*/scores.json"))) == 2
-    assert [line.split()[-1] for line in table_of(out)[1:]] == ["-", "-", "-", "3", "3", "3"]
-
-
 def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: Evaluate) -> None:
     planted = plant_fields(tmp_path, diffusion={"objective": "regression"})
     evaluate(planted.run_dir, "--out", tmp_path / "here", "--steps", 1)
@@ -187,19 +158,199 @@ def test_a_regression_has_one_member_without_a_spread(tmp_path: Path, evaluate: 
         (("--inception-weights", "file.pth"), "--inception-weights file.pth is of images without conditions"),
         (("--count", HELD_OUT + 1), f"--count {HELD_OUT + 1}: --conditions has {HELD_OUT} inputs; name some of these"),
         (("--members", "0"), "'0' is not a whole number from 1 to 1,000,000"),
+        (("--members", "2"), "was trained without conditions; leave it out"),
+        (("--conditions", "x.npz"), "was trained without conditions; leave it out"),
     ],
 )
-def test_what_conditional_runs_do_not_have_is_refused(
-    fields: Path, evaluate: Evaluate, options: tuple[object, ...], message: str
+def test_options_of_runs_with_and_without_conditions_are_refused_for_the_others(
+    fields: Path, without_classes: Path, evaluate: Evaluate, options: tuple[object, ...], message: str
 ) -> None:
-    assert message in evaluate(fields, *options, code=2)
-    assert not (fields / "evaluations").exists()
+    run_dir = without_classes if "without conditions;" in message else fields
+    assert message in evaluate(run_dir, *options, code=2)
+    assert not (run_dir / "evaluations").exists()
 
 
-@pytest.mark.parametrize("options", [("--members", 2), ("--conditions", "somewhere.npz")])
-def test_options_of_conditions_are_refused_without_one(
-    tmp_path: Path, evaluate: Evaluate, options: tuple[object, ...]
-) -> None:
-    plant(tmp_path / "run", **UNLABELLED)
-    said = evaluate(tmp_path / "run", *options, code=2)
-    assert f"{options[0]} {options[1]}: " in said and "was trained without conditions; leave it out" in said
+K, N, C, H, W = 5, 3, 2, 6, 4
+ROUNDING = 1e-12
+"""Relative error of a float64 sum of a few thousand terms, with room."""
+
+
+def random_fields(seed: int = 0) -> tuple[Array, Array, Array]:
+    """Members, truths, and masks by channel."""
+    generator = np.random.default_rng(seed)
+    members, truths = generator.standard_normal((K, N, C, H, W)), generator.standard_normal((N, C, H, W))
+    return members, truths, (generator.random((N, C, H, W)) < 0.7).astype(float)
+
+
+def by_loops(members: Array, truths: Array, masks: Array, channels: range) -> list[float]:
+    """The scores, pixel by pixel and pair by pair."""
+    rows = []
+    for n, c, h, w in itertools.product(range(N), channels, range(H), range(W)):
+        if masks[n, c, h, w]:
+            drawn, true = [float(x) for x in members[:, n, c, h, w]], float(truths[n, c, h, w])
+            mean = sum(drawn) / K
+            pairs = sum(abs(one - other) for one in drawn for other in drawn) / (K * (K - 1))
+            score = sum(abs(one - true) for one in drawn) / K - pairs / 2
+            variance = sum((one - mean) ** 2 for one in drawn) / (K - 1)
+            rows.append(((mean - true) ** 2, score, variance))
+    squared, score, variance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    ratio = math.sqrt(variance / squared * (K + 1) / K)
+    return [math.sqrt(squared), score, ratio]
+
+
+def test_scores_of_each_channel_and_of_all_equal_plain_loops() -> None:
+    members, truths, masks = random_fields()
+    holes = np.where(masks == 0, np.nan, truths)  # what does not count may be anything
+    found = field_scores(members, holes, masks, channels=["u", "v"])
+    for scores, channels in zip(
+        (found.total, *found.channels.values()), (range(2), range(1), range(1, 2)), strict=True
+    ):
+        expected = by_loops(members, truths, masks, channels)
+        assert list(vars(scores).values()) == pytest.approx(expected, rel=ROUNDING)
+    assert (found.inputs, found.members, list(found.channels), found.spectra) == (N, K, ["u", "v"], None)
+
+
+def test_one_mask_for_all_channels_gives_the_same_scores() -> None:
+    members, truths, masks = random_fields()
+    shared = masks[:, :1]
+    assert field_scores(members, truths, shared) == field_scores(members, truths, np.broadcast_to(shared, truths.shape))
+    everything = field_scores(members, truths)
+    assert vars(field_scores(members, truths, np.ones_like(truths)).total) == pytest.approx(vars(everything.total))
+
+
+def test_float32_and_float16_are_added_up_in_float64() -> None:
+    members, truths, _ = random_fields()
+    for kind in (np.float32, np.float16):
+        narrow, true = (1000.0 + members).astype(kind), (1000.0 + truths).astype(kind)
+        assert field_scores(narrow, true) == field_scores(narrow.astype(float), true.astype(float))
+
+
+def test_one_member_has_an_absolute_error_and_no_spread() -> None:
+    members, truths, _ = random_fields()
+    scores = field_scores(members[:1], truths)
+    assert scores.total.crps == pytest.approx(np.abs(members[0] - truths).mean())
+    assert scores.total.spread_over_skill is None
+    assert "eval/spread_over_skill" not in scores.metrics() and scores.rows()[1][-1] == "-"
+    exact = field_scores(np.stack([truths] * 2), truths).total
+    assert (exact.rmse, exact.spread_over_skill) == (0.0, None)
+
+
+@pytest.mark.parametrize("truth", [-2.0, 0.0, 0.7])
+def test_crps_of_few_gaussian_draws_is_the_closed_form(truth: float) -> None:
+    k, pixels = 4, 100_000
+    drawn = torch.from_numpy(1.0 + 2.0 * np.random.default_rng(1).standard_normal((k, pixels)))
+    true = torch.full((pixels,), truth, dtype=torch.float64)
+    expected = gaussian_fields.gaussian_crps(1.0, 2.0, np.array([truth])).item()
+    estimates = crps(drawn, true)
+    tolerance = 5.0 * float(estimates.std()) / math.sqrt(pixels)  # of the mean of independent estimates
+    assert tolerance < 0.03
+    assert float(estimates.mean()) == pytest.approx(expected, abs=tolerance)
+
+
+def test_the_closed_form_is_the_integral_that_defines_crps() -> None:
+    x = np.linspace(-30.0, 30.0, 600_001)
+    below = torch.special.ndtr(torch.from_numpy((x - 0.5) / 1.5)).numpy()
+    for truth in (-1.0, 2.0):
+        integral = ((below - (x >= truth)) ** 2).sum() * (x[1] - x[0])
+        found = gaussian_fields.gaussian_crps(0.5, 1.5, np.array([truth]))
+        assert found.item() == pytest.approx(integral, abs=x[1] - x[0])
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (6, 15), (16, 9), (1, 7)])
+def test_the_power_of_all_wavenumbers_adds_up_to_the_mean_square(height: int, width: int) -> None:
+    fields = 1.0 + np.random.default_rng(0).standard_normal((3, height, width))
+    modes = np.bincount(rings(height, width).ravel())
+    assert modes.sum() == height * width
+    power = power_spectrum(torch.from_numpy(fields))
+    assert power.shape == (3, len(modes))
+    assert np.allclose(power @ modes, (fields**2).mean(axis=(1, 2)), rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_waves_of_one_length_have_one_wavenumber_in_either_direction_of_a_rectangle(shape: tuple[int, int]) -> None:
+    places = np.indices(shape)
+    waves = np.stack([np.cos(2.0 * np.pi * place / 4.0) for place in places])  # 3 cycles in 12 pixels
+    modes = np.bincount(rings(*shape).ravel())
+    energy = power_spectrum(torch.from_numpy(waves)) * modes
+    expected = np.zeros_like(energy)
+    expected[:, 3] = 0.5
+    assert np.allclose(energy, expected, atol=ROUNDING)
+    assert power_spectrum(torch.full((1, *shape), 2.0))[0] == pytest.approx([4.0] + [0.0] * (len(modes) - 1))
+
+
+def test_spectra_are_means_over_inputs_of_members_of_their_mean_and_of_the_truth() -> None:
+    members, truths, masks = random_fields()
+    spectra = field_scores(members, truths).spectra
+    assert spectra is not None
+    mean = members.mean(axis=0)
+    for found, fields in ((spectra.members, members), (spectra.mean, mean[None]), (spectra.truth, truths[None])):
+        for channel in range(C):
+            each = [power_spectrum(torch.from_numpy(fields[:, n, channel])).mean(axis=0) for n in range(N)]
+            assert np.allclose(found[channel], np.mean(each, axis=0), rtol=ROUNDING)
+    assert sum(spectra.modes) == H * W and len(spectra.modes) == len(spectra.truth[0])
+    assert field_scores(members, truths, masks).spectra is None, "an input with holes has no Fourier modes"
+
+
+def test_the_table_and_the_names_in_mlflow_tell_channels_apart() -> None:
+    members, truths, _ = random_fields()
+    scores = field_scores(members, truths, channels=["t2m", "wind/10m @ sea"])
+    header, *rows = scores.rows()
+    assert header == ("channel", "rmse", "crps", "spread over skill")
+    assert [row[0] for row in rows] == ["t2m", "wind/10m @ sea", "all"]
+    assert rows[0][2] == f"{scores.channels['t2m'].crps:.4g}" and len(aligned(scores.rows(), {0})) == 4
+    metrics = scores.metrics()
+    assert metrics["eval/crps"] == scores.total.crps and len(metrics) == 9
+    assert metrics["eval/rmse_channel/wind_10m _ sea"] == scores.channels["wind/10m @ sea"].rmse
+    assert len(field_scores(members[:, :, :1], truths[:, :1]).rows()) == 2, "one channel is all"
+
+
+def test_a_channel_without_pixels_that_count_is_refused_by_name() -> None:
+    members, truths, masks = random_fields()
+    with pytest.raises(EvaluationError, match="no pixel of channel '1' counts"):
+        field_scores(members, truths, masks * [[[1]], [[0]]])
+
+
+def posterior_draws(seed: int) -> tuple[Array, Array, Array]:
+    """Exact members, truths, observations: 32 of each of 128 inputs."""
+    generator = np.random.default_rng(seed)
+    truths = gaussian_fields.draw_fields(128, generator)
+    observations = gaussian_fields.observe(truths, generator)
+    return gaussian_fields.draw_posterior(32, observations, generator), truths, observations
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_draws_of_a_posterior_pass_and_draws_shifted_or_scaled_by_15_percent_fail(seed: int) -> None:
+    members, truths, observations = posterior_draws(seed)
+    sd, mean = gaussian_fields.posterior_sd(), gaussian_fields.posterior_mean(observations)
+    exact = verdict(members, truths, observations)
+    assert exact.passes
+    # The square of mean_error has a standard deviation of sqrt(2 / (128 x 42)) / 32 = 0.0006, where 42 is the number
+    # of independent pixels, (trace P)^2 / trace P^2. So exact draws stay below sqrt(5 x 0.0006), and a shift of 0.15
+    # stays above 0.14, since its own part has 0.15^2 = 0.0225 and a mixed one 2 x 0.15 / sqrt(32 x 128 x 2).
+    assert exact.mean_error < 0.055
+    shifted = verdict(members + 0.15 * sd, truths, observations)
+    assert 0.13 < shifted.mean_error < 0.17 and not shifted.passes
+    assert shifted.spread == pytest.approx(exact.spread), "only the mean tells"
+    for factor in (1.15, 0.85):
+        scaled = verdict(mean + factor * (members - mean), truths, observations)
+        assert scaled.spread == pytest.approx(factor * exact.spread, rel=0.01) and not scaled.passes
+        assert scaled.mean_error < 0.1 and abs(scaled.spread_over_skill - 1.0) > 0.1
+
+
+def test_the_posterior_is_that_of_the_information_form_and_observations_are_block_means() -> None:
+    generator = np.random.default_rng(0)
+    fields = gaussian_fields.draw_fields(4000, generator)
+    assert fields.shape == (4000, 16, 16) and (fields**2).mean() == pytest.approx(1.0, abs=0.05)
+    blocks = fields.reshape(-1, 4, 4, 4, 4).mean(axis=(2, 4))
+    seen = gaussian_fields.observe(fields, generator)
+    noise = (seen - blocks).ravel()  # 64,000 draws: the standard deviation errs by 0.3 %
+    assert noise.std() == pytest.approx(gaussian_fields.NOISE, rel=0.015) and abs(noise.mean()) < 0.005
+    at_length = gaussian_fields.covariance()[0, 4]
+    assert at_length == pytest.approx((1.0 + math.sqrt(3.0)) * math.exp(-math.sqrt(3.0)))
+    h, precision = gaussian_fields.observing(), 1.0 / gaussian_fields.NOISE**2
+    posterior = np.linalg.inv(np.linalg.inv(gaussian_fields.covariance()) + precision * h.T @ h)
+    assert np.allclose(gaussian_fields.posterior_covariance(), posterior, atol=1e-10)
+    mean = (posterior @ h.T @ seen.reshape(-1, 16).T * precision).T.reshape(-1, 16, 16)
+    assert np.allclose(gaussian_fields.posterior_mean(seen), mean, atol=1e-10)
+    error = ((fields - mean) ** 2).mean()
+    assert error == pytest.approx((gaussian_fields.posterior_sd() ** 2).mean(), rel=0.03)

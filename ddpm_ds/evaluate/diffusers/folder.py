@@ -4,11 +4,12 @@ or rounded; read without diffusers and without executing anything in it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -31,8 +32,8 @@ from ddpm_ds.evaluate.diffusers.unet import (
     from_diffusers,
     stored_names,
     to_diffusers,
-    unet_spec_from_diffusers,
 )
+from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import parameter_shapes
@@ -141,16 +142,14 @@ def _check_archive(path: Path) -> None:
 
 
 def _plain(tensor: object) -> bool:
-    """Return whether this is a tensor with all of its values in memory. A sparse or meta tensor, or one with a stride
-    of 0, could grow to any size when it is copied.
-    """
+    """Return whether a tensor has all its values in memory; sparse, meta and expanded ones can grow when copied."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 class FieldsFile(BaseModel):
-    """Content of ``fields.json`` of an export: what its U-Net draws and is given, for sampling by ddpm_ds."""
+    """Content of ``fields.json`` of an export: images and conditions of its U-Net, for sampling by ddpm_ds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -160,21 +159,11 @@ class FieldsFile(BaseModel):
 
     @classmethod
     def of(cls, data: DataSpec, facts: FieldFacts | None) -> FieldsFile | None:
-        """Return what an export keeps of a run's data; None if it is pictures or latents without a condition."""
+        """Return the content for a run's data; None for pictures and latents without a condition."""
         if data.condition is None and not data.are_fields:
             return None
-        keys = (
-            "source",
-            "image_size",
-            "crop_from",
-            "channels",
-            "values",
-            "normalise",
-            "variables",
-            "mask",
-            "condition",
-        )
-        kept = data.model_dump(mode="json", include=set(keys), exclude={"condition": {"path"}})
+        keys = {"source", "image_size", "crop_from", "channels", "values", "normalise", "variables", "mask"}
+        kept = data.model_dump(mode="json", include=keys | {"condition"}, exclude={"condition": {"path"}})
         return cls(data=DataSpec.model_validate(kept), facts=facts)
 
 
@@ -211,21 +200,26 @@ class DiffusersFolder:
         self.path, self.last_label_is_class, self._hub_name = path, last_label_is_class, hub_name
         self.single = SingleFile(path) if path.is_file() else None
         """The single file with the original names, if the path names one."""
-        model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
-        self._model = model
-        scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
-        self._scheduler = scheduler / SCHEDULER_CONFIG
-        config = _read_json(model / CONFIG) if self.single is None else self.single.config
-        try:
+        self._model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
+        scheduler = path / "scheduler" / SCHEDULER_CONFIG
+        self._scheduler = scheduler if scheduler.is_file() else path / SCHEDULER_CONFIG
+        config = _read_json(self._model / CONFIG) if self.single is None else self.single.config
+        with self._expressed("a U-Net", path if self.single else self._model / CONFIG):
             found = unet_spec_from_diffusers(config, last_label_is_class=last_label_is_class)
-        except ValueError as error:
-            where = path if self.single else model / CONFIG
-            raise CheckpointError(f"{where} is not a U-Net that ddpm_ds can express: {error}") from None
         self.unet, self.interface = found
         self.layers = unet_layers(self.unet, self.interface)
         self.class_rows: int | None = None if self.unet.classes is None else config["num_class_embeds"]
         """Number of rows of the class embedding."""
-        self.weights = Weights.of(model) if self.single is None else Weights(path, (path,))
+        self.weights = Weights.of(self._model) if self.single is None else Weights(path, (path,))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _expressed(what: str, where: Path) -> Iterator[None]:
+        """Turn a ValueError in the body into a CheckpointError about a file."""
+        try:
+            yield
+        except ValueError as error:
+            raise CheckpointError(f"{where} is not {what} that ddpm_ds can express: {error}") from None
 
     @staticmethod
     def at(path: Path) -> bool:
@@ -235,8 +229,7 @@ class DiffusersFolder:
     def autoencoder(self) -> Autoencoder | None:
         """Open the autoencoder beside the U-Net; return None if the U-Net draws pixels.
 
-        Raises:
-            DataError: the autoencoder can't be used.
+        Raises DataError: the autoencoder can't be used.
         """
         for path in (self.path / AUTOENCODER_FOLDER, self.path / TEXT_AUTOENCODER):
             if path.is_dir():
@@ -255,7 +248,7 @@ class DiffusersFolder:
         return None
 
     def fields(self) -> FieldsFile | None:
-        """Return what the export of a conditional U-Net, or of one of fields, says of them; None if it says nothing."""
+        """Return the content of ``fields.json``; None without it."""
         if not (self.path / FIELDS).is_file():
             return None
         try:
@@ -266,26 +259,20 @@ class DiffusersFolder:
             raise CheckpointError(f"{self.path / FIELDS}: {key}: {problem['msg']}; export the run again") from None
 
     def encoding(self) -> dict[str, str]:
-        """Return the keys of ``data.text`` that the model decides: its encoders, the layer that is read, and what
-        stands for a dropped caption. A single file names no encoders; none if the folder holds no text encoder.
+        """Return the keys of ``data.text`` that the model decides; none if the folder holds no text encoder. A single
+        file names no encoders.
         """
-        if self.single is not None:
-            encoders, second, zeros = {}, self.single.is_xl, self.single.is_xl
-        elif (self.path / "text_encoder" / CONFIG).is_file():
-            encoders = {"encoders": self._hub_name or str(self.path.resolve())}
+        found, second, zeros = {}, self.single is not None and self.single.is_xl, None
+        if self.single is None:
+            if not (self.path / "text_encoder" / CONFIG).is_file():
+                return {}
+            found["encoders"] = self._hub_name or str(self.path.resolve())
             second, index = (self.path / "text_encoder_2" / CONFIG).is_file(), self.path / PIPELINE
-            try:
-                said = _PipelineArguments.read(_read_json(index) if index.is_file() else {})
-            except ValueError as error:
-                raise CheckpointError(f"{index} is not of a pipeline that ddpm_ds can express: {error}") from None
-            zeros = second if said.force_zeros_for_empty_prompt is None else said.force_zeros_for_empty_prompt
-        else:
-            return {}
-        return {
-            **encoders,
-            "layer": "penultimate" if second else "last",
-            "drop_to": "zeros" if zeros else "empty",
-        }
+            with self._expressed("of a pipeline", index):
+                settings = _PipelineArguments.read(_read_json(index) if index.is_file() else {})
+            zeros = settings.force_zeros_for_empty_prompt
+        zeros = second if zeros is None else zeros
+        return {**found, "layer": "penultimate" if second else "last", "drop_to": "zeros" if zeros else "empty"}
 
     @property
     def notes(self) -> list[str]:
@@ -312,31 +299,22 @@ class DiffusersFolder:
                 f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
                 f"trained with"
             )
-        try:
+        with self._expressed("a diffusion process", self.path if self.single else self._scheduler):
             if self.single is not None:
                 silent = "v" if base is not None and base.objective == "v" else "eps"
                 return process_from_scheduler(self.single.scheduler(objective, silent)[0], base)
             return process_from_scheduler(_read_json(self._scheduler), base)
-        except ValueError as error:
-            what, where = (
-                "not a diffusion process that ddpm_ds can express",
-                self.path if self.single else self._scheduler,
-            )
-            raise CheckpointError(f"{where} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
         misfit = f"{self.weights.path} does not fit its {CONFIG if self.single is None else 'kind'}: "
         try:
             stored = self.weights.tensors() if self.single is None else self.single.tensors(self.layers)
+            names = stored_names(stored, self.layers)
         except ValueError as error:
             raise CheckpointError(f"{misfit}{error}") from None
         if self.last_label_is_class and CLASS_EMBEDDING in stored and stored[CLASS_EMBEDDING].ndim == 2:
             stored[CLASS_EMBEDDING] = pad(stored[CLASS_EMBEDDING], (0, 0, 0, 1))  # a row of zeros after the last
-        try:
-            names = stored_names(stored, self.layers)
-        except ValueError as error:
-            raise CheckpointError(f"{misfit}{error}") from None
         blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
         linear = self.unet.text is not None and self.unet.text.linear_projection
         for name, expected in to_diffusers(blank, self.layers, linear_projection=linear).items():

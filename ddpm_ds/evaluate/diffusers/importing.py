@@ -71,16 +71,20 @@ def import_weights(
 
 
 def _base_spec(base: Path, overrides: Sequence[str], folder: DiffusersFolder) -> RunSpec:
-    """Return the spec ``base`` with a U-Net of the model's kind instead of its own, and the text that the model reads
-    unless another was typed.
-    """
-    typed = {item.partition("=")[0].strip() for item in overrides} & {f"data.text.{key}" for key in folder.encoding()}
-    unasked = [item for item in _until_replaced(folder) if item.partition("=")[0] not in typed]
-    return load_spec(base, overrides, unasked)
+    """Return the spec ``base`` with a U-Net of the model's kind, and the model's text unless another was typed."""
+    until_replaced = [f"unet.{item}" for item in ANY_UNET]
+    if folder.unet.text is None:
+        until_replaced.append("unet.text=null")
+    else:
+        typed = {item.partition("=")[0].strip() for item in overrides}
+        encoding = {f"data.text.{key}": json.dumps(value) for key, value in folder.encoding().items()}
+        until_replaced += [f"unet.text.{item}" for item in ANY_TEXT]
+        until_replaced += [f"{key}={value}" for key, value in encoding.items() if key not in typed]
+    return load_spec(base, overrides, until_replaced)
 
 
 def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
-    """Return the model at ``path``, or else on the Hugging Face hub, of which what an import reads is downloaded."""
+    """Return the model at ``path``, or else of this name on the Hugging Face hub."""
 
     def opened(found: Path, name: str | None = None) -> DiffusersFolder:
         if not found.is_file() and not DiffusersFolder.at(found):
@@ -94,21 +98,10 @@ def _opened(path: Path, last_label_is_class: bool) -> DiffusersFolder:
     return from_hub(name, IMPORTED, functools.partial(opened, name=name), said=name, expected=expected, newest=True)
 
 
-def _until_replaced(folder: DiffusersFolder) -> list[str]:
-    """Return overrides that make a spec for the model's kind: with its text encoders, or without text."""
-    any_unet = [f"unet.{item}" for item in ANY_UNET]
-    if folder.unet.text is None:
-        return [*any_unet, "unet.text=null"]
-    encoding = {key: f"data.text.{key}={json.dumps(value)}" for key, value in folder.encoding().items()}
-    return [*any_unet, *(f"unet.text.{item}" for item in ANY_TEXT), *encoding.values()]
-
-
 def _spec_with_model(
     before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path, overrides: Sequence[str]
 ) -> RunSpec:
-    """Return the spec ``before``, read from ``base`` and ``overrides``, with the U-Net and the diffusion process of the
-    model, except what was typed of the latter.
-    """
+    """Return the spec ``before`` with the model's U-Net, and its diffusion process except for keys that were typed."""
     pairs: dict[str, tuple[Any, Any]] = {"data.channels": (before.data.channels, folder.interface.channels)}
     if folder.unet.text is None:  # whose images may be of any size
         pairs["data.image_size"] = written(before.data.size), written(folder.interface.size)
@@ -118,10 +111,10 @@ def _spec_with_model(
             f"{base}: data.condition has a vector or drop, and the model of {folder.path} takes no vector; remove them"
         )
     if (asked.condition_channels, asked.told_level) != (found.condition_channels, found.told_level):
-        told = {True: ", whose noise it is told", False: ""}
+        level = {True: " and their noise level", False: ""}
         raise SpecError(
-            f"{base}: data.condition has {asked.condition_channels} channels{told[asked.told_level]}, but the model of "
-            f"{folder.path} takes {found.condition_channels}{told[found.told_level]}; change data.condition"
+            f"{base}: data.condition has {asked.condition_channels} channels{level[asked.told_level]}, but the model "
+            f"of {folder.path} takes {found.condition_channels}{level[found.told_level]}; change data.condition"
         )
     if before.unet.classes is not None and folder.unet.classes is not None:
         pairs["unet.classes"] = before.unet.classes, folder.unet.classes

@@ -37,8 +37,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
 
     Returns one line that says what was compared, or that diffusers is not installed.
 
-    Raises:
-        OutputError: they differ.
+    Raises OutputError: they differ.
     """
     if importlib.util.find_spec("diffusers") is None:
         return "not read back, because diffusers is not installed (pip install diffusers)"
@@ -138,10 +137,9 @@ def _schedule_difference(
         scheduler.set_timesteps(4)
         scheduler._init_step_index(scheduler.timesteps[1])
         level = levels_of(spec).level(FLOW_TIMES * scheduler.sigmas[1:2].double()).each()
-        ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
         theirs = scheduler.convert_model_output(prediction, sample=x_t)
-        return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
-    level = levels_of(spec).level(t.double()).each()
+    else:
+        level = levels_of(spec).level(t.double()).each()
+        theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
     ours = TARGETS[spec.objective].to_x0(prediction, x_t, level)
-    theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
     return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"

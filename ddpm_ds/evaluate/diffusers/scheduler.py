@@ -36,8 +36,7 @@ class Arguments(BaseModel):
     def read(cls, config: Mapping[str, Any]) -> Self:
         """Return the arguments in a configuration.
 
-        Raises:
-            ValueError: one line with the key, its value and what is possible.
+        Raises ValueError: one line with the key, its value and what is possible.
         """
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
@@ -95,19 +94,16 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
     """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
     run's clipping and variance. For a pipeline of ``text`` it is one that such pipelines sample with in few steps.
 
-    Raises:
-        ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
+    Raises ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
     if text and diffusion.schedule == "flow":
         return {"num_train_timesteps": int(FLOW_TIMES), "prediction_type": "flow_prediction", "use_flow_sigmas": True}
     ours = NOISE[diffusion.schedule]
     schedule, objective = ours.diffusers, TARGETS[diffusion.objective].diffusers
-    for key, value, name in (
-        ("diffusion.schedule", diffusion.schedule, schedule),
-        ("diffusion.objective", diffusion.objective, objective),
-    ):
+    for key, name in (("schedule", schedule), ("objective", objective)):
         if name is None:
-            raise refused(key, value, "diffusers has none like it; draw with ddpm-ds sample instead")
+            why = "diffusers has none like it; draw with ddpm-ds sample instead"
+            raise refused(f"diffusion.{key}", getattr(diffusion, key), why)
     if isinstance(ours, ContinuousSchedule):
         return {
             "sigma_min": sampler.sigma_min,
@@ -119,26 +115,23 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
             "final_sigmas_type": "zero",
         }
     dynamic = sampler.clip == "dynamic"
-    sampling: dict[str, Any]
-    if text:
-        sampling = {
-            "clip_sample": False,
-            "set_alpha_to_one": False,
-            # The last timestep, of pure noise, is only visited by trailing steps (Lin et al.).
-            "timestep_spacing": "trailing" if diffusion.zero_terminal_snr else "leading",
-            "steps_offset": 1,
-        }
-    else:
-        sampling = {
-            "variance_type": f"fixed_{sampler.variance}",
-            "clip_sample": sampler.clip == "static",
-            "clip_sample_range": 1.0,
-            "thresholding": dynamic,
-            "dynamic_thresholding_ratio": sampler.dynamic_quantile,
-            "sample_max_value": UNLIMITED if dynamic else 1.0,
-            "timestep_spacing": sampler.spacing,
-            "steps_offset": 0,
-        }
+    of_text: dict[str, Any] = {
+        "clip_sample": False,
+        "set_alpha_to_one": False,
+        # The last timestep, of pure noise, is only visited by trailing steps (Lin et al.).
+        "timestep_spacing": "trailing" if diffusion.zero_terminal_snr else "leading",
+        "steps_offset": 1,
+    }
+    of_run: dict[str, Any] = {
+        "variance_type": f"fixed_{sampler.variance}",
+        "clip_sample": sampler.clip == "static",
+        "clip_sample_range": 1.0,
+        "thresholding": dynamic,
+        "dynamic_thresholding_ratio": sampler.dynamic_quantile,
+        "sample_max_value": UNLIMITED if dynamic else 1.0,
+        "timestep_spacing": sampler.spacing,
+        "steps_offset": 0,
+    }
     return {
         "num_train_timesteps": diffusion.timesteps,
         "beta_start": diffusion.beta_start,
@@ -149,15 +142,12 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec, *, text: bo
         "trained_betas": ours.betas(diffusion).tolist() if schedule == EXPLICIT else None,
         "prediction_type": objective,
         "rescale_betas_zero_snr": diffusion.zero_terminal_snr,
-        **sampling,
+        **(of_text if text else of_run),
     }
 
 
 OWN_BETAS = {
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "DPMSolverSDEScheduler",
+    *("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "DPMSolverSDEScheduler")
 }
 """Schedulers whose beta_start and beta_end are Stable Diffusion's where they are missing."""
 # fmt: off
@@ -176,7 +166,7 @@ OF_SAMPLING = {
 
 
 class _Noise(Arguments):
-    """Arguments of a scheduler; those that are neither fields nor of sampling are refused."""
+    """Arguments of a scheduler; keys that are neither fields nor of sampling are refused."""
 
     kind: ClassVar = "argument of a scheduler"
     ignored: ClassVar = OF_SAMPLING
@@ -186,20 +176,10 @@ class _SchedulerArguments(_Noise):
     """Arguments for adding noise, with their defaults."""
 
     class_names: ClassVar = (
-        "DDPMScheduler",
-        "DDPMParallelScheduler",
-        "DDIMScheduler",
-        "DDIMParallelScheduler",
-        "PNDMScheduler",
-        "LMSDiscreteScheduler",
-        "EulerDiscreteScheduler",
-        "EulerAncestralDiscreteScheduler",
-        "DPMSolverMultistepScheduler",
-        "DPMSolverSinglestepScheduler",
-        "DEISMultistepScheduler",
-        "UniPCMultistepScheduler",
-        "SASolverScheduler",
-        *sorted(OWN_BETAS),
+        *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler", "PNDMScheduler"),
+        *("LMSDiscreteScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"),
+        *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler"),
+        *("UniPCMultistepScheduler", "SASolverScheduler", *sorted(OWN_BETAS)),
     )
 
     num_train_timesteps: Timesteps = 1000
@@ -257,8 +237,7 @@ def process_from_scheduler(
 
     Missing keys take the defaults of the scheduler's class, and a missing class is ``DDPMScheduler``.
 
-    Raises:
-        ValueError: our process can't express it; one line with the key, its value and what is possible.
+    Raises ValueError: our process can't express it; one line with the key, its value and what is possible.
     """
     base, name = base or DiffusionSpec(), config.get("_class_name")
     if name in _EdmArguments.class_names:
@@ -269,7 +248,7 @@ def process_from_scheduler(
     if of_flow or name in _FlowMatchArguments.class_names:
         _FlowArguments.read({"use_flow_sigmas": False, **config}) if of_flow else _FlowMatchArguments.read(config)
         return base.model_copy(update={"schedule": "flow", "objective": "velocity"}), {}
-    found = _SchedulerArguments.read((BETAS if isinstance(name, str) and name in OWN_BETAS else {}) | dict(config))
+    found = _SchedulerArguments.read({**(BETAS if isinstance(name, str) and name in OWN_BETAS else {}), **config})
     objective = next(name for name, ours in TARGETS.items() if ours.diffusers == found.prediction_type)
     if found.rescale_betas_zero_snr and objective == "eps":
         raise refused("rescale_betas_zero_snr", True, "the noise can't be learned where there is nothing else")

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -19,18 +19,13 @@ from ddpm_ds.data.text import Part, TextEncoders, parts_of
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.folder import TEXT_AUTOENCODER, read_weights
-from ddpm_ds.evaluate.diffusers.unet import (
-    ZERO_SNR,
-    SingleFile,
-    V,
-    original_names,
-    to_diffusers,
-    unet_spec_from_diffusers,
-)
+from ddpm_ds.evaluate.diffusers.unet import ZERO_SNR, SingleFile, V, original_names, to_diffusers
+from ddpm_ds.evaluate.diffusers.unet_config import unet_spec_from_diffusers
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import expanded
 from ddpm_ds.unet.layers import unet_layers
 
+Precision = Literal["fp32", "fp16"]
 ENCODER_WEIGHTS = ("model.safetensors", "model.fp16.safetensors")
 NOTHING = [None, None]
 
@@ -90,13 +85,25 @@ def copy_parts(trained: Trained, folder: Path) -> tuple[str | None, dict[str, An
     return pipeline, parts
 
 
-def write_single_file(trained: Trained, path: Path, precision: str) -> str:
+def copied(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
+    """Return tensors for a file, whose floats are in ``precision``.
+
+    Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
+    """
+    how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+    kind = DTYPES[precision][1]
+    return {
+        name: tensor.to("cpu", kind if tensor.is_floating_point() else tensor.dtype, **how)
+        for name, tensor in tensors.items()
+    }
+
+
+def write_single_file(trained: Trained, path: Path, precision: Precision) -> str:
     """Write a file with the U-Net, the autoencoder and the text encoders under their original names.
 
     Returns one line that says which parts it holds.
 
-    Raises:
-        CheckpointError: there is no text, or who reads the file would build another U-Net.
+    Raises CheckpointError: there is no text, or readers would build another U-Net.
     """
     text = trained.unet_spec.text
     if text is None:
@@ -121,21 +128,15 @@ def write_single_file(trained: Trained, path: Path, precision: str) -> str:
         else:
             tensors |= {f"{place}transformer.{name}": tensor for name, tensor in stored.items()}
         parts.append(part.encoder.name)
-    dtype = DTYPES[precision][1]  # type: ignore[index]
-    copies = {
-        name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in tensors.items()
-    }
     says = {V: trained.diffusion.objective == "v", ZERO_SNR: trained.diffusion.zero_terminal_snr}
-    save_file(copies | {name: torch.zeros(0) for name, yes in says.items() if yes}, path, metadata={"format": "pt"})
+    tensors |= {name: torch.zeros(0) for name, yes in says.items() if yes}
+    save_file(copied(tensors, precision), path, metadata={"format": "pt"})
     _check_kind(trained, path)
     return f"it holds {', '.join(parts)} by their original names, and is read as this U-Net"
 
 
 def _check_kind(trained: Trained, path: Path) -> None:
-    """Refuse a U-Net that its file does not tell: there heads, groups and the like are those of the kind."""
+    """Refuse a U-Net that its file can't describe: readers take heads, groups and the like from the kind."""
     mine, found = trained.unet_spec, unet_spec_from_diffusers(SingleFile(path).config)[0]
     assert mine.text is not None and found.text is not None
     text = found.text.model_copy(update={"tokens": mine.text.tokens})  # which are not the U-Net's
@@ -146,8 +147,7 @@ def _check_kind(trained: Trained, path: Path) -> None:
     pairs |= {f"unet.text.{key}": (value, getattr(text, key)) for key, value in mine.text if key != "upcast_attention"}
     key, (here, there) = next((key, pair) for key, pair in pairs.items() if pair[0] != pair[1])
     raise CheckpointError(
-        f"{trained.origin} can't be a single file: {key} is {here}, and who reads the file takes {there}; export the "
-        "folder instead"
+        f"{trained.origin} can't be a single file: {key} is {here}, and readers take {there}; export the folder instead"
     )
 
 
@@ -167,16 +167,9 @@ def _text_model(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 _VAE_PLACE = re.compile(r"(encoder|decoder)\.(down|up|mid)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)")
 _VAE_NAMES = {
-    "conv_shortcut": "nin_shortcut",
-    "group_norm": "norm",
-    "to_q": "q",
-    "to_k": "k",
-    "to_v": "v",
-    "to_out.0": "proj_out",
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "proj_attn": "proj_out",
+    **{"conv_shortcut": "nin_shortcut", "group_norm": "norm"},
+    **{"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"},
+    **{"query": "q", "key": "k", "value": "v", "proj_attn": "proj_out"},
 }
 
 

@@ -1,12 +1,11 @@
-"""Conversion between our U-Net and the equal one of diffusers, a ``UNet2DModel`` or, with text, a
-``UNet2DConditionModel``: configuration and tensors, without importing diffusers.
+"""Tensors of our U-Net by diffusers' names, and by those of single files, without importing it.
 
-The tensors hold the same numbers; diffusers has separate q, k and v, counts decoder levels from the deepest, stores
+diffusers has separate q, k and v, counts decoder levels from the deepest, stores
 convolution weights as (out, in, k, k) instead of (out, k, k, in), and has 1x1 convolutions for some linear layers.
 
-In single files tensors have the names of the code in which Stable Diffusion was published. A single file holds a whole
-pipeline: the U-Net under ``model.diffusion_model.``, whose kind is found from names and shapes, the autoencoder and the
-text encoders. ComfyUI, A1111 and diffusers' ``from_single_file`` read it.
+Single files have the names of the code in which Stable Diffusion was published, and hold a whole pipeline: the U-Net
+under ``model.diffusion_model.``, whose kind is found from names and shapes, the autoencoder and the text encoders.
+ComfyUI, A1111 and diffusers' ``from_single_file`` read them.
 """
 
 import re
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpm_ds.config.spec import Interface, UnetSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers.scheduler import BETAS, refused
-from ddpm_ds.evaluate.diffusers.unet_config import CLASS_NAME, plain_config, plain_spec, text_config, text_spec
+from ddpm_ds.evaluate.diffusers.unet_config import WITH_TEXT
 from ddpm_ds.files import open_tensors
 from ddpm_ds.unet.layers import (
     AttentionLayer,
@@ -34,9 +32,6 @@ from ddpm_ds.unet.layers import (
     TransformerOutputLayer,
 )
 
-PLAIN = "UNet2DModel"
-READERS = {PLAIN: plain_spec, CLASS_NAME: text_spec}
-"""What reads a configuration, by the name of its class."""
 UNET = "model.diffusion_model."
 V, ZERO_SNR = "v_pred", "ztsnr"
 """Empty tensors that say that the U-Net predicts v, and that the last timestep is pure noise."""
@@ -74,56 +69,37 @@ _ORIGINAL_BLOCK = {
 _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
 
 
-def class_of(unet: UnetSpec) -> str:
-    """Return the name of the class of diffusers that equals the U-Net of a spec."""
-    return PLAIN if unet.text is None else CLASS_NAME
-
-
-def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
-    """Return the arguments of the U-Net of diffusers that equals that of a spec, of the class :func:`class_of`.
-
-    Raises:
-        ValueError: diffusers has no such U-Net.
-    """
-    return plain_config(unet, interface) if unet.text is None else text_config(unet, interface)
-
-
-def unet_spec_from_diffusers(
-    config: Mapping[str, Any], *, last_label_is_class: bool = False
-) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net that equals one of diffusers, and what it takes and predicts: input channels beyond those of
-    the output are a condition, and a timestep as its class is the noise level of that. Missing keys take its defaults,
-    and a missing class is ``UNet2DModel``.
-
-    The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
-    ``last_label_is_class``.
-
-    Raises:
-        ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
-    """
-    name = config.get("_class_name", PLAIN)
-    if not isinstance(name, str) or name not in READERS:
-        raise refused("_class_name", name, f"only {' or '.join(READERS)} can be read")
-    return READERS[name](config, last_label_is_class=last_label_is_class)
-
-
 CLASS_EMBEDDING = "class_embedding.weight"
 """diffusers' name of the embedding of classes, a row for each."""
 _OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_BLOCK = {"norm1": "norm1", "conv1": "conv1", "time_projection": "time_emb_proj", "norm2": "norm2", "conv2": "conv2"}
-_TRANSFORMER = {
-    "norm1": ("norm1",),
-    "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "projection1": ("attn1.to_out.0",),
-    "norm2": ("norm2",),
-    "q": ("attn2.to_q",),
-    "kv": ("attn2.to_k", "attn2.to_v"),
-    "projection2": ("attn2.to_out.0",),
-    "norm3": ("norm3",),
-    "gated": ("ff.net.0.proj",),
-    "projection3": ("ff.net.2",),
+_MODULES: dict[type[Layer], dict[str, tuple[str, ...]]] = {
+    InputLayer: {"conv": ("conv_in",)},
+    OutputLayer: {"norm": ("conv_norm_out",), "conv": ("conv_out",)},
+    BlockLayer: {
+        "norm1": ("norm1",),
+        "conv1": ("conv1",),
+        "time_projection": ("time_emb_proj",),
+        "norm2": ("norm2",),
+        "conv2": ("conv2",),
+    },
+    AttentionLayer: {"norm": ("group_norm",), "qkv": ("to_q", "to_k", "to_v"), "projection": ("to_out.0",)},
+    TransformerInputLayer: {"norm": ("norm",), "projection": ("proj_in",)},
+    TransformerBlockLayer: {
+        "norm1": ("norm1",),
+        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+        "projection1": ("attn1.to_out.0",),
+        "norm2": ("norm2",),
+        "q": ("attn2.to_q",),
+        "kv": ("attn2.to_k", "attn2.to_v"),
+        "projection2": ("attn2.to_out.0",),
+        "norm3": ("norm3",),
+        "gated": ("ff.net.0.proj",),
+        "projection3": ("ff.net.2",),
+    },
+    TransformerOutputLayer: {"projection": ("proj_out",)},
 }
+"""Modules of diffusers by those of our layers; a layer that is not here has a `conv`."""
 _WITHOUT_BIAS = {"qkv", "q", "kv"}
 """Modules of a transformer block without a bias."""
 
@@ -190,53 +166,29 @@ def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]
     """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
-        for ours, theirs in _module_names(layer, levels):
+        modules = {**_MODULES.get(type(layer), {"conv": ("conv",)})}
+        if isinstance(layer, EmbedLayer):
+            pairs = {"linear": "time_embedding"}
+            pairs |= {"level": "class_embedding"} if layer.told_level else {}
+            pairs |= {"text": "add_embedding"} if layer.pooled_channels else {}
+            modules = {f"{ours}{n}": (f"{theirs}.linear_{n}",) for ours, theirs in pairs.items() for n in (1, 2)}
+        if isinstance(layer, BlockLayer) and layer.has_shortcut:
+            modules["shortcut"] = ("conv_shortcut",)
+        outside = isinstance(layer, EmbedLayer | InputLayer | OutputLayer)
+        place = "" if outside else f"{_place(layer.name, levels)}."
+        if isinstance(layer, TransformerBlockLayer):
+            place += f"transformer_blocks.{layer.name.rpartition('.')[2]}."
+        for ours, theirs in modules.items():
             without_bias = isinstance(layer, TransformerBlockLayer) and ours in _WITHOUT_BIAS
             for kind in ("weight",) if without_bias else ("weight", "bias"):
-                yield f"{index}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs)
+                yield f"{index}.{ours}.{kind}", tuple(f"{place}{name}.{kind}" for name in theirs)
         if isinstance(layer, EmbedLayer) and layer.classes is not None:
             yield f"{index}.label_embedding.weight", (CLASS_EMBEDDING,)
 
 
-def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    match layer:
-        case EmbedLayer():
-            pairs = {"linear": "time_embedding"}
-            if layer.told_level:
-                pairs["level"] = "class_embedding"
-            if layer.pooled_channels:
-                pairs["text"] = "add_embedding"
-            yield from ((f"{ours}{n}", (f"{theirs}.linear_{n}",)) for ours, theirs in pairs.items() for n in (1, 2))
-        case InputLayer():
-            yield "conv", ("conv_in",)
-        case OutputLayer():
-            yield "norm", ("conv_norm_out",)
-            yield "conv", ("conv_out",)
-        case BlockLayer():
-            place = _place(layer.name, levels)
-            yield from ((ours, (f"{place}.{theirs}",)) for ours, theirs in _BLOCK.items())
-            if layer.has_shortcut:
-                yield "shortcut", (f"{place}.conv_shortcut",)
-        case AttentionLayer():
-            place = _place(layer.name, levels)
-            yield "norm", (f"{place}.group_norm",)
-            yield "qkv", tuple(f"{place}.to_{part}" for part in "qkv")
-            yield "projection", (f"{place}.to_out.0",)
-        case TransformerInputLayer():
-            yield "norm", (f"{_place(layer.name, levels)}.norm",)
-            yield "projection", (f"{_place(layer.name, levels)}.proj_in",)
-        case TransformerBlockLayer():
-            place = f"{_place(layer.name, levels)}.transformer_blocks.{layer.name.rpartition('.')[2]}"
-            yield from ((ours, tuple(f"{place}.{name}" for name in theirs)) for ours, theirs in _TRANSFORMER.items())
-        case TransformerOutputLayer():
-            yield "projection", (f"{_place(layer.name, levels)}.proj_out",)
-        case _:
-            yield "conv", (f"{_place(layer.name, levels)}.conv",)
-
-
 def _place(name: str, levels: int) -> str:
-    """Return diffusers' module for a layer, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels; what
-    is in transformer blocks, such as ``up.3.attention.2.in``, has that of the attention.
+    """Return diffusers' module for a layer, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels, and
+    ``up_blocks.0.attentions.2`` for all of ``up.3.attention.2``.
     """
     side, *place = name.split(".")
     blocks = "mid_block"
@@ -251,8 +203,7 @@ def _place(name: str, levels: int) -> str:
 def original_names(layers: Sequence[Layer]) -> dict[str, str]:
     """Return the original name of each of the diffusers tensors of a U-Net that reads text.
 
-    Raises:
-        ValueError: the original code has no such U-Net.
+    Raises ValueError: the original code has no such U-Net.
     """
     names = [name for _, theirs in tensor_names(layers) for name in theirs]
     blocks = sum(layer.name.startswith("down.0.block") for layer in layers)
@@ -267,7 +218,7 @@ def _original(name: str, blocks: int, attended: set[str]) -> str:
         module, _, kind = name.rpartition(".")
         if module not in _HEAD:
             what = "classes" if name == CLASS_EMBEDDING else "the level of a condition"
-            raise ValueError(f"the U-Net is told {what}, for which single files have no name")
+            raise ValueError(f"the U-Net takes {what}, for which single files have no name")
         return f"{_HEAD[module]}.{kind}"
     side, level, kind, number = found.groups()
     rest = name[found.end() :]
@@ -289,8 +240,7 @@ def _original(name: str, blocks: int, attended: set[str]) -> str:
 class SingleFile:
     """Single file with the original names, of which only names and shapes are read at first.
 
-    Raises:
-        CheckpointError: it can't be read, or is none of SD 1, SD 2 and SDXL.
+    Raises CheckpointError: it can't be read, or is none of SD 1, SD 2 and SDXL.
     """
 
     def __init__(self, path: Path) -> None:
@@ -306,8 +256,11 @@ class SingleFile:
             raise CheckpointError(f"{path} can't be read as a single file ({error.strerror})") from None
         self.has_averaged = any(name.startswith(AVERAGED) and name.count(".") == 1 for name in self._all)
         """Whether averaged weights, which are not read, are beside those as trained."""
-        self.config: dict[str, Any] = self._config(shapes)
-        """Arguments of the ``UNet2DConditionModel``."""
+        try:
+            self.config = _config_of(shapes)
+            """Arguments of the ``UNet2DConditionModel``."""
+        except (LookupError, ValueError, ZeroDivisionError):
+            raise CheckpointError(f"{path} is none of SD 1, SD 2 and SDXL: its U-Net is built differently") from None
 
     def _found_prefix(self) -> str:
         """Return what stands before the names of the U-Net."""
@@ -328,25 +281,16 @@ class SingleFile:
             )
         raise CheckpointError(f"{self.path} is no single file with a U-Net: {why}")
 
-    def _config(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        try:
-            return _config_of(shapes)
-        except (LookupError, ValueError, ZeroDivisionError):
-            raise CheckpointError(
-                f"{self.path} is none of SD 1, SD 2 and SDXL: its U-Net is built differently"
-            ) from None
-
     @property
     def is_xl(self) -> bool:
         """Whether it is of SDXL's kind, with a pooled text."""
         return "addition_embed_type" in self.config
 
     def scheduler(self, typed: str | None = None, silent: str = "eps") -> tuple[dict[str, Any], bool]:
-        """Return the arguments of the scheduler, and whether the file says what is predicted. What is ``typed``, an
-        objective, counts before that, and ``silent`` where the file does not say it.
+        """Return the arguments of the scheduler, and whether the file says what is predicted. A ``typed`` objective
+        counts before that, and ``silent`` where the file does not say it.
 
-        Raises:
-            ValueError: it says what can't be expressed, or two things.
+        Raises ValueError: it says something that can't be expressed, or two things.
         """
         if edm := sorted(self._all.intersection(EDM)):
             raise ValueError(f"{edm[0]}: its noise is EDM's for {', '.join(edm)}, with a scale that ours has not")
@@ -401,7 +345,7 @@ def _config_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     if (added is not None) != (linear and len(widths) == 3) or "label_emb.weight" in shapes:
         raise LookupError
     return {
-        "_class_name": CLASS_NAME,
+        "_class_name": WITH_TEXT,
         "sample_size": 64 if not linear else 96 if added is None else 128,
         "in_channels": shapes["input_blocks.0.0.weight"][1],
         "out_channels": out,

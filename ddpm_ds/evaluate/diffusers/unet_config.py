@@ -1,15 +1,15 @@
-"""Configurations of diffusers' two families of U-Nets to ours and back: ``UNet2DModel`` without text, and
-``UNet2DConditionModel`` with text.
+"""Configurations of diffusers' U-Nets to ours and back: ``UNet2DModel``, and with text ``UNet2DConditionModel``.
 
-Settings that only one side can express are refused by name.
+Settings that only one side has are refused by name.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ddpm_ds.config.section import Section
 from ddpm_ds.config.spec import (
     MOST_LEVELS,
     Blocks,
@@ -28,17 +28,42 @@ from ddpm_ds.config.text import CrossAttentionSpec, Heads, Width
 from ddpm_ds.evaluate.diffusers.scheduler import Arguments, refused
 from ddpm_ds.unet.layers import SIZES
 
-Widths = Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
-CLASS_NAME = "UNet2DConditionModel"
-ZERO = "diffusers divides by zero in its sinusoidal embedding; only 4 and more can be held"
-ValueOf = TypeVar("ValueOf")
-Depths = Annotated[int, Field(ge=1, le=64)]
+PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
+"""Classes of diffusers that our U-Net without text and with text equals."""
+SHARED = {
+    "blocks_per_level": "layers_per_block",
+    "norm_groups": "norm_num_groups",
+    "norm_epsilon": "norm_eps",
+    "dropout": "dropout",
+    "embedding_channels": "time_embedding_dim",
+    "time_conditioning": "resnet_time_scale_shift",
+    "sinusoid_order": "flip_sin_to_cos",
+    "sinusoid_shift": "freq_shift",
+    "downsample_padding": "downsample_padding",
+}
+"""Arguments of both classes by our keys of `unet`."""
+OF_PLAIN = {"middle_attention": "add_attention", "head_channels": "attention_head_dim"}
+"""Arguments of the class without text by our keys of `unet`."""
+OF_TEXT = {
+    "context_channels": "cross_attention_dim",
+    "linear_projection": "use_linear_projection",
+    "upcast_attention": "upcast_attention",
+}
+"""Arguments of the class with text by our keys of `unet.text`."""
+VALUES: dict[str, dict[Any, Any]] = {
+    "time_conditioning": {"add": "default", "scale_shift": "scale_shift"},
+    "sinusoid_order": {"cos_sin": True, "sin_cos": False},
+    "downsample_padding": {"symmetric": 1, "asymmetric": 0},
+}
+"""Their values by ours, of keys where these differ."""
 AVERAGE = {"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"}
 """Keys that diffusers' EMAModel adds to the configuration of the averaged model that it saves."""
+Widths = Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
+Depths = Annotated[int, Field(ge=1, le=64)]
 
 
 class UnetArguments(Arguments):
-    """Arguments that both families take, as far as our U-Net has them."""
+    """Arguments that both classes take, as far as our U-Net has them."""
 
     ignored: ClassVar = AVERAGE
 
@@ -65,173 +90,14 @@ class UnetArguments(Arguments):
     num_class_embeds: Classes | None = None
 
 
-ArgumentsOf = TypeVar("ArgumentsOf", bound=UnetArguments)
-
-
-def shared_config(unet: UnetSpec, interface: Interface, class_name: str) -> dict[str, Any]:
-    """Return the arguments that both families take, of the U-Net of a spec.
-
-    Raises:
-        ValueError: diffusers has no such U-Net.
-    """
-    widths = tuple(unet.channels * multiplier for multiplier in unet.multipliers)
-    if divides_by_zero(widths[0], unet.sinusoid_shift):
-        raise ValueError(
-            f"unet.sinusoid_shift = 1 with a first width of {widths[0]}: diffusers divides by zero in its sinusoidal "
-            f"embedding; only a U-Net of sinusoid_shift 0 or a first width of 4 and more can be held"
-        )
-    if interface.numbers:
-        raise ValueError(
-            "data.condition tells the U-Net a vector (data.condition.vector, or the flag of data.condition.drop), and "
-            f"a {class_name} takes none"
-        )
-    if interface.told_level and unet.classes is not None:
-        raise ValueError(
-            f"unet.classes = {unet.classes} and data.condition.noise are both told to the U-Net, and a {class_name} is "
-            "told one of them"
-        )
-    height, width = interface.size
-    return {
-        "sample_size": height if height == width else (height, width),
-        "in_channels": interface.channels + interface.condition_channels,
-        "out_channels": interface.channels,
-        "block_out_channels": widths,
-        "layers_per_block": unet.blocks_per_level,
-        "norm_num_groups": unet.norm_groups,
-        "norm_eps": unet.norm_epsilon,
-        "dropout": unet.dropout,
-        "time_embedding_dim": unet.embedding_channels,
-        "resnet_time_scale_shift": "default" if unet.time_conditioning == "add" else "scale_shift",
-        "flip_sin_to_cos": unet.sinusoid_order == "cos_sin",
-        "freq_shift": unet.sinusoid_shift,
-        "downsample_padding": 1 if unet.downsample_padding == "symmetric" else 0,
-        # The row after the last class is "no label".
-        "num_class_embeds": None if unet.classes is None else unet.classes + 1,
-        **({"class_embed_type": "timestep"} if interface.told_level else {}),
-    }
-
-
-def read_arguments(kind: type[ArgumentsOf], config: Mapping[str, Any]) -> tuple[ArgumentsOf, list[bool]]:
-    """Return the checked arguments in a configuration, and whether each level has attention, finest first.
-
-    Raises:
-        ValueError: one line with the key, its value and what is possible.
-    """
-    found = kind.read(config)
-    size_of(found)
-    attends = _attention(found)
-    _check_widths(found)
-    return found, attends
-
-
-def read_shared(found: UnetArguments, *, last_label_is_class: bool, **own: Any) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net, and what it takes and predicts, of arguments and the fields that are a family's ``own``.
-
-    Raises:
-        ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
-    """
-    told_level = found.class_embed_type is not None
-    classes = None if told_level else found.num_class_embeds  # which has no effect beside it
-    if classes is not None and not last_label_is_class:
-        if classes == 1:
-            raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
-        classes -= 1
-    channels = math.gcd(*found.block_out_channels)
-    spec = UnetSpec(
-        channels=channels,
-        multipliers=tuple(width // channels for width in found.block_out_channels),
-        norm_groups=found.norm_num_groups,
-        norm_epsilon=found.norm_eps,
-        dropout=found.dropout,
-        embedding_channels=found.time_embedding_dim,
-        time_conditioning="add" if found.resnet_time_scale_shift == "default" else "scale_shift",
-        sinusoid_order="cos_sin" if found.flip_sin_to_cos else "sin_cos",
-        sinusoid_shift=found.freq_shift,
-        downsample_padding="symmetric" if found.downsample_padding else "asymmetric",
-        classes=classes,
-        **own,
-    )
-    try:
-        check_extent(spec)
-    except ValueError as error:
-        raise refused("layers_per_block", found.layers_per_block, str(error)) from None
-    conditions = found.in_channels - found.out_channels
-    if told_level and not conditions:
-        raise refused("class_embed_type", "timestep", "ours is the noise level of a condition, and this model has none")
-    size = size_of(found)
-    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, told_level=told_level)
-
-
-def size_of(found: UnetArguments) -> tuple[int, int]:
-    """Return height and width of the images; raises ValueError if there are none, or they can't be halved."""
-    size, levels = found.sample_size, len(found.block_out_channels)
-    if size is None:
-        raise refused("sample_size", size, "our images are of one size, such as 32 or [32, 48]")
-    height, width = size if isinstance(size, tuple) else (size, size)
-    if height % 2 ** (levels - 1) or width % 2 ** (levels - 1):
-        raise refused("sample_size", size, f"it can't be halved {levels - 1} times, as {levels} levels ask")
-    return height, width
-
-
-def _attention(found: UnetArguments) -> list[bool]:
-    """Return whether each level has attention, finest first."""
-    down, up = (["Attn" in name for name in names] for names in (found.down_block_types, found.up_block_types))
-    levels = len(found.block_out_channels)
-    for key, types in (("down_block_types", found.down_block_types), ("up_block_types", found.up_block_types)):
-        if len(types) != levels:
-            raise refused(key, types, f"it should have {levels} entries, one for each of block_out_channels")
-    if up != down[::-1]:
-        raise refused("up_block_types", found.up_block_types, "our decoder attends where the encoder does, mirrored")
-    return down
-
-
-def _check_widths(found: UnetArguments) -> None:
-    widths, groups = found.block_out_channels, found.norm_num_groups
-    if found.out_channels > found.in_channels:
-        why = f"ours predicts {found.in_channels} channels at most; variances that are learned can't be expressed"
-        raise refused("out_channels", found.out_channels, why)
-    for width in widths:
-        if width % groups:
-            raise refused("norm_num_groups", groups, f"it does not divide the {width} of block_out_channels")
-    if divides_by_zero(widths[0], found.freq_shift):
-        raise refused("freq_shift", 1, f"with {widths[0]} as the first of block_out_channels diffusers divides by zero")
-
-
-def divides_by_zero(width: int, shift: int) -> bool:
-    """Return whether diffusers' sinusoidal embedding would divide by zero, having no frequencies to space."""
-    return shift == 1 and width // 2 == 1
-
-
-def plain_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
-    """Return the arguments of the ``UNet2DModel`` that equals the U-Net of a spec.
-
-    Raises:
-        ValueError: diffusers has no such U-Net.
-    """
-    attended = unet.attended_levels(interface.size)
-    attends = [level in attended for level in range(len(unet.multipliers))]
-    return {
-        **shared_config(unet, interface, "UNet2DModel"),
-        "down_block_types": tuple("AttnDownBlock2D" if yes else "DownBlock2D" for yes in attends),
-        "up_block_types": tuple("AttnUpBlock2D" if yes else "UpBlock2D" for yes in reversed(attends)),
-        "add_attention": unet.middle_attention,
-        "attention_head_dim": unet.head_channels,
-        # Without this, scale_shift would leave out the normalisation before the middle attention.
-        "attn_norm_num_groups": unet.norm_groups,
-    }
-
-
 class PlainArguments(UnetArguments):
     """Arguments of ``UNet2DModel`` with its defaults, as far as our U-Net has them."""
 
-    class_names: ClassVar[tuple[str, ...]] = ("UNet2DModel",)
+    class_names: ClassVar[tuple[str, ...]] = (PLAIN,)
 
     in_channels: Channels = 3
     out_channels: ImageChannels = 3
-    down_block_types: tuple[Literal["DownBlock2D", "AttnDownBlock2D"], ...] = (
-        "DownBlock2D",
-        *("AttnDownBlock2D",) * 3,
-    )
+    down_block_types: tuple[Literal["DownBlock2D", "AttnDownBlock2D"], ...] = ("DownBlock2D", *("AttnDownBlock2D",) * 3)
     mid_block_type: Literal["UNetMidBlock2D"] = "UNetMidBlock2D"
     up_block_types: tuple[Literal["UpBlock2D", "AttnUpBlock2D"], ...] = (*("AttnUpBlock2D",) * 3, "UpBlock2D")
     block_out_channels: Widths = (224, 448, 672, 896)
@@ -244,89 +110,10 @@ class PlainArguments(UnetArguments):
     """Number of timesteps; has no effect on a positional embedding."""
 
 
-def plain_spec(config: Mapping[str, Any], *, last_label_is_class: bool) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net that equals a ``UNet2DModel``, and what it takes and predicts.
-
-    Raises:
-        ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
-    """
-    found, attends = read_arguments(PlainArguments, config)
-    _check_attention(found, attends)
-    size = size_of(found)
-    attended, square = tuple(level for level, yes in enumerate(attends) if yes), size[0] == size[1]
-    return read_shared(
-        found,
-        last_label_is_class=last_label_is_class,
-        blocks_per_level=found.layers_per_block,
-        attention_resolutions=tuple(size[0] >> level for level in attended) if square else (),
-        attention_levels=() if square else attended,
-        middle_attention=found.add_attention,
-        head_channels=found.attention_head_dim,
-    )
-
-
-def _check_attention(found: PlainArguments, attends: list[bool]) -> None:
-    widths, groups, heads = found.block_out_channels, found.norm_num_groups, found.attention_head_dim
-    if found.add_attention:
-        default = groups if found.resnet_time_scale_shift == "default" else None
-        if (found.attn_norm_num_groups or default) != groups:
-            why = f"our middle attention is normalised like everything else, in {groups} groups"
-            raise refused("attn_norm_num_groups", found.attn_norm_num_groups, why)
-    attended = [width for width, yes in zip(widths, attends, strict=True) if yes] + [widths[-1]] * found.add_attention
-    for width in attended:
-        if heads is not None and width % heads:
-            raise refused("attention_head_dim", heads, f"it does not divide the {width} channels that are attended")
-
-
-def text_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
-    """Return the arguments of the ``UNet2DConditionModel`` that equals the U-Net of a spec, which reads text.
-
-    Raises:
-        ValueError: diffusers has no such U-Net.
-    """
-    text = unet.text
-    assert text is not None
-    if not unet.middle_attention:
-        raise ValueError(f"unet.middle_attention = false: the middle of a {CLASS_NAME} reads text; only true is there")
-    if text.blocks[-1] not in (0, text.middle_blocks):
-        raise ValueError(
-            f"unet.text.middle_blocks = {text.middle_blocks} and {text.blocks[-1]} as the last of unet.text.blocks: "
-            f"the middle of a {CLASS_NAME} has as many blocks as its last level"
-        )
-    if text.pooled_channels and divides_by_zero(text.size_channels, unet.sinusoid_shift):
-        raise ValueError(f"unet.text.size_channels = {text.size_channels} with unet.sinusoid_shift = 1: {ZERO}")
-    attends = [blocks > 0 for blocks in text.blocks]
-    # What stands at a level without attention is not read; the middle has the number of the last level.
-    depths = (*(blocks or 1 for blocks in text.blocks[:-1]), text.middle_blocks)
-    return {
-        **shared_config(unet, interface, CLASS_NAME),
-        "down_block_types": tuple("CrossAttnDownBlock2D" if yes else "DownBlock2D" for yes in attends),
-        "up_block_types": tuple("CrossAttnUpBlock2D" if yes else "UpBlock2D" for yes in reversed(attends)),
-        "cross_attention_dim": text.context_channels,
-        "transformer_layers_per_block": _one_if_equal(depths),
-        "attention_head_dim": _one_if_equal(text.heads),  # which diffusers reads as the number of heads
-        "use_linear_projection": text.linear_projection,
-        "upcast_attention": text.upcast_attention,
-        **(_text_time(text) if text.pooled_channels else {}),
-    }
-
-
-def _text_time(text: CrossAttentionSpec) -> dict[str, Any]:
-    return {
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": text.size_channels,
-        "projection_class_embeddings_input_dim": (text.pooled_channels or 0) + SIZES * text.size_channels,
-    }
-
-
-def _one_if_equal(values: tuple[int, ...]) -> int | tuple[int, ...]:
-    return values[0] if len(set(values)) == 1 else values
-
-
 class TextArguments(UnetArguments):
     """Arguments of ``UNet2DConditionModel`` with its defaults, as far as our U-Net has them."""
 
-    class_names: ClassVar[tuple[str, ...]] = (CLASS_NAME,)
+    class_names: ClassVar[tuple[str, ...]] = (WITH_TEXT,)
 
     in_channels: Channels = 4
     out_channels: ImageChannels = 4
@@ -335,10 +122,7 @@ class TextArguments(UnetArguments):
         "DownBlock2D",
     )
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
-    up_block_types: tuple[Literal["UpBlock2D", "CrossAttnUpBlock2D"], ...] = (
-        "UpBlock2D",
-        *("CrossAttnUpBlock2D",) * 3,
-    )
+    up_block_types: tuple[Literal["UpBlock2D", "CrossAttnUpBlock2D"], ...] = ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3)
     only_cross_attention: Literal[False] | tuple[Literal[False], ...] = False
     mid_block_only_cross_attention: Literal[False] | None = None
     block_out_channels: Widths = (320, 640, 1280, 1280)
@@ -371,37 +155,197 @@ class TextArguments(UnetArguments):
     """Has no effect on ``text_time``."""
 
 
-def text_spec(config: Mapping[str, Any], *, last_label_is_class: bool) -> tuple[UnetSpec, Interface]:
-    """Return the U-Net that equals a ``UNet2DConditionModel``, and what it takes and predicts.
+ARGUMENTS: dict[str, type[UnetArguments]] = {PLAIN: PlainArguments, WITH_TEXT: TextArguments}
 
-    Raises:
-        ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
+
+def class_of(unet: UnetSpec) -> str:
+    """Return the name of the class of diffusers that equals the U-Net of a spec."""
+    return PLAIN if unet.text is None else WITH_TEXT
+
+
+def diffusers_config(unet: UnetSpec, interface: Interface) -> dict[str, Any]:
+    """Return the arguments of the U-Net of diffusers that equals that of a spec, of the class :func:`class_of`.
+
+    Raises ValueError: diffusers has no such U-Net.
     """
-    found, attends = read_arguments(TextArguments, config)
+    widths = tuple(unet.channels * multiplier for multiplier in unet.multipliers)
+    if (fault := _fault(unet, interface, widths[0])) is not None:
+        raise ValueError(fault)
+    (height, width), text = interface.size, unet.text
+    kind, attended = "Attn" if text is None else "CrossAttn", unet.attended_levels(interface.size)
+    before = [kind if level in attended else "" for level in range(len(widths))]
+    return {
+        "sample_size": height if height == width else (height, width),
+        "in_channels": interface.channels + interface.condition_channels,
+        "out_channels": interface.channels,
+        "block_out_channels": widths,
+        **_theirs(unet, SHARED),
+        # The row after the last class is "no label".
+        "num_class_embeds": None if unet.classes is None else unet.classes + 1,
+        **({"class_embed_type": "timestep"} if interface.told_level else {}),
+        "down_block_types": tuple(f"{name}DownBlock2D" for name in before),
+        "up_block_types": tuple(f"{name}UpBlock2D" for name in reversed(before)),
+        # Without the last, scale_shift would leave out the normalisation before the middle attention.
+        **(_theirs(unet, OF_PLAIN) | {"attn_norm_num_groups": unet.norm_groups} if text is None else _of_text(text)),
+    }
+
+
+def _of_text(text: CrossAttentionSpec) -> dict[str, Any]:
+    """Return the arguments of cross-attention."""
+    found = {
+        **_theirs(text, OF_TEXT),
+        # What stands at a level without attention is not read; the middle has the number of the last level.
+        "transformer_layers_per_block": (*(blocks or 1 for blocks in text.blocks[:-1]), text.middle_blocks),
+        "attention_head_dim": text.heads,  # which diffusers reads as the number of heads
+    }
+    if text.pooled_channels:
+        found["addition_embed_type"] = "text_time"
+        found["addition_time_embed_dim"] = text.size_channels
+        found["projection_class_embeddings_input_dim"] = text.pooled_channels + SIZES * text.size_channels
+    return {
+        key: value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value for key, value in found.items()
+    }
+
+
+def _fault(unet: UnetSpec, interface: Interface, width: int) -> str | None:
+    """Return why diffusers has no such U-Net, whose first level has ``width`` channels; None if it has."""
+    kind, text = class_of(unet), unet.text
+    zero = "diffusers divides by zero in its sinusoidal embedding; use sinusoid_shift 0 or 4 channels and more"
+    if divides_by_zero(width, unet.sinusoid_shift):
+        return f"unet.sinusoid_shift = 1 with a first width of {width}: {zero}"
+    if interface.numbers:
+        return (
+            "data.condition gives the U-Net a vector (data.condition.vector, or the flag of data.condition.drop), and "
+            f"a {kind} takes none"
+        )
+    if interface.told_level and unet.classes is not None:
+        return f"unet.classes = {unet.classes} and data.condition.noise are both given to the U-Net; a {kind} takes one"
+    if text is None:
+        return None
+    if not unet.middle_attention:
+        return f"unet.middle_attention = false: the middle of a {kind} reads text; only true is there"
+    if text.blocks[-1] not in (0, text.middle_blocks):
+        return (
+            f"unet.text.middle_blocks = {text.middle_blocks} and {text.blocks[-1]} as the last of unet.text.blocks: "
+            f"the middle of a {kind} has as many blocks as its last level"
+        )
+    if text.pooled_channels and divides_by_zero(text.size_channels, unet.sinusoid_shift):
+        return f"unet.text.size_channels = {text.size_channels} with unet.sinusoid_shift = 1: {zero}"
+    return None
+
+
+def divides_by_zero(width: int, shift: int) -> bool:
+    """Return whether diffusers' sinusoidal embedding would divide by zero, having no frequencies to space."""
+    return shift == 1 and width // 2 == 1
+
+
+def unet_spec_from_diffusers(
+    config: Mapping[str, Any], *, last_label_is_class: bool = False
+) -> tuple[UnetSpec, Interface]:
+    """Return the U-Net that equals one of diffusers, and what it takes and predicts: input channels beyond those of
+    the output are a condition, and a timestep as its class is the noise level of that. Missing keys take its defaults,
+    and a missing class is ``UNet2DModel``.
+
+    The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it, unless
+    ``last_label_is_class``.
+
+    Raises ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
+    """
+    name = config.get("_class_name", PLAIN)
+    if not isinstance(name, str) or name not in ARGUMENTS:
+        raise refused("_class_name", name, f"only {' or '.join(ARGUMENTS)} can be read")
+    found = ARGUMENTS[name].read(config)
+    size, attends = _size(found), _attends(found)
+    _check_widths(found)
+    own = _plain_keys(found, size, attends) if isinstance(found, PlainArguments) else _text_keys(found, attends)
+    told_level, conditions = found.class_embed_type is not None, found.in_channels - found.out_channels
+    classes = None if told_level else found.num_class_embeds  # which has no effect beside it
+    if classes is not None and not last_label_is_class:
+        if classes == 1:
+            raise refused("num_class_embeds", 1, "ours has a class at least, and a last row for no label")
+        classes -= 1
+    channels = math.gcd(*found.block_out_channels)
+    multipliers = tuple(width // channels for width in found.block_out_channels)
+    spec = UnetSpec(channels=channels, multipliers=multipliers, classes=classes, **_ours(found, SHARED), **own)
+    try:
+        check_extent(spec)
+    except ValueError as error:
+        raise refused("layers_per_block", found.layers_per_block, str(error)) from None
+    if told_level and not conditions:
+        raise refused("class_embed_type", "timestep", "ours is the noise level of a condition, and this model has none")
+    return spec, Interface(channels=found.out_channels, size=size, condition_channels=conditions, told_level=told_level)
+
+
+def _size(found: UnetArguments) -> tuple[int, int]:
+    """Return height and width of the images."""
+    size, levels = found.sample_size, len(found.block_out_channels)
+    if size is None:
+        raise refused("sample_size", size, "our images are of one size, such as 32 or [32, 48]")
+    height, width = size if isinstance(size, tuple) else (size, size)
+    if height % 2 ** (levels - 1) or width % 2 ** (levels - 1):
+        raise refused("sample_size", size, f"it can't be halved {levels - 1} times, as {levels} levels ask")
+    return height, width
+
+
+def _attends(found: UnetArguments) -> list[bool]:
+    """Return whether each level has attention, finest first."""
+    down, up = (["Attn" in name for name in _by_level(found, f"{side}_block_types")] for side in ("down", "up"))
+    if up != down[::-1]:
+        raise refused("up_block_types", found.up_block_types, "our decoder attends where the encoder does, mirrored")
+    return down
+
+
+def _check_widths(found: UnetArguments) -> None:
+    widths, groups = found.block_out_channels, found.norm_num_groups
+    if found.out_channels > found.in_channels:
+        why = f"ours predicts {found.in_channels} channels at most; variances that are learned can't be expressed"
+        raise refused("out_channels", found.out_channels, why)
+    for width in widths:
+        if width % groups:
+            raise refused("norm_num_groups", groups, f"it does not divide the {width} of block_out_channels")
+    if divides_by_zero(widths[0], found.freq_shift):
+        raise refused("freq_shift", 1, f"with {widths[0]} as the first of block_out_channels diffusers divides by zero")
+
+
+def _plain_keys(found: PlainArguments, size: tuple[int, int], attends: list[bool]) -> dict[str, Any]:
+    """Return the keys of `unet` that only the class without text decides."""
+    widths, groups, heads = found.block_out_channels, found.norm_num_groups, found.attention_head_dim
+    default = groups if found.resnet_time_scale_shift == "default" else None
+    if found.add_attention and (found.attn_norm_num_groups or default) != groups:
+        why = f"our middle attention is normalised like everything else, in {groups} groups"
+        raise refused("attn_norm_num_groups", found.attn_norm_num_groups, why)
+    attended = tuple(level for level, yes in enumerate(attends) if yes)
+    for width in [widths[level] for level in attended] + [widths[-1]] * found.add_attention:
+        if heads is not None and width % heads:
+            raise refused("attention_head_dim", heads, f"it does not divide the {width} channels that are attended")
+    sides = {"attention_resolutions": tuple(size[0] >> level for level in attended), "attention_levels": ()}
+    levels = {"attention_resolutions": (), "attention_levels": attended}
+    return _ours(found, OF_PLAIN) | (sides if size[0] == size[1] else levels)
+
+
+def _text_keys(found: UnetArguments, attends: list[bool]) -> dict[str, Any]:
+    """Return the keys of `unet` that only the class with text decides."""
+    assert isinstance(found, TextArguments)
     for key in ("encoder_hid_dim", "encoder_hid_dim_type"):
         if (value := getattr(found, key)) is not None:
             raise refused(key, value, "ours reads the text as it is encoded, and this model, as Kolors, projects it")
-    depths = _by_level(found, "transformer_layers_per_block", found.transformer_layers_per_block)
-    heads = _by_level(found, "attention_head_dim", found.attention_head_dim)
+    depths, heads = (_by_level(found, key) for key in ("transformer_layers_per_block", "attention_head_dim"))
     for width, number, yes in zip(found.block_out_channels, heads, [*attends[:-1], True], strict=True):
         if yes and width % number:
             why = f"{number} heads, as diffusers reads it, do not divide the {width} channels that are attended"
             raise refused("attention_head_dim", found.attention_head_dim, why)
     text = CrossAttentionSpec(
-        context_channels=_alike(found, "cross_attention_dim", found.cross_attention_dim),
         blocks=tuple(depth * yes for depth, yes in zip(depths, attends, strict=True)),
         middle_blocks=depths[-1],
         heads=heads,
-        linear_projection=found.use_linear_projection,
-        upcast_attention=bool(found.upcast_attention),
-        **_told_beside_text(found),
+        **_ours(found, OF_TEXT) | {"upcast_attention": bool(found.upcast_attention)},
+        **_beside_text(found),
     )
-    blocks = _alike(found, "layers_per_block", found.layers_per_block)
-    return read_shared(found, last_label_is_class=last_label_is_class, blocks_per_level=blocks, text=text)
+    return {"text": text}
 
 
-def _told_beside_text(found: TextArguments) -> dict[str, int]:
-    """Return the widths of the pooled text and of the sizes; none if the U-Net is told neither."""
+def _beside_text(found: TextArguments) -> dict[str, Any]:
+    """Return the widths of the pooled text and of the sizes; none if the U-Net takes neither."""
     key, both = "projection_class_embeddings_input_dim", found.projection_class_embeddings_input_dim
     width = found.addition_time_embed_dim
     if not found.addition_embed_type:
@@ -412,24 +356,33 @@ def _told_beside_text(found: TextArguments) -> dict[str, int]:
         why = f"text_time has {SIZES} sizes of addition_time_embed_dim = {width} each, and a pooled text beside them"
         raise refused(key, both, why)
     if divides_by_zero(width, found.freq_shift):
-        raise refused("addition_time_embed_dim", width, f"with freq_shift = 1 {ZERO}")
+        raise refused("addition_time_embed_dim", width, "with freq_shift = 1 diffusers divides by zero")
     if (both, width, found.cross_attention_dim) == (2560, 256, 1280):
-        raise refused(key, both, "SDXL's refiner is told 5 numbers, a score among them, and ours 6 sizes")
+        raise refused(key, both, "SDXL's refiner takes 5 numbers, a score among them, and ours 6 sizes")
     return {"pooled_channels": both - SIZES * width, "size_channels": width}
 
 
-def _by_level(found: UnetArguments, key: str, value: ValueOf | tuple[ValueOf, ...]) -> tuple[ValueOf, ...]:
-    """Return a value for each level, of one or of so many."""
-    levels = len(found.block_out_channels)
-    values = value if isinstance(value, tuple) else (value,) * levels
-    if len(values) != levels:
-        raise refused(key, value, f"it should have {levels} entries, one for each of block_out_channels")
+def _theirs(section: Section, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments for the ``keys`` of a section."""
+    values = {key: getattr(section, key) for key in keys}
+    return {keys[key]: VALUES[key][value] if key in VALUES else value for key, value in values.items()}
+
+
+def _ours(found: UnetArguments, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return our values by key of arguments that are the same on all levels."""
+    values = {}
+    for key, argument in keys.items():
+        value, *more = set(_by_level(found, argument))
+        if more:
+            raise refused(argument, getattr(found, argument), "ours is the same on all levels")
+        values[key] = {theirs: ours for ours, theirs in VALUES[key].items()}[value] if key in VALUES else value
     return values
 
 
-def _alike(found: UnetArguments, key: str, value: ValueOf | tuple[ValueOf, ...]) -> ValueOf:
-    """Return the value that all levels share."""
-    values = _by_level(found, key, value)
-    if len(set(values)) > 1:
-        raise refused(key, value, "ours is the same on all levels")
-    return values[0]
+def _by_level(found: UnetArguments, argument: str) -> tuple[Any, ...]:
+    """Return an argument's values by level; one value stands for all."""
+    value, levels = getattr(found, argument), len(found.block_out_channels)
+    values = value if isinstance(value, tuple) else (value,) * levels
+    if len(values) != levels:
+        raise refused(argument, value, f"it should have {levels} entries, one for each of block_out_channels")
+    return values
