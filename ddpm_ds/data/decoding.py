@@ -1,19 +1,41 @@
-"""Decoding of source images to pixels of one size and colour mode: decode within limits, turn upright, scale, crop."""
+"""Decoding of source images to pixels of one size and colour mode, in one process or in several.
+
+An image is decoded within limits, turned upright, scaled and cropped.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Lock
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image
 
+from ddpm_ds.data.cache import CAPTIONS, SIZES
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
+from ddpm_ds.data.writing import Chunk, Chunks
+from ddpm_ds.errors import DataError
 
 Size = tuple[int, int]
 """Height and width in pixels."""
+CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
+"""Maximum bytes of pixels, and images, in a chunk that one process decodes."""
 MOST_DECODING_BYTES = 300_000_000
 """Maximum memory for decoding one image at full size, its file included."""
 BIG_BYTES = 2**24
@@ -169,3 +191,110 @@ def _coloured(image: Image.Image, mode: str) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image if image.mode == mode else image.convert(mode)
+
+
+class Decoding:
+    """Decoding of a source's images to pixels of a shape (C, H, W)."""
+
+    def __init__(self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None) -> None:
+        self.source, self.shape = source, shape
+        self.captions = captions
+        """Numbers of each image's captions, (N, most captions)."""
+        self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
+        self.big: AbstractContextManager[object] = ALONE
+        """Context in which a big image is decoded, by one process at a time."""
+
+    def parts(self, numbers: range) -> Iterator[range]:
+        """Yield the parts of a range of images that are decoded together."""
+        return (numbers[first : first + self.chunk_images] for first in range(0, len(numbers), self.chunk_images))
+
+    def chunks(self, numbers: range) -> Iterator[Chunk]:
+        """Yield the images of a range of the source in chunks."""
+        return map(self.chunk, self.parts(numbers))
+
+    def chunk(self, numbers: range) -> Chunk:
+        """Decode images; those that are unreadable are skipped."""
+        images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
+        others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
+        channels, *size = self.shape
+        for i in numbers:
+            try:
+                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels, self.big)
+            except UnreadableImage as error:
+                skipped.append((error.name, error.reason))
+                continue
+            images.append(pixels.transpose(2, 0, 1).tobytes())
+            labels.append(int(self.source.labels[i]))
+            if self.captions is not None:
+                others[SIZES].append(sizes.tobytes())
+                others[CAPTIONS].append(self.captions[i].tobytes())
+        return Chunk(images, labels, skipped, others)
+
+
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""Option of Python's helper process that frees semaphores of a killed process: to do so without a word."""
+_decoding: Decoding
+"""Decoding of this worker process."""
+
+
+def _begin(file: str, big: Lock) -> None:
+    """Initialise a worker process, which ends with its parent; ``file`` has the pickled decoding."""
+    global _decoding
+    _decoding = ForkingPickler.loads(Path(file).read_bytes())
+    _decoding.big = big
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _decode(numbers: range) -> Chunk:
+    return _decoding.chunk(numbers)
+
+
+@contextmanager
+def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
+    """Yield a function that decodes images in ``count`` processes, a bounded number of chunks ahead."""
+    context = multiprocessing.get_context("spawn")  # this process may have threads
+    sys.warnoptions.append(QUIET)
+    # A file in memory, since more than a pipe holds would be waited for even if the process has died at its start.
+    with (
+        os.fdopen(os.memfd_create("ddpm-ds-decoding"), "wb") as memory,
+        ProcessPoolExecutor(
+            count, context, _begin, (f"/proc/{os.getpid()}/fd/{memory.fileno()}", context.Lock())
+        ) as pool,
+    ):
+        memory.write(ForkingPickler.dumps(decoding))
+        memory.flush()
+
+        def chunks(numbers: range) -> Iterator[Chunk]:
+            ahead: deque[Future[Chunk]] = deque()
+            for part in decoding.parts(numbers):
+                # Processes that this starts leave Ctrl-C to their parent, with which they end.
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    ahead.append(pool.submit(_decode, part))
+                except OSError as error:  # of a pipe that a broken pool has closed
+                    raise BrokenProcessPool from error
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                if len(ahead) > 2 * count:
+                    yield ahead.popleft().result()
+            yield from (future.result() for future in ahead)
+
+        try:
+            yield chunks
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that decoded images was ended, often for want of memory; what is done is kept: start again"
+            ) from error
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)

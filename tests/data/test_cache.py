@@ -100,7 +100,7 @@ def test_a_missing_file_is_named_and_a_missing_cache_says_how_to_make_it(copy: P
         (copy / name).unlink()
         assert f"{name} can't be read (No such file or directory)" in refused(copy)
     (copy / "meta.json").unlink()  # it may be a folder of pictures, which no message says to delete
-    with pytest.raises(DataError, match=r"copy holds no meta.json, so it is .* name another, or move this folder away"):
+    with pytest.raises(DataError, match=r"copy has no meta.json, so it is .* name another, or move this folder away"):
         DatasetCache.open(copy)
     with pytest.raises(DataError, match=r"no data-set cache at .*none; make it with: ddpm-ds prepare"):
         DatasetCache.open(copy / "none")

@@ -201,7 +201,7 @@ def test_latents_of_pixels_that_have_changed_are_refused(spec_of: SpecOf, folder
     with pytest.raises(DataError, match=r"data.path = .* has other images than .*-latents-.* was prepared from"):
         prepare(spec_of())
     prepare(pixels_of(spec_of()))
-    with pytest.raises(DataError, match="has latents of other pixels than are prepared now; delete it and encode"):
+    with pytest.raises(DataError, match="has latents of other pixels than there are now; delete it and try again"):
         prepare(spec_of(), encode_on=CPU, verify=False)
 
 

@@ -20,8 +20,8 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data import decoding, writing
 from ddpm_ds.data import prepare as prepare_module
-from ddpm_ds.data import writing
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import SAMPLED_IMAGES, cache_path, class_names, prepare
 from ddpm_ds.data.sources.files import FolderSource
@@ -34,12 +34,12 @@ SpecOf = Callable[..., DataSpec]
 # line first.
 SLOW_PREPARE = """
 import os, sys, time, tempfile
-from ddpm_ds.data import prepare
+from ddpm_ds.data import decoding, prepare
 from ddpm_ds.data.sources import files
 from ddpm_ds.config.spec import DataSpec
 
 spec, reads, seconds, hosts = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
-prepare.CHUNK_IMAGES = 1
+decoding.CHUNK_IMAGES = 1
 prepare.SHARD_BYTES = int(sys.argv[5])
 
 class Slow(files.FolderSource):
@@ -320,7 +320,7 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
     spec = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
     one = prepare(spec)
     monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
-    monkeypatch.setattr(prepare_module, "CHUNK_IMAGES", 5)
+    monkeypatch.setattr(decoding, "CHUNK_IMAGES", 5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
     many = prepare(spec.model_copy(update={"store_root": tmp_path / "many"}))
     assert many.meta == one.meta  # checksums and skipped images among it
@@ -431,16 +431,6 @@ def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
         record.unlink()
         os.mkfifo(record)
     assert prepare(spec).meta == expected and temporaries(spec) == []
-
-
-def test_what_a_kill_after_the_last_rename_leaves_goes_at_the_next_start(folder: Path, spec_of: SpecOf) -> None:
-    spec = spec_of(source="folder", path=folder)
-    path = prepare(spec).path
-    files = sorted(path.iterdir())
-    for name in ("shard.0.json", ".1a2b3c4d"):
-        (path / name).touch()
-    prepare(spec)
-    assert sorted(path.iterdir()) == files
 
 
 def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(

@@ -111,7 +111,7 @@ def test_residuals_are_made_by_a_regression_alone_and_kept_when_they_are_interru
     monkeypatch.setattr("ddpm_ds.data.fields.PREDICTED_BYTES", 1)
     monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * (24 + 12 + 1) * 4)
     spec = spec_of()
-    with pytest.raises(DataError, match=r"make them once with: ddpm-ds prepare --residual \S+run$"):
+    with pytest.raises(DataError, match=r"make it once with: ddpm-ds prepare --residual \S+run$"):
         prepare(spec)
 
     class Interrupted(Halving):
