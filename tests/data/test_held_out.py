@@ -16,14 +16,12 @@ from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import CacheMeta, DatasetCache
-from ddpm_ds.data.fields import fields_of
-from ddpm_ds.data.held_out import checksums_of, held_out_of, parts, prepare_all, told_apart
+from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, told_apart
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
-from tests.data.test_residuals import Halving
 
 SpecOf = Callable[..., DataSpec]
 COUNT, OTHERS = 11, 5
@@ -152,21 +150,6 @@ def test_checksums_of_both_are_kept_and_told_apart(folders_spec: SpecOf) -> None
         prepare_all(folders_spec())
     again = prepare_all(folders_spec(), learned=checksums_of(store, apart))
     assert [each.path for each in again] == [store.path, apart.path], "a checkpoint's images are those of its start"
-
-
-def test_residuals_of_both_are_made_by_one_regression(fields_spec: SpecOf, tmp_path: Path) -> None:
-    data = fields_spec(residual_of=tmp_path / "run")
-    regression = Halving()
-    store, apart = prepare_all(data, regression=regression)
-    assert sorted(regression.seen) == sorted([*range(COUNT), *range(OTHERS)])
-    source = held_out_of(data)
-    assert source is not None
-    fields = prepare(fields_of(source))
-    expected = fields.images.read(np.arange(OTHERS)) - Halving().predict(fields, np.arange(OTHERS))
-    assert np.array_equal(apart.images[:][:, :, 1:], expected[:, :, 1:]) and apart.path.name.endswith(
-        store.path.name.partition("-residual-")[2]
-    )
-    assert prepare_all(data)[1].meta == apart.meta, "it is opened without the regression"
 
 
 def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_path: Path) -> None:
