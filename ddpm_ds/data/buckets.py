@@ -37,7 +37,7 @@ SDXL_AREA = 0.9
 MOST_SIZES = 512
 MOST_SHAPES_BYTES = 2**33
 Shapes = npt.NDArray[np.int32]
-"""Heights and widths of a source's images, (N, 2), upright; 0 of those that can't be read."""
+"""Heights and widths of a source's images, (N, 2), upright; 0 if unreadable."""
 
 
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
@@ -57,11 +57,6 @@ def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
         found |= {(height, width) for width in widths if max(height, width) <= buckets.widest * min(height, width)}
     found |= {(width, height) for height, width in found}
     return tuple(sorted(found, key=lambda sides: (-sides[0] / sides[1], sides)))
-
-
-def bucket_of(image: Size, sizes: Sequence[Size]) -> int:
-    """Return the number of the bucket that crops an ``image`` (height, width) least; of equal ones the first."""
-    return int(cropped(np.array([image], np.int32), sizes)[0].argmin())
 
 
 def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
@@ -156,12 +151,13 @@ def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
     return [edges[number + 1] - edges[number] for number in range(len(counts))]
 
 
-def filled_buckets(data: DataSpec, shapes: Shapes, kept: Sequence[Size]) -> list[BucketData]:
-    """Return the buckets of the ``kept`` sizes that have images, the one nearest to ``data.image_size`` first.
+def filled_buckets(data: DataSpec, shapes: Shapes, group: int, kept: Sequence[Size] | None = None) -> list[BucketData]:
+    """Return the buckets that have images, the one nearest to ``data.image_size`` first: of the sizes of
+    :func:`kept_sizes`, or of ``kept``.
 
     A bucket with the same images as among all sizes names all sizes, so that other runs share its cache.
     """
-    sizes = sizes_of(data)
+    sizes, kept = sizes_of(data), kept_sizes(data, shapes, group) if kept is None else kept
     numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
     found: list[BucketData] = []
     for kept_number, (size, image_size) in enumerate(zip(kept, image_sizes(data, kept), strict=True)):
@@ -172,7 +168,8 @@ def filled_buckets(data: DataSpec, shapes: Shapes, kept: Sequence[Size]) -> list
         if np.array_equal(members, numbers == number):
             among = {"number": number, "sizes": sizes}
         found.append(BucketData(**{**dict(data), "image_size": image_size, **among}))
-    first = found.pop(bucket_of(data.size, [bucket.size for bucket in found]))
+    nearest = cropped(np.array([data.size], np.int32), [bucket.size for bucket in found]).argmin()
+    first = found.pop(int(nearest))
     return [first, *found]
 
 
@@ -203,7 +200,7 @@ def check_steps(spec: RunSpec) -> None:
 
 
 def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
-    """Return the number of the bucket of each image, int64 (N,); those that can't be read are in the fullest one."""
+    """Return the number of the bucket of each image, int64 (N,); unreadable ones are in the fullest."""
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)
     readable = distinct.all(axis=1)
     numbers = np.full(len(distinct), -1)

@@ -43,34 +43,25 @@ BIG_BYTES = 2**24
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
-"""Bytes per pixel that turning an image takes beside them, or a conversion to another mode, and one that puts white
-behind the image."""
+"""More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
 ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
 """Lock replacement for a process that decodes alone."""
 Sizes = npt.NDArray[np.float32]
-"""Height and width of the original image, top and left of the crop after it was scaled, and height and width of the
-crop, in pixels: float32 (6,), in the order of SDXL's ``add_time_ids``."""
+"""Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
+of the crop in the scaled image, height and width of the crop."""
 MODES = {1: "L", 3: "RGB"}
 """Mode of decoded images, by channels."""
 SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations of images whose height is the width of the file."""
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
+UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 """Operation that turns an image upright, by EXIF orientation."""
 
 
 def decoded(
     source: Source, i: int, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
 ) -> tuple[Pixels, Sizes]:
-    """Return image ``i`` of a source as uint8 (height, width, ``channels``), of ``size`` (height, width), and
-    its sizes.
+    """Return image ``i`` of a source as uint8 (height, width, ``channels``) of ``size``, and its sizes.
 
     ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
 
@@ -88,8 +79,7 @@ def decoded(
 
 
 def decode(content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
-    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``)
-    of ``size`` (height, width).
+    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``) of ``size``.
 
     Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
     raise any exception of a decoder.
@@ -98,9 +88,7 @@ def decode(content: bytes | Pixels, size: Size, channels: int, big: AbstractCont
 
 
 def upright_size(content: bytes | Pixels) -> Size:
-    """Return height and width of an image as it is shown, from its header, without decoding it; may raise any exception
-    of a decoder.
-    """
+    """Return height and width of an upright image from its header alone; may raise any exception of a decoder."""
     if not isinstance(content, bytes):
         return content.shape[0], content.shape[1]
     with Image.open(io.BytesIO(content), formats=formats()) as image:
@@ -111,7 +99,7 @@ def upright_size(content: bytes | Pixels) -> Size:
 def decode_with_sizes(
     content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
 ) -> tuple[Pixels, Sizes]:
-    """Return what :func:`decode` does, and the sizes of the upright image and of its crop."""
+    """Decode as :func:`decode`, and return the sizes of the upright image and of its crop too."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
         with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1], big):
@@ -213,7 +201,7 @@ class Decoding:
         return map(self.chunk, self.parts(numbers))
 
     def chunk(self, numbers: range) -> Chunk:
-        """Decode images; those that are unreadable are skipped."""
+        """Decode images, skipping unreadable ones."""
         images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
         others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
         channels, *size = self.shape
@@ -290,7 +278,7 @@ def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
             yield chunks
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that decoded images was ended, often for want of memory; what is done is kept: start again"
+                "a process that decoded images was ended, often for memory; finished files are kept: start again"
             ) from error
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():

@@ -54,7 +54,7 @@ def prepare_all(
     """Return the caches of the training images and of those held out, which may be one, making what is missing.
 
     A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
-    Held-out images of aspect are in the buckets of those that are trained on. ``learned`` are the checksums of the
+    Held-out images of aspect are in the buckets of the training images. ``learned`` are the checksums of the
     images of a checkpoint; the rest is passed to :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
 
     Raises:

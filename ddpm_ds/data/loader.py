@@ -91,7 +91,7 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
+    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). ``among`` are the
     rising positions in the cache that are trained on (None: all). Of a cache with buckets of aspect, ``group`` images
     that follow each other are of one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A
     worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if

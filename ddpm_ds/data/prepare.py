@@ -33,7 +33,6 @@ from ddpm_ds.data.buckets import (
     Shapes,
     filled_buckets,
     image_sizes,
-    kept_sizes,
     moved,
     read_shapes,
     shapes_of,
@@ -104,7 +103,7 @@ all are. A look at 100,000 files takes 0.3 s on a local disk, but may take minut
 
 
 class Work(NamedTuple):
-    """What a cache is made of, and the function that makes its images."""
+    """Plan and facts of a cache, and the function that makes its images."""
 
     plan: CachePlan
     facts: Facts
@@ -114,9 +113,8 @@ class Work(NamedTuple):
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Return the folder of the cache, a function of everything that the source reads, size, channels and, for latents,
-    the autoencoder; for residuals, the folder of the regression; for a bucket of aspect, the sizes among which it has
-    the images that it crops least.
+    """Return the folder of the cache, named after all that decides its images: source, size, channels, and autoencoder,
+    regression or sizes of all buckets.
 
     Raises:
         DataError: the autoencoder can't be used.
@@ -153,7 +151,7 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         first, group = spec.data, spec.bucket_group
         if group is not None and (shapes := _known_shapes(first)) is not None:
-            first = _buckets_of(first, shapes, group, None)[0]
+            first = filled_buckets(first, shapes, group)[0]
         names = CacheMeta.read(cache_path(first)).classes
         if len(names) == len(numbers):
             return names
@@ -172,22 +170,20 @@ def prepare(
     group: int = 1,
     sizes: Sequence[Size] | None = None,
 ) -> DatasetCache:
-    """Return the data-set cache of ``spec`` with its encoded captions, if it has some, making what is missing;
-    ``progress`` shows bars. With ``data.buckets`` it is that of the bucket nearest to ``data.image_size`` with those of
-    all others that have images: each ``group`` or more to train on, or any number in buckets of given ``sizes``.
+    """Return the data-set cache of ``spec``, with its encoded captions if it has some, making all that is missing.
 
-    An existing cache is used as it is, also if its source has gone. Several processes and hosts may
-    call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
-    and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
-    Latents and text are made on the device ``encode_on`` only, and residuals with a ``regression`` only. ``learned``
-    are the checksums of the images that a checkpoint was trained on, whose cache is used though its source has changed.
+    With ``data.buckets`` it is the cache of the bucket nearest to ``data.image_size`` with those of all others that
+    have images: each ``group`` or more to train on, or any number in buckets of given ``sizes``. An existing cache is
+    used as it is, also if its source has gone. Several processes and hosts may call this at once and share the work;
+    ``together`` of them share this host's cores. ``progress`` shows bars. ``verify`` compares the checksums of an
+    existing cache; None does so up to 16 GiB. Latents and text are made only on a device ``encode_on``, residuals only
+    with a ``regression``. ``learned`` are the checksums of a checkpoint's images: their cache is used though its source
+    has changed.
 
     Raises:
-        DataError: the source fails or can't be normalised as the spec says, has changed since it was prepared (unless
-            ``learned`` is given or ``verify`` is False), too many images are unreadable, ``store_root`` is not writable
-            or full, the cache is damaged, the autoencoder or an encoder of text can't be used, images have no captions,
-            latents or residuals are of other pixels, fields or weights, what is made without ``encode_on`` or
-            ``regression`` is missing, or there are fewer images than ``group``.
+        DataError: the source fails, can't be normalised, or has changed since it was prepared (unless ``learned`` is
+            given or ``verify`` is False); too many images are unreadable; ``store_root`` can't be written; the cache is
+            damaged or made of another; an autoencoder or encoder is missing; or there are fewer images than ``group``.
     """
     is_whole = spec.buckets is not None and not isinstance(spec, BucketData)
     parts = buckets_of(spec, group, sizes, progress) if is_whole else [spec]
@@ -336,26 +332,24 @@ def buckets_of(
     Raises:
         DataError: there are fewer images than ``group``, or the source fails.
     """
-    buckets, known = list[BucketData](), _known_shapes(spec)
+    buckets, shapes = list[BucketData](), _known_shapes(spec)
     with suppress(DataError):  # of images that have been replaced
-        if known is not None:
-            buckets = _buckets_of(spec, known, group, sizes)
-    shapes = known
+        buckets = [] if shapes is None else filled_buckets(spec, shapes, group, sizes)
     if shapes is None or not any(cache_path(each).exists() for each in buckets):  # else the source may be gone
         try:
             spec.store_root.mkdir(parents=True, exist_ok=True)
             shapes = _shapes(spec, open_source(spec, progress), progress)
         except OSError as error:
             raise _unwritable(spec, error) from error
-        buckets = _buckets_of(spec, shapes, group, sizes)
+        buckets = filled_buckets(spec, shapes, group, sizes)
     if progress and sizes is None and (line := moved(spec, shapes, buckets, group)) is not None:
         print(line, file=sys.stderr)
     return buckets
 
 
 def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], ...]:
-    """Return height and width of the images of each bucket, as ``data.image_size`` counts them, and the share of the
-    images in it: equal ones, or of ``counted`` images their own if preparation has counted them; () without buckets.
+    """Return the size of each bucket, as ``data.image_size`` counts it, and its share of the images; () without
+    buckets. Shares are equal unless they are to be ``counted`` and preparation has counted the images.
 
     Raises:
         DataError: the autoencoder can't be used, or there are too few images.
@@ -364,15 +358,11 @@ def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], 
     if group is None:
         return ()
     if counted and (shapes := _known_shapes(data)) is not None:
-        found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in _buckets_of(data, shapes, group, None)]
+        found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in filled_buckets(data, shapes, group)]
     else:
         found = [(size, 1) for size in image_sizes(data, sizes_of(data))]
     total = sum(count for _, count in found)
     return tuple((size, count / total) for size, count in found)
-
-
-def _buckets_of(spec: DataSpec, shapes: Shapes, group: int, sizes: Sequence[Size] | None) -> list[BucketData]:
-    return filled_buckets(spec, shapes, kept_sizes(spec, shapes, group) if sizes is None else sizes)
 
 
 def _known_shapes(spec: DataSpec) -> Shapes | None:
@@ -492,9 +482,7 @@ def _plan(kind: Kind, fields: Mapping[str, StoredField], images: int, origin: st
 
 
 def _sampled(source: Source) -> tuple[str, bool]:
-    """Return a hash of a source's names, labels and some images, or all if they are small, and whether they are
-    files to decode.
-    """
+    """Return a hash of names, labels and some images, or all of a small source, and whether images are files."""
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
@@ -538,8 +526,8 @@ def looks_of(path: Path, whole: bool) -> dict[str, Look]:
 
 
 def _look(path: Path, whole: bool = False) -> Look | None:
-    """Return the size in bytes, 0 for a folder, and the time of the last change in ns; None if it can't be seen. Those
-    of a ``whole`` folder are the sum of its files' sizes, and a number made of their names, sizes and times.
+    """Return size and time as :data:`Look`; None if it can't be seen. Those of a ``whole`` folder are the sum of its
+    files' sizes, and a number made of their names, sizes and times.
     """
     try:
         status = os.stat(path)
@@ -553,10 +541,8 @@ def _look(path: Path, whole: bool = False) -> Look | None:
 
 
 def _check_source(spec: DataSpec, found: DatasetCache, progress: bool) -> None:
-    """Refuse a cache if ``data.path`` has other images now; it may be gone, and copies of it have other times.
-
-    Raises:
-        DataError: a file has another size or, if only times differ, the source has other names, labels or images.
+    """Refuse a cache if a file of ``data.path`` has another size now or, where only times differ, if names, labels or
+    images do. The source may be gone.
     """
     if spec.path is None or (origin := found.meta.origin) is None:
         return

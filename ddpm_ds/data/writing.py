@@ -88,18 +88,18 @@ class Chunk(NamedTuple):
     """Consecutive images of the source."""
 
     images: Sequence[bytes | memoryview]
-    """What to write for each image: pixels, latents or fields (C, H, W)."""
+    """Stored values of each image: pixels, latents or fields (C, H, W)."""
     labels: list[int]
     skipped: list[tuple[str, str]]
     others: Mapping[str, Sequence[bytes | memoryview]] = {}
-    """What to write for each image in other fields."""
+    """Stored values of each image in other fields."""
     moments: Mapping[str, Moments] = {}
     """Moments of fields, of all images in the chunk."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a cache says of its images beside their values."""
+    """Facts about the images of a cache, beside their values."""
 
     classes: tuple[str, ...]
     made_of: Mapping[str, str] = field(default_factory=dict)

@@ -266,11 +266,11 @@ def test_reads_take_memory_that_nobody_holds_any_more_and_leave_alone_what_is_he
 
     monkeypatch.setattr(np, "empty", counted)
     batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
-    held = next(batches).images[:1].numpy()  # holds the memory of all, as any part does
+    kept = next(batches).images[:1].numpy()  # keeps the memory of all, as any part does
     for _ in range(40):
         next(batches)
-    assert made.count(512 * 64) <= 5, "one is held, one used, one handed out and two are read ahead"
-    assert (held == digits.images[Order(1797, 3).image_at(np.arange(1))]).all()
+    assert made.count(512 * 64) <= 5, "one is kept, one used, one handed out and two are read ahead"
+    assert (kept == digits.images[Order(1797, 3).image_at(np.arange(1))]).all()
 
 
 def test_the_two_parts_are_the_whole_and_have_nothing_in_common() -> None:
