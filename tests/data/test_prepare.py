@@ -394,7 +394,7 @@ def test_a_file_of_a_killed_preparation_that_has_changed_is_written_again(
     else:
         record.unlink()
         os.mkfifo(record)
-    assert prepare(spec).meta == expected and temporaries(spec) == []
+    assert prepare(spec).meta == expected == prepare(spec, verify=True).meta and temporaries(spec) == []
 
 
 def test_decoding_processes_that_die_while_they_start_are_an_error_and_no_hang(
