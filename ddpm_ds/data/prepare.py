@@ -27,17 +27,7 @@ import numpy as np
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec, RunSpec
-from ddpm_ds.data.buckets import (
-    BucketData,
-    Members,
-    Shapes,
-    filled_buckets,
-    image_sizes,
-    moved,
-    read_shapes,
-    shapes_of,
-    sizes_of,
-)
+from ddpm_ds.data import buckets, captions
 from ddpm_ds.data.cache import (
     BUCKETS,
     IMAGES,
@@ -51,18 +41,6 @@ from ddpm_ds.data.cache import (
     bucket_prefix,
     damaged,
     field_of,
-)
-from ddpm_ds.data.captions import (
-    encoded_texts,
-    findings,
-    image_fields,
-    known_captions,
-    text_fields,
-    text_path,
-    text_sources,
-    texts_of,
-    without_text,
-    written,
 )
 from ddpm_ds.data.decoding import Decoding, Size, by_processes
 from ddpm_ds.data.fields import (
@@ -136,7 +114,7 @@ def _source_key(spec: DataSpec) -> str:
     keys |= spec.named_arrays | {"captions": None if spec.text is None else spec.text.captions}
     if (beside := keys.pop("data.condition.path", None)) is not None:
         keys["data.condition.path"] = os.path.realpath(beside)
-    keys["data.buckets"] = spec.sizes if isinstance(spec, BucketData) else None
+    keys["data.buckets"] = spec.sizes if isinstance(spec, buckets.BucketData) else None
     named = {key: value for key, value in keys.items() if value is not None}
     path = b"" if spec.path is None else os.fsencode(os.path.realpath(spec.path))  # resolve() fails on a loop of links
     if not (path or named):  # the source has pixels, and no files to decode
@@ -151,7 +129,7 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     with suppress(OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         first, group = spec.data, spec.bucket_group
         if group is not None and (shapes := _known_shapes(first)) is not None:
-            first = filled_buckets(first, shapes, group)[0]
+            first = buckets.filled_buckets(first, shapes, group)[0]
         names = CacheMeta.read(cache_path(first)).classes
         if len(names) == len(numbers):
             return names
@@ -185,7 +163,7 @@ def prepare(
             given or ``verify`` is False); too many images are unreadable; ``store_root`` can't be written; the cache is
             damaged or made of another; an autoencoder or encoder is missing; or there are fewer images than ``group``.
     """
-    is_whole = spec.buckets is not None and not isinstance(spec, BucketData)
+    is_whole = spec.buckets is not None and not isinstance(spec, buckets.BucketData)
     parts = buckets_of(spec, group, sizes, progress) if is_whole else [spec]
     encoders = None
     if spec.text is not None:
@@ -199,7 +177,7 @@ def prepare(
         if learned is not None:
             prefix = bucket_prefix(part.shape) if part is not parts[0] else ""
             own = {name.removeprefix(prefix): value for name, value in learned.items() if name.startswith(prefix)}
-            known = without_text({name: value for name, value in own.items() if not name.startswith(BUCKETS)})
+            known = captions.without_text({name: value for name, value in own.items() if not name.startswith(BUCKETS)})
         images = prepare_images(
             part,
             progress,
@@ -210,7 +188,7 @@ def prepare(
             learned=known,
         )
         if encoders is not None:
-            path = text_path(images, encoders)
+            path = captions.text_path(images, encoders)
             if path not in texts:
                 texts[path] = _text(path, images, encoders, part, progress, verify)
             images = images.with_text(texts[path])
@@ -268,7 +246,7 @@ def _text(
 ) -> DatasetCache:
     """Return the cache of the encoded captions of ``images``, made if the encoders have a device or need none."""
     if (found := _opened(path, verify, progress)) is not None:
-        if not found.meta.sha256.items() >= text_sources(images, encoders).items():
+        if not found.meta.sha256.items() >= captions.text_sources(images, encoders).items():
             raise damaged(path, "it has text of other captions or encoders")
         return found
     if encoders.device is None and encoders.spec.stored != "ids":
@@ -282,7 +260,7 @@ def _text(
             file=sys.stderr,
         )
     made = _made(path, spec, progress, lambda: work)
-    for line in findings(made) if progress else ():
+    for line in captions.findings(made) if progress else ():
         print(f"{path.name}: {line}", file=sys.stderr)
     return made
 
@@ -326,25 +304,25 @@ def _missing(what: str, path: Path, option: str = "encode") -> DataError:
 
 def buckets_of(
     spec: DataSpec, group: int, sizes: Sequence[Size] | None = None, progress: bool = False
-) -> list[BucketData]:
+) -> list[buckets.BucketData]:
     """Return the buckets of :func:`prepare`; ``progress`` shows a bar, and says which have too few images.
 
     Raises:
         DataError: there are fewer images than ``group``, or the source fails.
     """
-    buckets, shapes = list[BucketData](), _known_shapes(spec)
+    found, shapes = list[buckets.BucketData](), _known_shapes(spec)
     with suppress(DataError):  # of images that have been replaced
-        buckets = [] if shapes is None else filled_buckets(spec, shapes, group, sizes)
-    if shapes is None or not any(cache_path(each).exists() for each in buckets):  # else the source may be gone
+        found = [] if shapes is None else buckets.filled_buckets(spec, shapes, group, sizes)
+    if shapes is None or not any(cache_path(each).exists() for each in found):  # else the source may be gone
         try:
             spec.store_root.mkdir(parents=True, exist_ok=True)
             shapes = _shapes(spec, open_source(spec, progress), progress)
         except OSError as error:
             raise _unwritable(spec, error) from error
-        buckets = filled_buckets(spec, shapes, group, sizes)
-    if progress and sizes is None and (line := moved(spec, shapes, buckets, group)) is not None:
+        found = buckets.filled_buckets(spec, shapes, group, sizes)
+    if progress and sizes is None and (line := buckets.moved(spec, shapes, found, group)) is not None:
         print(line, file=sys.stderr)
-    return buckets
+    return found
 
 
 def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], ...]:
@@ -358,16 +336,17 @@ def bucket_shares(spec: RunSpec, *, counted: bool) -> tuple[tuple[Size, float], 
     if group is None:
         return ()
     if counted and (shapes := _known_shapes(data)) is not None:
-        found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in filled_buckets(data, shapes, group)]
+        filled = buckets.filled_buckets(data, shapes, group)
+        found = [(bucket.size, len(bucket.members_of(shapes))) for bucket in filled]
     else:
-        found = [(size, 1) for size in image_sizes(data, sizes_of(data))]
+        found = [(size, 1) for size in buckets.image_sizes(data, buckets.sizes_of(data))]
     total = sum(count for _, count in found)
     return tuple((size, count / total) for size, count in found)
 
 
-def _known_shapes(spec: DataSpec) -> Shapes | None:
+def _known_shapes(spec: DataSpec) -> buckets.Shapes | None:
     """Return the shapes of a source's images as they were found before, or None."""
-    found = read_shapes(_shapes_path(spec))
+    found = buckets.read_shapes(_shapes_path(spec))
     return None if found is None else found[1]
 
 
@@ -377,13 +356,13 @@ def _shapes_path(spec: DataSpec) -> Path:
     return spec.store_root / f"{spec.source}-shapes{_source_key(source)}.npz"
 
 
-def _shapes(spec: DataSpec, source: Source, progress: bool) -> Shapes:
+def _shapes(spec: DataSpec, source: Source, progress: bool) -> buckets.Shapes:
     """Return the shapes of all images of an open source, from their file, which is made if it is of other images."""
     content, path = _sampled(source)[0], _shapes_path(spec)
     with lock_of(path):
-        if (found := read_shapes(path)) is not None and found[0] == content:
+        if (found := buckets.read_shapes(path)) is not None and found[0] == content:
             return found[1]
-        shapes, file = shapes_of(source, progress), io.BytesIO()
+        shapes, file = buckets.shapes_of(source, progress), io.BytesIO()
         np.savez_compressed(file, content=np.array(content), shapes=shapes)
         replace_file(path, file.getvalue())
     return shapes
@@ -392,9 +371,9 @@ def _shapes(spec: DataSpec, source: Source, progress: bool) -> Shapes:
 def _opened_source(spec: DataSpec, progress: bool) -> Source:
     """Open the source of ``spec``, or of a bucket its images in it."""
     source = open_source(spec, progress)
-    if not isinstance(spec, BucketData):
+    if not isinstance(spec, buckets.BucketData):
         return source
-    return Members(source, spec.members_of(_shapes(spec, source, progress)))
+    return buckets.Members(source, spec.members_of(_shapes(spec, source, progress)))
 
 
 def _unwritable(spec: DataSpec, error: OSError) -> DataError:
@@ -406,19 +385,19 @@ def _unwritable(spec: DataSpec, error: OSError) -> DataError:
 
 def text_work(images: DatasetCache, encoders: TextEncoders) -> Work:
     """Return the encoding of the distinct captions of ``images``."""
-    texts, sources = texts_of(images), text_sources(images, encoders)
+    texts, sources = captions.texts_of(images), captions.text_sources(images, encoders)
 
     def chunks(numbers: range) -> Iterator[Chunk]:
-        return encoded_texts(encoders, texts[numbers.start : numbers.stop])
+        return captions.encoded_texts(encoders, texts[numbers.start : numbers.stop])
 
-    return Work(_plan("text", text_fields(encoders), len(texts), sources), Facts((".",), sources), chunks)
+    return Work(_plan("text", captions.text_fields(encoders), len(texts), sources), Facts((".",), sources), chunks)
 
 
 def latents_work(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Work:
     """Return the encoding of all ``pixels`` to latents."""
     sources = sources_of(pixels, coder.autoencoder)
     beside = {name: pixels.meta.field(name) for name in pixels.others}
-    captions = written(texts_of(pixels)) if spec.text is not None else None
+    texts = captions.written(captions.texts_of(pixels)) if spec.text is not None else None
 
     def chunks(numbers: range) -> Iterator[Chunk]:
         for part, latents in encoded(pixels, coder, numbers):
@@ -426,7 +405,7 @@ def latents_work(pixels: DatasetCache, coder: Coder, spec: DataSpec) -> Work:
             yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [], others)
 
     plan = _plan("latents", {IMAGES: field_of("latents", spec.shape), **beside}, len(pixels), sources)
-    return Work(plan, Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=captions), chunks)
+    return Work(plan, Facts(pixels.meta.classes, sources, pixels.meta.origin, captions=texts), chunks)
 
 
 def residuals_work(fields: DatasetCache, regression: Regression) -> Work:
@@ -463,13 +442,14 @@ def source_work(spec: DataSpec, progress: bool) -> Work:
         facts = Facts(fields.classes, {}, origin_of(content), fields.constants, fields.coordinates, masked)
         return Work(plan, facts, fields.chunks)
     source = _opened_source(spec, progress)
-    captions = known_captions(source, spec)
+    known = captions.known_captions(source, spec)
     content, are_files = _sampled(source)
     facts, stored = Facts(source.classes, {}, origin_of(content)), {IMAGES: field_of("pixels", spec.stored_shape)}
-    if captions is not None:
-        facts, stored = replace(facts, captions=written(captions.texts)), stored | image_fields(captions.table)
+    if known is not None:
+        facts = replace(facts, captions=captions.written(known.texts))
+        stored |= captions.image_fields(known.table)
     plan = _plan("pixels", stored, len(source.labels), " ".join([content, *of_files]))
-    decoding = Decoding(source, plan.shape, None if captions is None else captions.table)
+    decoding = Decoding(source, plan.shape, None if known is None else known.table)
     return Work(plan, facts, decoding.chunks, decoding if are_files and plan.images > FEW_IMAGES else None)
 
 
@@ -486,8 +466,8 @@ def _sampled(source: Source) -> tuple[str, bool]:
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
-    if (captions := captions_of(source)) is not None:
-        digest.update(written(captions.texts) + captions.table.tobytes())
+    if (known := captions_of(source)) is not None:
+        digest.update(captions.written(known.texts) + known.table.tobytes())
     count, sizes, encoded = len(source.labels), list[int](), True
     some = np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int)
     for part in (some, np.setdiff1d(np.arange(count), some)):

@@ -354,6 +354,20 @@ def test_a_source_that_was_replaced_is_said_and_a_resumed_run_goes_on_with_its_o
     assert prepare(spec).meta != before.meta
 
 
+def test_a_picture_of_a_large_source_that_changes_its_size_is_noticed(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the content of few is compared."""
+    monkeypatch.setattr(prepare_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare_module, "SAMPLED_IMAGES", 2)
+    spec = spec_of(source="folder", path=folder)
+    prepare(spec)
+    with (folder / "cats" / "3.png").open("ab") as picture:
+        picture.write(b"x")
+    with pytest.raises(DataError, match="has other images than"):
+        prepare(spec)
+
+
 def test_any_picture_of_a_small_source_that_changes_is_noticed_and_a_copy_is_none(
     folder: Path, spec_of: SpecOf
 ) -> None:
