@@ -1,7 +1,6 @@
-"""Buckets of aspect while images are prepared: which sizes there are, and which image is in which bucket.
+"""Buckets of aspect while images are prepared: their sizes, and the bucket of each image.
 
-Images of a bucket are brought to its size, which crops them little. Each bucket has a cache of its own, made of the
-source's images in it::
+Images of a bucket are brought to its size, which crops them little. Each bucket has a cache of its own::
 
     source     3:4   1:1   16:9   1:1   ...
                 │     └──────│─────┘
@@ -28,17 +27,17 @@ from ddpm_ds.data.decoding import Size, upright_size
 from ddpm_ds.data.latents import autoencoder_of
 from ddpm_ds.data.sources.base import Captions, Labels, Pixels, Source, captions_of
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import read_bytes, replace_file
+from ddpm_ds.files import read_bytes
 
 AREAS = 0.06
-"""Largest difference of a bucket's pixels from the pixels that were asked for, as a share: one order of passes serves
-all buckets."""
+"""Largest difference of a bucket's pixels from those of ``data.image_size``, as a share: one order of passes serves all
+buckets."""
 SDXL_AREA = 0.9
 """Smallest share of the pixels in buckets of SDXL's sizes, of which none has more. Source: Podell et al. 2023."""
 MOST_SIZES = 512
 MOST_SHAPES_BYTES = 2**33
 Shapes = npt.NDArray[np.int32]
-"""Heights and widths of a source's images, (N, 2), upright; 0 of those that can't be read."""
+"""Heights and widths of a source's images, (N, 2), upright; 0 if unreadable."""
 
 
 def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
@@ -58,11 +57,6 @@ def bucket_sizes(size: Size, buckets: BucketsSpec) -> tuple[Size, ...]:
         found |= {(height, width) for width in widths if max(height, width) <= buckets.widest * min(height, width)}
     found |= {(width, height) for height, width in found}
     return tuple(sorted(found, key=lambda sides: (-sides[0] / sides[1], sides)))
-
-
-def bucket_of(image: Size, sizes: Sequence[Size]) -> int:
-    """Return the number of the bucket that crops an ``image`` (height, width) least; of equal ones the first."""
-    return int(cropped(np.array([image], np.int32), sizes)[0].argmin())
 
 
 def cropped(shapes: Shapes, sizes: Sequence[Size]) -> npt.NDArray[np.float64]:
@@ -93,7 +87,7 @@ class BucketData(DataSpec):
 
 
 def _factor(data: DataSpec) -> int:
-    """Return the pixels along a side of which one of ``data.image_size`` is made."""
+    """Return the pixels per unit of ``data.image_size``: 1, or those of a latent."""
     autoencoder = autoencoder_of(data)
     return 1 if autoencoder is None else autoencoder.factor
 
@@ -128,8 +122,8 @@ def sizes_of(data: DataSpec) -> tuple[Size, ...]:
 
 
 def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:
-    """Return the sizes of :func:`sizes_of` without those of small buckets: of buckets with fewer than ``group`` images
-    to train on, the smallest is left out, so that its images are in the others that crop them least, until none is.
+    """Return the sizes of :func:`sizes_of` without small buckets: while a bucket has fewer than ``group`` images to
+    train on, the smallest is left out, and its images go to the others that crop them least.
 
     Raises:
         DataError: all images are fewer, or as :func:`sizes_of`.
@@ -151,18 +145,19 @@ def kept_sizes(data: DataSpec, shapes: Shapes, group: int) -> tuple[Size, ...]:
 
 
 def shares_of(counts: Sequence[int], held_out: int) -> list[int]:
-    """Return how many of ``held_out`` images are of each bucket with so many images: about the same share of each."""
+    """Return how many of ``held_out`` images each bucket of ``counts`` has: about the same share."""
     ends = [0, *np.cumsum(counts).tolist()]
     edges = [held_out * end // max(1, ends[-1]) for end in ends]
     return [edges[number + 1] - edges[number] for number in range(len(counts))]
 
 
-def filled_buckets(data: DataSpec, shapes: Shapes, kept: Sequence[Size]) -> list[BucketData]:
-    """Return the buckets of the ``kept`` sizes that have images, the one nearest to ``data.image_size`` first.
+def filled_buckets(data: DataSpec, shapes: Shapes, group: int, kept: Sequence[Size] | None = None) -> list[BucketData]:
+    """Return the buckets that have images, the one nearest to ``data.image_size`` first: of the sizes of
+    :func:`kept_sizes`, or of ``kept``.
 
-    One that has the images that it would have among all sizes names those, so that its cache is that of other runs.
+    A bucket with the same images as among all sizes names all sizes, so that other runs share its cache.
     """
-    sizes = sizes_of(data)
+    sizes, kept = sizes_of(data), kept_sizes(data, shapes, group) if kept is None else kept
     numbers, kept_numbers = numbers_of(shapes, sizes), numbers_of(shapes, kept)
     found: list[BucketData] = []
     for kept_number, (size, image_size) in enumerate(zip(kept, image_sizes(data, kept), strict=True)):
@@ -173,14 +168,13 @@ def filled_buckets(data: DataSpec, shapes: Shapes, kept: Sequence[Size]) -> list
         if np.array_equal(members, numbers == number):
             among = {"number": number, "sizes": sizes}
         found.append(BucketData(**{**dict(data), "image_size": image_size, **among}))
-    first = found.pop(bucket_of(data.size, [bucket.size for bucket in found]))
+    nearest = cropped(np.array([data.size], np.int32), [bucket.size for bucket in found]).argmin()
+    first = found.pop(int(nearest))
     return [first, *found]
 
 
 def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: int) -> str | None:
-    """Return a line about images that are in one of ``buckets`` since that of their own has fewer than ``group``; None
-    if there are none.
-    """
+    """Return a line about images of small buckets, which moved to one of ``buckets``; None if there are none."""
     sizes, kept = sizes_of(data), {bucket.pixels for bucket in buckets}
     counts = np.bincount(numbers_of(shapes, sizes), minlength=len(sizes)).tolist()
     small = {written(size): count for size, count in zip(sizes, counts, strict=True) if count and size not in kept}
@@ -194,11 +188,7 @@ def moved(data: DataSpec, shapes: Shapes, buckets: Sequence[BucketData], group: 
 
 
 def check_steps(spec: RunSpec) -> None:
-    """Refuse buckets of latents that can't be halved as often as the U-Net does.
-
-    Raises:
-        DataError: it names the step and one that would do.
-    """
+    """Raise DataError for buckets of latents that can't be halved as often as the U-Net does."""
     if spec.data.buckets is None or (autoencoder := autoencoder_of(spec.data)) is None:
         return
     multiple = autoencoder.factor * 2 ** (len(spec.unet.multipliers) - 1)
@@ -210,7 +200,7 @@ def check_steps(spec: RunSpec) -> None:
 
 
 def numbers_of(shapes: Shapes, sizes: Sequence[Size]) -> Indices:
-    """Return the number of the bucket of each image, int64 (N,); those that can't be read are in the fullest one."""
+    """Return the number of the bucket of each image, int64 (N,); unreadable ones are in the fullest."""
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)
     readable = distinct.all(axis=1)
     numbers = np.full(len(distinct), -1)
@@ -232,20 +222,13 @@ def shapes_of(source: Source, progress: bool) -> Shapes:
 
 
 def read_shapes(path: Path) -> tuple[str, Shapes] | None:
-    """Return the shapes in a file and the hash of the source whose they are; None if there is no such file."""
+    """Return the stored shapes and the hash of their source; None if there is no such file."""
     try:
         with np.load(io.BytesIO(read_bytes(path, MOST_SHAPES_BYTES)), allow_pickle=False) as found:
             content, shapes = str(found["content"]), found["shapes"]
     except Exception:  # numpy raises almost anything on a damaged file, which is made again
         return None
     return (content, shapes) if shapes.dtype == np.int32 and shapes.ndim == 2 and shapes.shape[1] == 2 else None
-
-
-def write_shapes(path: Path, content: str, shapes: Shapes) -> None:
-    """Write the shapes of a source's images, and the hash of its content, to a file; raises OSError."""
-    file = io.BytesIO()
-    np.savez_compressed(file, content=np.array(content), shapes=shapes)
-    replace_file(path, file.getvalue())
 
 
 @dataclass

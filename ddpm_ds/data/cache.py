@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from abc import ABC, abstractmethod
@@ -51,15 +52,14 @@ IMAGES: Final = "images"
 """Name of the field that every cache has."""
 SIZES, CAPTIONS, CAPTIONS_FILE = "sizes", "captions", "captions.jsonl"
 TEXT, TEXT_SCALE, POOLED, MEASURED = "text", "text_scale", "pooled", "measured"
-"""Names of the fields of encoded captions; that of the tokens is :data:`IMAGES` in the cache of the text."""
+"""Fields of encoded captions; in the cache of the text, tokens are :data:`IMAGES`."""
 TEXTS, BUCKETS = "text/", "bucket/"
-"""Prefixes of the files of encoded text, and of all buckets of aspect but the first, in the checksums of images that
-are used with them."""
+"""Prefixes, in the checksums of images, of the files of their encoded text and of other buckets of aspect."""
 Kind = Literal["pixels", "latents", "fields", "text"]
 MOST_META_BYTES = 2**28
 """Maximum size of ``meta.json``, which names every class: a million names of 250 bytes."""
 MOST_NAMED = 12
-"""Maximum classes of which a summary names each."""
+"""Maximum classes that a summary names one by one."""
 MOST_ROUNDING = 0.01
 """RMS of the rounding, as a share of the spread, above which another type is advised."""
 MOST_OPEN = 256
@@ -92,8 +92,7 @@ class StoredField(BaseModel):
     channels: tuple[str, ...] = ()
     """Names of the channels, such as t2m or u.850, if the source has some."""
     offset: tuple[float, ...] = ()
-    """Number of each channel that is subtracted before values are rounded to float16, and added when they are read;
-    empty without any."""
+    """Number subtracted from each channel before it is rounded to float16, and added when it is read, if any."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -106,9 +105,7 @@ class StoredField(BaseModel):
         return self.model_copy(update={"values": "float32", "offset": ()}) if self.values == "float16" else self
 
     def rounded(self, values: Images, first: int = 0) -> Images:
-        """Return values of channels from ``first`` on, (c, ...), as they are stored; those beyond the type are
-        infinite.
-        """
+        """Return values of channels from ``first`` on, (c, ...), as they are stored; infinite beyond the type."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self.offset:
                 offset = np.array(self.offset[first : first + len(values)], np.float32)
@@ -134,7 +131,7 @@ def field_of(kind: Kind, shape: tuple[int, int, int]) -> StoredField:
 
 
 class Coordinate(BaseModel):
-    """Positions along one dimension of the images, as the source has them, for what is written beside it."""
+    """Positions along one dimension of the images, as the source has them, for files of samples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -159,14 +156,14 @@ class Origin(BaseModel):
 
 
 class FieldFacts(BaseModel):
-    """What a run keeps of its data-set cache, so that it samples without it."""
+    """Facts that a run keeps of its data-set cache, so that it samples without it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     fields: dict[str, StoredField]
     statistics: dict[str, Statistics]
     coordinates: tuple[Coordinate, ...]
-    """Those of height and width."""
+    """Coordinates along height and width."""
 
 
 class CacheMeta(BaseModel):
@@ -205,7 +202,7 @@ class CacheMeta(BaseModel):
 
     @property
     def facts(self) -> FieldFacts | None:
-        """What a run on these images keeps of them; None for pictures and latents that have at most captions."""
+        """Facts that a run on these images keeps; None for pictures and latents, which have at most captions."""
         if not self.fields or CAPTIONS in self.fields:
             return None
         beside = tuple(each for each in self.coordinates if each.along != "image")
@@ -246,8 +243,14 @@ class ByPosition(ABC):
         return found if positions.ndim else found[0]
 
     @abstractmethod
-    def read(self, positions: Indices, out: Images | None = None) -> Images:
-        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given."""
+    def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
+        """Return the field (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given.
+
+        ``draws`` are whole numbers (n,) that choose among several captions of an image; without them it is the first.
+
+        Raises:
+            DataError: a file was truncated or removed since the cache was opened.
+        """
 
 
 class StoredImages(ByPosition):
@@ -264,10 +267,9 @@ class StoredImages(ByPosition):
         self.shape = (meta.count, *stored.shape) if crop is None else (meta.count, stored.shape[0], *crop)
         self.dtype, self.name = (np.dtype("f4") if stored.offset else stored.dtype), name
         self.crop, self._path = crop, path
-        self._inside: tuple[Any, ...] = (...,)
-        if crop is not None:
-            starts = ((side - kept) // 2 for side, kept in zip(stored.shape[1:], crop, strict=True))
-            self._inside += tuple(slice(start, start + kept) for start, kept in zip(starts, crop, strict=True))
+        sides = () if crop is None else zip(stored.shape[1:], crop, strict=True)
+        starts = ((begin := (side - kept) // 2, begin + kept) for side, kept in sides)
+        self.inside: tuple[Any, ...] = (..., *itertools.starmap(slice, starts))
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._files = meta.files_of(name)
         self._sizes = [(path / file).stat().st_size for file in self._files]
@@ -277,26 +279,25 @@ class StoredImages(ByPosition):
         # A dropped file is closed by its last user: another thread may still read it.
         self._mapped = lru_cache(MOST_OPEN)(lambda number: map_array(path / self._files[number]))
 
-    def read(self, positions: Indices, out: Images | None = None) -> Images:
-        """Return the images (n, C, H, W) at ``positions`` (n,), in ``out`` if it is given.
-
-        Raises:
-            DataError: a file was truncated or removed since the cache was opened.
-        """
+    def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         stored = np.empty(out.shape, self._field.dtype) if self._field.offset else out
         try:
-            self._read_stored(positions, stored)
+            if len(self._files) == 1 and self.crop is None:
+                # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
+                np.take(self._opened(0), positions, axis=0, out=stored, mode="clip")
+            else:
+                self._read_files(positions, stored)
         except OSError as error:
             raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
-        return self._unmasked(self._field.read(stored, out))
+        found = self._field.read(stored, out)
+        for image in found if len(self._means) else ():
+            for channel, mean in zip(image, self._means, strict=True):
+                np.copyto(channel, mean, where=np.isnan(channel))
+        return found
 
-    def _read_stored(self, positions: Indices, out: Images) -> None:
-        """Read the images (n, C, H, W) at ``positions`` (n,) into ``out``."""
-        if len(self._files) == 1 and self.crop is None:
-            # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
-            np.take(self._opened(0), positions, axis=0, out=out, mode="clip")
-            return
+    def _read_files(self, positions: Indices, out: Images) -> None:
+        """Read stored values of the images at ``positions`` into ``out``, one image after the other."""
         files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
         for number in np.unique(files).tolist():
             mapped, rows = self._opened(number), np.flatnonzero(files == number)
@@ -306,7 +307,7 @@ class StoredImages(ByPosition):
                 page = begin // mmap.PAGESIZE * mmap.PAGESIZE
                 mapped.base.madvise(mmap.MADV_WILLNEED, page, begin + self.image_bytes - page)
             for row, place in zip(rows.tolist(), places, strict=True):
-                out[row] = mapped[place][self._inside]
+                out[row] = mapped[place][self.inside]
 
     def _opened(self, number: int) -> Any:
         """Return the memory-mapped images (n, C, H, W) of a file, as long as it was; raises DataError."""
@@ -314,13 +315,6 @@ class StoredImages(ByPosition):
         if (now := (self._path / name).stat().st_size) != before:
             raise damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
         return self._mapped(number)
-
-    def _unmasked(self, images: Images) -> Images:
-        """Put the mean of its channel into each value of images (n, C, H, W) that is masked, and return them."""
-        for image in images if len(self._means) else ():
-            for channel, mean in zip(image, self._means, strict=True):
-                np.copyto(channel, mean, where=np.isnan(channel))
-        return images
 
 
 class CaptionText(ByPosition):
@@ -332,12 +326,6 @@ class CaptionText(ByPosition):
         self.dtype, self.image_bytes = texts.dtype, texts.image_bytes
 
     def read(self, positions: Indices, out: Images | None = None, draws: Indices | None = None) -> Images:
-        """Return the text (n, ...) of the images at ``positions`` (n,), in ``out`` if it is given: of their first
-        captions or, with a whole number (n,) from ``draws`` for each, of that number modulo the image's captions.
-
-        Raises:
-            DataError: as :meth:`StoredImages.read`.
-        """
         captions = self._captions.read(positions)  # (n, most captions)
         which = np.zeros_like(positions) if draws is None else draws % np.maximum(1, (captions >= 0).sum(axis=1))
         rows = captions[np.arange(len(positions)), which].astype(np.int64)
@@ -377,18 +365,21 @@ class DatasetCache:
 
     def with_text(self, text: DatasetCache) -> DatasetCache:
         """Return this cache with its encoded captions, whose checksums count among its own."""
-        added = {f"{TEXTS}{name}": checksum for name, checksum in text.meta.sha256.items()}
-        return replace(self, text=text, meta=self.meta.model_copy(update={"sha256": self.meta.sha256 | added}))
+        return replace(self, text=text, meta=self._meta_with({TEXTS: text}))
 
     def with_buckets(self, others: Sequence[DatasetCache]) -> DatasetCache:
         """Return this cache as the first bucket of aspect, with the others, whose checksums count among its own."""
+        meta = self._meta_with({bucket_prefix(each.meta.shape): each for each in others})
+        return replace(self, buckets=tuple(others), meta=meta)
+
+    def _meta_with(self, others: Mapping[str, DatasetCache]) -> CacheMeta:
+        """Return the description of this cache with the checksums of others, by prefix of their names."""
         added = {
-            f"{bucket_prefix(each.meta.shape)}{name}": checksum
-            for each in others
+            f"{prefix}{name}": checksum
+            for prefix, each in others.items()
             for name, checksum in each.meta.sha256.items()
         }
-        meta = self.meta.model_copy(update={"sha256": self.meta.sha256 | added})
-        return replace(self, buckets=tuple(others), meta=meta)
+        return self.meta.model_copy(update={"sha256": self.meta.sha256 | added})
 
     @property
     def size(self) -> tuple[int, int]:
@@ -426,17 +417,13 @@ class DatasetCache:
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
         """Open the cache at ``path``; ``verify`` reads every byte and compares checksums.
 
-        It is enough that one process per node verifies.
-
         Raises:
             DataError: it is missing, damaged or in another format.
         """
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         if not (path / META).exists():
-            raise DataError(
-                f"{path} holds no {META}, so it is no data-set cache; name another, or move this folder away"
-            )
+            raise DataError(f"{path} has no {META}, so it is no data-set cache; name another, or move this folder away")
         try:
             meta = CacheMeta.read(path)
             names = (*meta.files, LABELS)
@@ -451,16 +438,11 @@ class DatasetCache:
                     if meta.sha256[name] != checksum:
                         raise damaged(path, f"{name} has another checksum than meta.json says")
             labels = map_array(path / LABELS)
-            for wrong in _misfits(path, meta, labels):
+            if (wrong := next(_misfits(path, meta, labels), None)) is not None:
                 raise damaged(path, wrong)
-            return cls(
-                path,
-                meta,
-                StoredImages(path, meta),
-                np.array(labels),
-                {name: StoredImages(path, meta, name=name) for name in meta.fields if name != IMAGES},
-                np.array(map_array(path / CONSTANTS)) if meta.constants else None,
-            )
+            others = {name: StoredImages(path, meta, name=name) for name in meta.fields if name != IMAGES}
+            constants = np.array(map_array(path / CONSTANTS)) if meta.constants else None
+            return cls(path, meta, StoredImages(path, meta), np.array(labels), others, constants)
         except OSError as error:
             raise damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
         except ValidationError as error:
@@ -474,8 +456,8 @@ class DatasetCache:
         return _reopen, (self.path, self.meta.shape[1:], self.meta.statistics, text, self.buckets)
 
     def with_statistics(self, statistics: Mapping[str, Statistics]) -> DatasetCache:
-        """Return this cache, which must not be cropped, with other statistics, by field: those by which its images come
-        to the U-Net's scale, and whose means its masked values are read as.
+        """Return this cache, which must not be cropped, with other statistics, by field: they bring its images to the
+        U-Net's scale, and their means replace masked values.
         """
         if statistics == self.meta.statistics:
             return self
@@ -496,23 +478,22 @@ class DatasetCache:
         channels, *before = self.meta.shape
         if (*before,) == size:
             return self
-        images = StoredImages(self.path, self.meta, size)
-        others, fields = dict(self.others), dict(self.meta.fields)
-        for name, stored in self.meta.fields.items():
-            if [*stored.shape[1:]] == before:
-                fields[name] = stored.model_copy(update={"shape": (stored.shape[0], *size)})
-                if name != IMAGES:
-                    others[name] = StoredImages(self.path, self.meta, size, name)
-        meta = self.meta.model_copy(update={"shape": (channels, *size), "fields": fields})
+        whole = {name: stored for name, stored in self.meta.fields.items() if [*stored.shape[1:]] == before}
+        cropped = {
+            name: stored.model_copy(update={"shape": (stored.shape[0], *size)}) for name, stored in whole.items()
+        }
+        meta = self.meta.model_copy(update={"shape": (channels, *size), "fields": self.meta.fields | cropped})
+        images = {name: StoredImages(self.path, self.meta, size, name) for name in {IMAGES, *whole}}
         constants = self.constants
         if constants is not None and [*constants.shape[1:]] == before:
-            top, left = ((side - kept) // 2 for side, kept in zip(before, size, strict=True))
-            constants = constants[:, top : top + size[0], left : left + size[1]]
-        return replace(self, meta=meta, images=images, others=others, constants=constants)
+            constants = constants[images[IMAGES].inside]
+        return replace(
+            self, meta=meta, images=images.pop(IMAGES), others={**self.others, **images}, constants=constants
+        )
 
     @property
     def summary(self) -> str:
-        """The number of images, of those left out, and of the images of each class; of many classes only some."""
+        """Numbers of images, of images left out, and of images in each class, or in some of many classes."""
         counts = np.bincount(self.labels, minlength=len(self.meta.classes)).tolist()
         named = [f"{one_line(name)} {count:,}" for name, count in zip(self.meta.classes, counts, strict=True)]
         if len(named) > MOST_NAMED:
@@ -523,15 +504,15 @@ class DatasetCache:
 
     @property
     def rounding(self) -> list[str]:
-        """Lines about what the rounding to float16 has cost."""
-        said = []
+        """Lines about the error of rounding to float16."""
+        lines = []
         for name, shares in self.meta.rounding.items():
             channels = self.meta.field(name).channels or tuple(f"channel {number}" for number in range(len(shares)))
             worst = sorted(zip(shares, channels, strict=True), reverse=True)[:MOST_NAMED]
             each = ", ".join(f"{channel} {share:.2g}" for share, channel in worst)
             fix = "; --set data.values=float32 keeps more" if worst[0][0] > MOST_ROUNDING else ""
-            said.append(f"RMS of the rounding of {name} to float16, as a share of their spread: {each}{fix}")
-        return said
+            lines.append(f"RMS of the rounding of {name} to float16, as a share of their spread: {each}{fix}")
+        return lines
 
     @property
     def key(self) -> str:

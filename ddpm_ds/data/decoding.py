@@ -1,19 +1,41 @@
-"""Decoding of source images to pixels of one size and colour mode: decode within limits, turn upright, scale, crop."""
+"""Decoding of source images to pixels of one size and colour mode, in one process or in several.
+
+An image is decoded within limits, turned upright, scaled and cropped.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Lock
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image
 
+from ddpm_ds.data.cache import CAPTIONS, SIZES
 from ddpm_ds.data.sources.base import Pixels, Source, UnreadableImage, formats, one_line
+from ddpm_ds.data.writing import Chunk, Chunks
+from ddpm_ds.errors import DataError
 
 Size = tuple[int, int]
 """Height and width in pixels."""
+CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
+"""Maximum bytes of pixels, and images, in a chunk that one process decodes."""
 MOST_DECODING_BYTES = 300_000_000
 """Maximum memory for decoding one image at full size, its file included."""
 BIG_BYTES = 2**24
@@ -21,34 +43,25 @@ BIG_BYTES = 2**24
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
 CONVERTED_BYTES, OPAQUE_BYTES = 4, 12
-"""Bytes per pixel that turning an image takes beside them, or a conversion to another mode, and one that puts white
-behind the image."""
+"""More bytes per pixel for turning an image or converting its mode, and for putting white behind it."""
 ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
 """Lock replacement for a process that decodes alone."""
 Sizes = npt.NDArray[np.float32]
-"""Height and width of the original image, top and left of the crop after it was scaled, and height and width of the
-crop, in pixels: float32 (6,), in the order of SDXL's ``add_time_ids``."""
+"""Pixels, float32 (6,), in the order of SDXL's ``add_time_ids``: height and width of the original image, top and left
+of the crop in the scaled image, height and width of the crop."""
 MODES = {1: "L", 3: "RGB"}
 """Mode of decoded images, by channels."""
 SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations of images whose height is the width of the file."""
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
+UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 """Operation that turns an image upright, by EXIF orientation."""
 
 
 def decoded(
     source: Source, i: int, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
 ) -> tuple[Pixels, Sizes]:
-    """Return image ``i`` of a source as uint8 (height, width, ``channels``), of ``size`` (height, width), and
-    its sizes.
+    """Return image ``i`` of a source as uint8 (height, width, ``channels``) of ``size``, and its sizes.
 
     ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
 
@@ -66,8 +79,7 @@ def decoded(
 
 
 def decode(content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
-    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``)
-    of ``size`` (height, width).
+    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 (height, width, ``channels``) of ``size``.
 
     Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
     raise any exception of a decoder.
@@ -76,9 +88,7 @@ def decode(content: bytes | Pixels, size: Size, channels: int, big: AbstractCont
 
 
 def upright_size(content: bytes | Pixels) -> Size:
-    """Return height and width of an image as it is shown, from its header, without decoding it; may raise any exception
-    of a decoder.
-    """
+    """Return height and width of an upright image from its header alone; may raise any exception of a decoder."""
     if not isinstance(content, bytes):
         return content.shape[0], content.shape[1]
     with Image.open(io.BytesIO(content), formats=formats()) as image:
@@ -89,7 +99,7 @@ def upright_size(content: bytes | Pixels) -> Size:
 def decode_with_sizes(
     content: bytes | Pixels, size: Size, channels: int, big: AbstractContextManager[Any] = ALONE
 ) -> tuple[Pixels, Sizes]:
-    """Return what :func:`decode` does, and the sizes of the upright image and of its crop."""
+    """Decode as :func:`decode`, and return the sizes of the upright image and of its crop too."""
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
         with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1], big):
@@ -169,3 +179,110 @@ def _coloured(image: Image.Image, mode: str) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image if image.mode == mode else image.convert(mode)
+
+
+class Decoding:
+    """Decoding of a source's images to pixels of a shape (C, H, W)."""
+
+    def __init__(self, source: Source, shape: tuple[int, int, int], captions: npt.NDArray[np.int32] | None) -> None:
+        self.source, self.shape = source, shape
+        self.captions = captions
+        """Numbers of each image's captions, (N, most captions)."""
+        self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(shape)))
+        self.big: AbstractContextManager[object] = ALONE
+        """Context in which a big image is decoded, by one process at a time."""
+
+    def parts(self, numbers: range) -> Iterator[range]:
+        """Yield the parts of a range of images that are decoded together."""
+        return (numbers[first : first + self.chunk_images] for first in range(0, len(numbers), self.chunk_images))
+
+    def chunks(self, numbers: range) -> Iterator[Chunk]:
+        """Yield the images of a range of the source in chunks."""
+        return map(self.chunk, self.parts(numbers))
+
+    def chunk(self, numbers: range) -> Chunk:
+        """Decode images, skipping unreadable ones."""
+        images, labels, skipped = list[bytes](), list[int](), list[tuple[str, str]]()
+        others: dict[str, list[bytes]] = {} if self.captions is None else {SIZES: [], CAPTIONS: []}
+        channels, *size = self.shape
+        for i in numbers:
+            try:
+                pixels, sizes = decoded(self.source, i, (size[0], size[1]), channels, self.big)
+            except UnreadableImage as error:
+                skipped.append((error.name, error.reason))
+                continue
+            images.append(pixels.transpose(2, 0, 1).tobytes())
+            labels.append(int(self.source.labels[i]))
+            if self.captions is not None:
+                others[SIZES].append(sizes.tobytes())
+                others[CAPTIONS].append(self.captions[i].tobytes())
+        return Chunk(images, labels, skipped, others)
+
+
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""Option of Python's helper process that frees semaphores of a killed process: to do so without a word."""
+_decoding: Decoding
+"""Decoding of this worker process."""
+
+
+def _begin(file: str, big: Lock) -> None:
+    """Initialise a worker process, which ends with its parent; ``file`` has the pickled decoding."""
+    global _decoding
+    _decoding = ForkingPickler.loads(Path(file).read_bytes())
+    _decoding.big = big
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _decode(numbers: range) -> Chunk:
+    return _decoding.chunk(numbers)
+
+
+@contextmanager
+def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
+    """Yield a function that decodes images in ``count`` processes, a bounded number of chunks ahead."""
+    context = multiprocessing.get_context("spawn")  # this process may have threads
+    sys.warnoptions.append(QUIET)
+    # A file in memory, since more than a pipe holds would be waited for even if the process has died at its start.
+    with (
+        os.fdopen(os.memfd_create("ddpm-ds-decoding"), "wb") as memory,
+        ProcessPoolExecutor(
+            count, context, _begin, (f"/proc/{os.getpid()}/fd/{memory.fileno()}", context.Lock())
+        ) as pool,
+    ):
+        memory.write(ForkingPickler.dumps(decoding))
+        memory.flush()
+
+        def chunks(numbers: range) -> Iterator[Chunk]:
+            ahead: deque[Future[Chunk]] = deque()
+            for part in decoding.parts(numbers):
+                # Processes that this starts leave Ctrl-C to their parent, with which they end.
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    ahead.append(pool.submit(_decode, part))
+                except OSError as error:  # of a pipe that a broken pool has closed
+                    raise BrokenProcessPool from error
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                if len(ahead) > 2 * count:
+                    yield ahead.popleft().result()
+            yield from (future.result() for future in ahead)
+
+        try:
+            yield chunks
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that decoded images was ended, often for memory; finished files are kept: start again"
+            ) from error
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)

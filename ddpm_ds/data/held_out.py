@@ -1,4 +1,4 @@
-"""A run's images: those that are trained on, and those that are held out, of the same source or of one of their own.
+"""Training images and held-out images of a run, of one source or of two.
 
 ::
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 def held_out_of(data: DataSpec) -> DataSpec | None:
     """Return the spec of the source of held-out images; None if these are among the others.
 
-    It normalises nothing: that is done by the statistics of the training images.
+    It normalises nothing: the statistics of the training images do.
     """
     if data.held_out_path is None:
         return None
@@ -54,7 +54,7 @@ def prepare_all(
     """Return the caches of the training images and of those held out, which may be one, making what is missing.
 
     A held-out source is prepared first: it is the smaller one, and its faults are found before hours of preparation.
-    Held-out images of aspect are in the buckets of those that are trained on. ``learned`` are the checksums of the
+    Held-out images of aspect are in the buckets of the training images. ``learned`` are the checksums of the
     images of a checkpoint; the rest is passed to :func:`ddpm_ds.data.prepare.prepare`, whose errors are also raised.
 
     Raises:
@@ -65,10 +65,10 @@ def prepare_all(
         store = prepare(data, progress, learned=trained_on, group=group, **how)
         return store, store
     sizes = sizes_trained(data, group, progress)
-    apart = prepare_held_out(data, progress, learned=held_out or None, sizes=sizes, **how)
+    other = prepare_held_out(data, progress, learned=held_out or None, sizes=sizes, **how)
     store = prepare(data, progress, learned=trained_on, sizes=sizes, **how)
-    _check_alike(data, store, apart)
-    return store, apart.with_statistics(store.meta.statistics)
+    _check_alike(data, store, other)
+    return store, other.with_statistics(store.meta.statistics)
 
 
 def sizes_trained(data: DataSpec, group: int, progress: bool = False) -> list[Size] | None:
@@ -98,37 +98,35 @@ def prepare_held_out(data: DataSpec, progress: bool = False, **how: Any) -> Data
     try:
         return prepare(source, progress, **how)
     except (DataError, SpecError) as error:
-        said = str(error).replace("data.path", "data.held_out_path")
+        message = str(error).replace("data.path", "data.held_out_path")
         if data.condition is not None and data.condition.held_out_path is not None:
-            said = said.replace("data.condition.path", "data.condition.held_out_path")
+            message = message.replace("data.condition.path", "data.condition.held_out_path")
         of_both = r"--set data\.\S*(image_size|channels|vector_size)=\S+"
-        said = re.sub(of_both, r"\g<0> if data.path has that too, or name another", said)
-        raise type(error)(said) from error
+        message = re.sub(of_both, r"\g<0> if data.path has that too, or name another", message)
+        raise type(error)(message) from error
 
 
-def parts(data: DataSpec, store: DatasetCache, apart: DatasetCache) -> tuple[Part, Part]:
-    """Return the images that are trained on and those that are held out, of the caches of both.
+def parts(data: DataSpec, store: DatasetCache, other: DatasetCache) -> tuple[Part, Part]:
+    """Return the training images and the held-out images, of the caches of both.
 
     Raises:
-        SpecError: no image would be left to train on, or fewer are there than are to be held out.
+        SpecError: no image would be left to train on, or fewer exist than are to be held out.
     """
     if data.held_out_path is None:
         among, held_out = _split(store, data)
         return Part(store, among), Part(store, held_out)
-    count, asked = sum(apart.counts), data.held_out_images
+    count, asked = sum(other.counts), data.held_out_images
     if asked > count:
         raise SpecError(
             f"data.held_out_images = {asked:,}, but data.held_out_path = {data.held_out_path} has {count:,} images; "
             "--set data.held_out_images=0 takes all"
         )
-    positions = _split(apart, data)[1] if 0 < asked < count else np.arange(count)
-    return Part(store, np.arange(sum(store.counts))), Part(apart, positions)
+    positions = _split(other, data)[1] if 0 < asked < count else np.arange(count)
+    return Part(store, np.arange(sum(store.counts))), Part(other, positions)
 
 
 def _split(store: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
-    """Split all images of a cache into those that are trained on and those held out, which are a share of each bucket
-    of aspect.
-    """
+    """Split the images of a cache into training and held-out images, the same share of each bucket of aspect."""
     pairs, start = [], 0
     for count, share in zip(store.counts, shares_of(store.counts, data.held_out_images), strict=True):
         pairs.append([start + each for each in split(count, share, data.held_out)])
@@ -137,9 +135,9 @@ def _split(store: DatasetCache, data: DataSpec) -> tuple[Indices, Indices]:
     return among, held_out
 
 
-def checksums_of(store: DatasetCache, apart: DatasetCache) -> dict[str, str]:
+def checksums_of(store: DatasetCache, other: DatasetCache) -> dict[str, str]:
     """Return the checksums that a run keeps of its images."""
-    others = {} if apart is store else apart.meta.sha256
+    others = {} if other is store else other.meta.sha256
     return {**store.meta.sha256, **{f"{HELD_OUT}{name}": value for name, value in others.items()}}
 
 
@@ -149,27 +147,27 @@ def told_apart(checksums: Mapping[str, str]) -> tuple[dict[str, str], dict[str, 
     return {name: value for name, value in checksums.items() if not name.startswith(HELD_OUT)}, held_out
 
 
-def _check_alike(data: DataSpec, store: DatasetCache, apart: DatasetCache) -> None:
-    """Refuse held-out images that the U-Net of the others does not fit, or that are the others."""
+def _check_alike(data: DataSpec, store: DatasetCache, other: DatasetCache) -> None:
+    """Refuse held-out images that differ in shape from the training images, or are the same."""
     given = f"data.held_out_path = {data.held_out_path}"
     for name in {IMAGES, *store.meta.fields} - {CAPTIONS}:  # there may be more captions of an image
         if name == IMAGES and data.buckets is not None:
             continue  # the first bucket may be of another size
-        ours, theirs = store.meta.field(name), apart.meta.field(name)
+        ours, theirs = store.meta.field(name), other.meta.field(name)
         if ours.model_copy(update={"offset": theirs.offset}) != theirs:
             raise DataError(
-                f"{given}: {name} is {_said(theirs)} for each image, and {_said(ours)} of data.path = {data.path}; "
+                f"{given}: {name} is {_shown(theirs)} for each image, and {_shown(ours)} of data.path = {data.path}; "
                 "give both the same"
             )
-    if store.meta.sha256.get(CONSTANTS) != apart.meta.sha256.get(CONSTANTS):
+    if store.meta.sha256.get(CONSTANTS) != other.meta.sha256.get(CONSTANTS):
         raise DataError(
             f"{given} has other data.condition.constants than data.path = {data.path}, and those are the same for all "
             "images; give both the same"
         )
-    if store.key == apart.key:
+    if store.key == other.key:
         raise DataError(f"{given} has the images of data.path = {data.path}, which are trained on; name others")
 
 
-def _said(stored: StoredField) -> str:
+def _shown(stored: StoredField) -> str:
     names = f" ({', '.join(stored.channels)})" if stored.channels else ""
     return f"{'x'.join(map(str, stored.shape))} {stored.values}{names}"

@@ -35,7 +35,7 @@ def from_hub(
 ) -> Opened:
     """Return what ``opened`` makes of a repository's folder, which holds the files that fit the patterns ``files``.
 
-    What is in the cache will do unless the ``newest`` version is asked for. While ``opened`` raises UserError, more is
+    Cached files will do unless the ``newest`` version is asked for. While ``opened`` raises UserError, more is
     downloaded: first weights in full precision, then those in fp16.
 
     Args:

@@ -1,18 +1,16 @@
 """Conditions in a file or folder of a user, for which images are drawn, read as the sources of a run read theirs."""
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from ddpm_ds.config.spec import ConditionSpec, DataSpec
-from ddpm_ds.data.cache import IMAGES, FieldFacts, StoredField
-from ddpm_ds.data.decoding import decode
+from ddpm_ds.data.cache import IMAGES, FieldFacts
+from ddpm_ds.data.decoding import decode, upright_size
 from ddpm_ds.data.fields import CONDITION, VECTOR, joined
 from ddpm_ds.data.prepare import looks_of
 from ddpm_ds.data.sources import FIELD_OPENERS, open_source
@@ -45,11 +43,10 @@ SOURCES = {
 """Sources by the suffix of a path; another one is of the run's own source, or a folder of pictures."""
 
 
-class Reading:
+class Reading(NamedTuple):
     """A field that is read by a function of positions (n,)."""
 
-    def __init__(self, read: Callable[[Indices], Values]) -> None:
-        self.read = read
+    read: Callable[[Indices], Values]
 
 
 @dataclass(frozen=True)
@@ -60,13 +57,13 @@ class GivenInputs:
     key: str
     """Changes whenever the files do."""
     fields: Mapping[str, Reading]
-    """Fields of which conditions are made."""
+    """Fields that conditions are made of."""
     truths: Callable[[Indices], Values | None]
     """Function that returns the true images (n, C, H, W) at positions (n,), None if they are not known."""
 
 
 def open_inputs(data: DataSpec, facts: FieldFacts | None, path: Path) -> GivenInputs:
-    """Open what images of a run on ``data`` are to be drawn for; ``facts`` are those of its fields.
+    """Open conditions for samples of a run on ``data``; ``facts`` are those of its fields.
 
     Raises:
         DataError: it can't be read, or is of another size, number or kind than the run learned.
@@ -112,43 +109,43 @@ def _named(arrays: Arrays, key: str, names: tuple[str, ...], usual: tuple[str, .
 
 
 def _reader(arrays: Arrays, variables: list[Variable], name: str, facts: FieldFacts, data: DataSpec) -> Reading:
-    """Return what reads a field from its arrays, which must be as the run learned them."""
+    """Return the reader of a field from its arrays, which must be as the run learned them."""
     stored = facts.fields[name]
     channels = sum(variable.channels for variable in variables)
     shapes = {(channels, *variable.shape[2 if len(variable.shape) in (2, 4) else 1 :]) for variable in variables}
-    said = ", ".join(variable.name for variable in variables)
+    names = ", ".join(variable.name for variable in variables)
     if shapes != {stored.shape}:
         there, learned = ("x".join(map(str, shape)) for shape in (sorted(shapes)[0], stored.shape))
-        raise DataError(f"{OPTION} {arrays.path}: {said} is {there} for each image, and the run learned {learned}")
+        raise DataError(f"{OPTION} {arrays.path}: {names} is {there} for each image, and the run learned {learned}")
     for variable in variables:
-        kinds = "u" if stored.values == "uint8" else "fiub"
-        if variable.dtype.kind not in kinds:
-            reason = f"holds {variable.dtype}, and the run learned {stored.values}"
+        if variable.dtype.kind not in ("u" if stored.values == "uint8" else "fiub"):
+            reason = f"has {variable.dtype}, and the run learned {stored.values}"
             raise DataError(f"{OPTION} {arrays.path}: {variable.name} {reason}")
     rows = [Rows(variable, MOST_BYTES // len(variables)) for variable in variables]
     means = facts.statistics[name].mean if data.mask == "nan" and name in facts.statistics else None
 
+    def read_one(i: int) -> Values:
+        try:
+            return stored.read(joined(stored, rows, i))
+        except BROKEN as error:
+            raise DataError(
+                f"{OPTION} {arrays.path}: {names} can't be read at input {i} ({one_line(error)})"
+            ) from error
+
     def read(positions: Indices) -> Values:
-        found = np.stack([_row(arrays, stored, rows, said, i) for i in positions.tolist()])
+        found = np.stack([read_one(i) for i in positions.tolist()])
         if means is not None:
             found = np.where(np.isnan(found), np.array(means, found.dtype)[:, None, None], found)
         if not np.isfinite(found).all():
             image = positions[int(np.isfinite(found).reshape(len(found), -1).all(axis=1).argmin())]
-            raise DataError(f"{OPTION} {arrays.path}: {said} is not finite in input {image}; replace such values")
+            raise DataError(f"{OPTION} {arrays.path}: {names} is not finite in input {image}; replace such values")
         return found
 
     return Reading(read)
 
 
-def _row(arrays: Arrays, stored: StoredField, rows: list[Rows], said: str, i: int) -> Values:
-    try:
-        return stored.read(joined(stored, rows, i))
-    except BROKEN as error:
-        raise DataError(f"{OPTION} {arrays.path}: {said} can't be read at input {i} ({one_line(error)})") from error
-
-
 def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
-    """Open pictures of which conditions are made: whole ones or, to be enlarged, small ones."""
+    """Open pictures that conditions are made of: whole ones or, to be enlarged, small ones."""
     condition = data.condition or ConditionSpec()
     factor = condition.factor if condition.kind == "reduced" else 1
     small = (data.size[0] // factor, data.size[1] // factor)
@@ -158,8 +155,7 @@ def _pictures(data: DataSpec, path: Path, key: str) -> GivenInputs:
         """Return pixels (C, H, W) and whether they are the true image."""
         try:
             content = source.read(i)
-            size = _size_of(content)
-            if factor > 1 and size == small:
+            if factor > 1 and upright_size(content) == small:
                 pixels = decode(content, small, data.channels).transpose(2, 0, 1)
                 return pixels.repeat(factor, axis=1).repeat(factor, axis=2), False  # reduced to the small one again
             pixels = decode(content, data.size, data.channels).transpose(2, 0, 1)
@@ -194,18 +190,8 @@ def _source(data: DataSpec, path: Path) -> Source:
         raise DataError(str(error).replace("data.path =", OPTION, 1)) from None
 
 
-def _size_of(content: bytes | Values) -> tuple[int, int]:
-    """Return height and width of an image file or of pixels (H, W) or (H, W, C)."""
-    if not isinstance(content, bytes):
-        return content.shape[0], content.shape[1]
-    with Image.open(io.BytesIO(content)) as image:
-        return image.height, image.width
-
-
 def _holes(data: DataSpec, path: Path, count: int) -> Callable[[Indices], Values] | None:
-    """Return what reads the array ``mask`` beside images in a ``.npz``, (H, W) or (N, H, W), 1 where pixels are cut
-    out; None if there is none.
-    """
+    """Return the reader of ``mask`` in a ``.npz``, (H, W) or (N, H, W), 1 where pixels are cut out, if there is one."""
     if path.suffix.lower() != ".npz":
         return None
     arrays = open_at(OPTION, path, data, FIELD_OPENERS["arrays"])

@@ -62,7 +62,7 @@ Latents: TypeAlias = "npt.NDArray[np.float16]"
 
 
 class _Config(BaseModel):
-    """Content of ``config.json``, with the defaults of diffusers; what is Any decides the layers alone."""
+    """Content of ``config.json``, with the defaults of diffusers; keys of type Any decide the layers alone."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
@@ -134,11 +134,10 @@ class Autoencoder:
             raise _unusable(name, f"{CONFIG} is of another kind ({key}{value}: {fault['msg']})") from None
         except (ValueError, AttributeError) as error:
             raise _unusable(name, f"{CONFIG} is damaged ({error})") from None
-        followed = f"{json.dumps(decisive, sort_keys=True)} {weights}"
         return cls(
             str(name),
             folder,
-            hashlib.sha256(followed.encode()).hexdigest(),
+            hashlib.sha256(f"{json.dumps(decisive, sort_keys=True)} {weights}".encode()).hexdigest(),
             channels=config.latent_channels,
             factor=2 ** (len(config.block_out_channels) - 1),
             scale=config.scaling_factor,
@@ -171,8 +170,8 @@ class Autoencoder:
         (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
     def unshifted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1): encoded means are
-        less by it, and what is decoded more.
+        """Return its weights with the shift in the convolutions around the latents, (out, in, 1, 1), which subtract it
+        after encoding and add it before decoding.
         """
         import torch
 
@@ -209,7 +208,7 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
         )
     if max(data.size) * found.factor > MOST_SIDE:
         raise DataError(
-            f"data.image_size = {written(data.size)} is of latents, each made of {found.factor}x{found.factor} pixels "
+            f"data.image_size = {written(data.size)} counts latents, each made of {found.factor}x{found.factor} pixels "
             f"by data.autoencoder = {found.name}, and {MOST_SIDE:,} pixels are the most; use "
             f"{MOST_SIDE // found.factor} or less"
         )
@@ -242,8 +241,7 @@ def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]
 def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
     """Return the checksums of the pixels behind images with these checksums, which may be pixels or latents."""
     of_pixels = {name.removeprefix(PIXELS): value for name, value in checksums.items() if name.startswith(PIXELS)}
-    others = (TEXTS, BUCKETS)
-    return of_pixels or {name: value for name, value in checksums.items() if not name.startswith(others)}
+    return of_pixels or {name: value for name, value in checksums.items() if not name.startswith((TEXTS, BUCKETS))}
 
 
 def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
@@ -314,31 +312,31 @@ class Coder:
         return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
 
     def _mapped(self, work: Callable[[Any, Tensor], Tensor], images: Tensor, pixels: int) -> Tensor:
-        """Apply ``work`` to images, each of so many ``pixels``; return float32 and move the model off the device."""
+        """Apply ``work`` to images, each of so many ``pixels``; return float32 and move the model off the device.
+
+        Falls back from fp16 to fp32 and from the device to the CPU.
+        """
         import torch
 
+        done: list[Tensor] = []
+        parts = images.split(max(1, PIXELS_AT_ONCE // pixels))
         with torch.inference_mode():
-            parts = images.split(max(1, PIXELS_AT_ONCE // pixels))
-            done = [self._worked(work, part).to(images.device) for part in parts]
+            while len(done) < len(parts):
+                try:
+                    part = parts[len(done)].to(self._device, self._dtype)
+                    found = work(self.model.to(self._device, self._dtype), part).float()
+                except torch.OutOfMemoryError:
+                    if self._device.type == "cpu":
+                        raise
+                    self._device = torch.device("cpu")
+                else:
+                    if self._dtype is torch.float32 or found.isfinite().all():
+                        done.append(found.to(images.device))
+                        continue
+                self._dtype = torch.float32
+                del self.model  # its weights may be rounded, so it must be loaded again
         self.model.cpu()
         return torch.cat(done)
-
-    def _worked(self, work: Callable[[Any, Tensor], Tensor], part: Tensor) -> Tensor:
-        """Apply ``work`` to some images, falling back from fp16 to fp32 and from the device to the CPU."""
-        import torch
-
-        while True:
-            try:
-                done = work(self.model.to(self._device, self._dtype), part.to(self._device, self._dtype)).float()
-            except torch.OutOfMemoryError:
-                if self._device.type == "cpu":
-                    raise
-                self._device = torch.device("cpu")
-            else:
-                if self._dtype is torch.float32 or done.isfinite().all():
-                    return done
-            self._dtype = torch.float32
-            del self.model  # its weights may be rounded, so it must be loaded again
 
 
 def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:

@@ -31,20 +31,17 @@ from torch.utils.data import DataLoader, Dataset
 from ddpm_ds import keyed
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import HeldOut
-from ddpm_ds.data.cache import IMAGES, ByPosition, CaptionText, DatasetCache, Images, Indices
+from ddpm_ds.data.cache import IMAGES, ByPosition, DatasetCache, Indices
 from ddpm_ds.data.order import BucketOrder, Order
 from ddpm_ds.errors import HostError, SpecError
 from ddpm_ds.keyed import Stream
 
 MOST_RANGES = 10
-"""Maximum ranges of neighbouring images that are held out; only those at the ends of a range resemble images that are
-trained on."""
-
-
+"""Maximum ranges of neighbouring images that are held out; only the ends of a range resemble images to train on."""
 SHARED_MEMORY = "/dev/shm"
-"""Folder in memory through which worker processes hand over what they have read."""
+"""Folder in memory through which worker processes hand over reads."""
 UNSENT = os.EX_IOERR
-"""Exit code of a worker process that could not hand over what it has read."""
+"""Exit code of a worker process that could not hand over a read."""
 READ_BYTES, READ_IMAGES = 2**22, 512
 """Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a millisecond,
 or of some milliseconds in another process."""
@@ -65,7 +62,7 @@ class MicroBatch(NamedTuple):
     sizes: Tensor | None = None  # (n, 6) float32, sizes of the original image and of its crop
 
     def each(self, work: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return a micro-batch of what ``work`` makes of each tensor that is there."""
+        """Return a micro-batch with ``work`` applied to each tensor."""
         others = (None if part is None else work(part) for part in self[3:])
         return MicroBatch(work(self.images), work(self.labels), work(self.index), *others)
 
@@ -94,7 +91,7 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    Of the cache's ``fields`` only those that are named are read; others are None, or images (n, 0). ``among`` are the
+    Only the named ``fields`` of the cache are read; others are None, or images (n, 0). ``among`` are the
     rising positions in the cache that are trained on (None: all). Of a cache with buckets of aspect, ``group`` images
     that follow each other are of one bucket. ``workers`` processes read ahead, or two threads of this process if 0. A
     worker's error or death is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if
@@ -133,7 +130,7 @@ def _from_workers(data: _Reads, workers: int, pin_memory: bool) -> Callable[[int
         data,
         batch_size=None,
         sampler=itertools.count(),
-        collate_fn=_as_it_is,
+        collate_fn=tuple,
         num_workers=workers,
         worker_init_fn=_begin_worker,
         pin_memory=pin_memory,
@@ -152,7 +149,7 @@ def failures_said() -> Iterator[None]:
     """Turn the failure of a worker process, which PyTorch raises anywhere in the main thread, into a line.
 
     Raises:
-        HostError: the worker could not hand over what it has read.
+        HostError: the worker could not hand over a read.
         MemoryError: the worker was killed.
     """
     try:
@@ -175,10 +172,9 @@ def _no_room() -> HostError:
 
 
 class Memory:
-    """Memory of arrays that nobody holds any more, for later ones of the same size.
+    """Pool of freed host arrays, by size, as PyTorch has one of pinned memory.
 
-    The system clears memory before it gives it to a process, which takes as long as copying an image into it. PyTorch
-    does the same for pinned memory.
+    The system clears memory before it gives it to a process, which takes as long as copying an image into it.
     """
 
     def __init__(self) -> None:
@@ -192,9 +188,9 @@ class Memory:
             memory = free.pop()
         except IndexError:
             memory = np.empty(size, np.uint8)  # numpy asks for huge pages, torch does not
-        held = np.asarray(memory.data)  # by way of a memoryview, so that a view of a view holds this, not the memory
-        weakref.finalize(held, free.append, memory).atexit = False
-        return held.view(dtype).reshape(shape)
+        array = np.asarray(memory.data)  # by way of a memoryview, so that a view of a view refers to this array
+        weakref.finalize(array, free.append, memory).atexit = False
+        return array.view(dtype).reshape(shape)
 
 
 _Read = tuple[Any, ...]
@@ -206,7 +202,7 @@ process takes milliseconds."""
 class _Reads(Dataset[_Read]):
     """Reads of one replica, by number; each read has several micro-batches.
 
-    The ends of batches don't matter here, since a batch is a whole number of turns of the replicas.
+    Batches divide evenly into turns of the replicas, so their ends don't matter here.
     """
 
     cache: DatasetCache
@@ -246,20 +242,13 @@ class _Reads(Dataset[_Read]):
 
     def _read(self, field: ByPosition, positions: Indices, draws: Indices | None) -> Tensor:
         """Return a field of the images at ``positions``, with a random whole number of each in ``draws``."""
-
-        def read_into(out: Images) -> None:
-            if isinstance(field, CaptionText):
-                field.read(positions, out, draws)
-            else:
-                field.read(positions, out)
-
         shape = (len(positions), *field.shape[1:])
-        if not self.pin_memory:
-            read_into(values := self.memory.array(shape, field.dtype))
-            return torch.from_numpy(values)
-        dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
-        found = torch.empty(shape, dtype=dtype, pin_memory=True)
-        read_into(found.numpy())
+        if self.pin_memory:
+            dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
+            found = torch.empty(shape, dtype=dtype, pin_memory=True)
+        else:
+            found = torch.from_numpy(self.memory.array(shape, field.dtype))
+        field.read(positions, found.numpy(), draws)
         return found
 
 
@@ -296,17 +285,14 @@ def _begin_worker(_: int) -> None:
     queue._on_queue_feeder_error = staticmethod(lambda error, read: os._exit(UNSENT))
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_wait_for_the_signal_of, args=(parent.pid,), daemon=True).start()
+    pid = parent.pid
 
+    def end_by_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
+            pass
+        os._exit(0)
 
-def _wait_for_the_signal_of(process: int | None) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
-        pass
-    os._exit(0)
-
-
-def _as_it_is(read: Any) -> Any:
-    return read
+    threading.Thread(target=end_by_parent, daemon=True).start()
 
 
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:

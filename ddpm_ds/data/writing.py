@@ -9,6 +9,7 @@ complete or does not exist.
 from __future__ import annotations
 
 import glob
+import io
 import math
 import os
 import shutil
@@ -23,6 +24,7 @@ from uuid import uuid4
 
 import filelock
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
@@ -86,18 +88,18 @@ class Chunk(NamedTuple):
     """Consecutive images of the source."""
 
     images: Sequence[bytes | memoryview]
-    """What to write for each image: pixels, latents or fields (C, H, W)."""
+    """Stored values of each image: pixels, latents or fields (C, H, W)."""
     labels: list[int]
     skipped: list[tuple[str, str]]
     others: Mapping[str, Sequence[bytes | memoryview]] = {}
-    """What to write for each image in other fields."""
+    """Stored values of each image in other fields."""
     moments: Mapping[str, Moments] = {}
     """Moments of fields, of all images in the chunk."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a cache says of its images beside their values."""
+    """Facts about the images of a cache, beside their values."""
 
     classes: tuple[str, ...]
     made_of: Mapping[str, str] = field(default_factory=dict)
@@ -116,23 +118,13 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 """Function that yields the images of a range of the source in order, listing unreadable ones as skipped."""
 
 
-@contextmanager
-def locked(path: Path, name: str = "list", wait: bool = True) -> Iterator[bool]:
-    """Hold lock ``name`` of the cache at ``path`` among the processes of this host; without ``wait``, yield False if
-    another has it. Locks are in the host's own folder for temporary files, since not all shared file systems have some.
+def lock_of(path: Path, name: str = "list") -> filelock.FileLock:
+    """Return lock ``name`` of the cache at ``path`` among the processes of this host, in its own folder for temporary
+    files, since not all shared file systems have locks.
     """
     file = _lock_file(path, name)
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    lock = filelock.FileLock(file)
-    try:
-        lock.acquire(timeout=-1 if wait else 0)
-    except filelock.Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+    return filelock.FileLock(file)
 
 
 def _lock_file(path: Path, name: str) -> Path:
@@ -153,7 +145,15 @@ def write_cache(
     """
     if path.exists():
         return
-    folder = _begun(path, plan)
+    folder = path.with_name(f".{path.name}.{sha256(repr(plan).encode()).hexdigest()[:8]}.preparing")
+    needed, free = plan.images * plan.image_bytes, shutil.disk_usage(path.parent).free
+    if needed > free and not folder.exists():
+        raise DataError(
+            f"data.store_root = {path.parent} has {gib(free)} free, and the "
+            f"{'texts' if plan.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
+            "choose another folder with --set data.store_root=FOLDER"
+        )
+    folder.mkdir(exist_ok=True)
     try:
         with tqdm(total=plan.images, desc=f"preparing {path.name}", disable=not progress) as bar:
             records = _Shards(path, folder, plan, chunks, spec.max_bad_fraction, bar).write()
@@ -169,34 +169,11 @@ def write_cache(
         shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
     sync(path.parent)
-    tidy(path)
-
-
-def tidy(path: Path) -> None:
-    """Remove what the preparation of a finished cache needed, or what processes that were killed have left of it."""
     locks = _lock_file(path, "[0-9]*")
     for left in (*path.glob(_record_name("*")), *path.glob(".????????"), *locks.parent.glob(locks.name)):
         left.unlink(missing_ok=True)
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _begun(path: Path, plan: CachePlan) -> Path:
-    """Return the folder, named after the plan, in which the cache at ``path`` is written, creating it if needed.
-
-    Raises:
-        DataError: the disk has too little space.
-    """
-    folder = path.with_name(f".{path.name}.{sha256(repr(plan).encode()).hexdigest()[:8]}.preparing")
-    needed, free = plan.images * plan.image_bytes, shutil.disk_usage(path.parent).free
-    if needed > free and not folder.exists():
-        raise DataError(
-            f"data.store_root = {path.parent} has {gib(free)} free, and the "
-            f"{'texts' if plan.kind == 'text' else 'images'} take {gib(needed)}; free some, or "
-            "choose another folder with --set data.store_root=FOLDER"
-        )
-    folder.mkdir(exist_ok=True)
-    return folder
+    for others in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
+        shutil.rmtree(others, ignore_errors=True)
 
 
 def _record_name(number: int | str) -> str:
@@ -204,8 +181,8 @@ def _record_name(number: int | str) -> str:
 
 
 def _in_order(files: int) -> list[int]:
-    """Return the numbers of the files in the order in which this host writes them: its own, then those of the others
-    from the last on, which they come to last.
+    """Return the numbers of the files in this host's order: its own, then the others from the last on, which their
+    hosts come to last.
     """
     rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     hosts = max(1, world // local)
@@ -213,41 +190,33 @@ def _in_order(files: int) -> list[int]:
     return [*own, *sorted(set(range(files)) - {*own}, reverse=True)]
 
 
-@dataclass
 class _Shards:
     """Files of a cache that is being written."""
 
-    path: Path
-    folder: Path
-    plan: CachePlan
-    chunks: Chunks
-    max_bad_fraction: float
-    bar: tqdm[Any]
-    found: set[int] = field(default_factory=set)
-    """Numbers of the files that were there when this process began, and whose content it has not yet compared."""
-
-    def __post_init__(self) -> None:
-        self.found.update(number for number in range(self.plan.shards) if self._record_path(number).exists())
-
-    def _record_path(self, number: int) -> Path:
-        return self.folder / _record_name(number)
+    def __init__(
+        self, path: Path, folder: Path, plan: CachePlan, chunks: Chunks, max_bad_fraction: float, bar: tqdm[Any]
+    ) -> None:
+        self.path, self.folder, self.plan, self.chunks, self.bar = path, folder, plan, chunks, bar
+        self.max_bad_fraction = max_bad_fraction
+        self.found = {number for number in range(plan.shards) if (folder / _record_name(number)).exists()}
+        """Files of an earlier start, whose checksums this process has not compared yet."""
+        self.records: dict[int, Record] = {}
 
     def write(self) -> list[Record]:
         """Write the files that no other process writes, wait for those of this host, and return all records."""
-        records: dict[int, Record] = {}
-        missing, wait = _in_order(self.plan.shards), False
+        missing, seconds = _in_order(self.plan.shards), 0
         while missing:
             for number in missing:
-                with locked(self.path, str(number), wait) as mine:
-                    if mine:
-                        records[number] = self._read_record(number) or self._write_shard(number, _skipped(records))
-            missing, wait = [number for number in missing if number not in records], True
-        self._check_skipped(_skipped(records))  # of all processes
+                with suppress(filelock.Timeout), lock_of(self.path, str(number)).acquire(timeout=seconds):
+                    self.records[number] = self._read_record(number) or self._write_shard(number)
+            missing, seconds = [number for number in missing if number not in self.records], -1  # as long as it takes
+        self._check_skipped()  # of all processes
         self.bar.update(self.plan.images - self.bar.n)
-        return [records[number] for number in range(self.plan.shards)]
+        return [self.records[number] for number in range(self.plan.shards)]
 
-    def _check_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
-        """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows."""
+    def _check_skipped(self, now: Sequence[tuple[str, str]] = ()) -> None:
+        """Raise DataError if more images are unreadable than ``data.max_bad_fraction`` allows, ``now`` among them."""
+        skipped = [image for number in sorted(self.records) for image in self.records[number].skipped] + [*now]
         if len(skipped) > self.max_bad_fraction * self.plan.images:
             name, reason = skipped[0]
             raise DataError(
@@ -256,19 +225,18 @@ class _Shards:
             )
 
     def _read_record(self, number: int) -> Record | None:
-        """Return the record of a file; None if there is none, or if one of an earlier start or its file is damaged."""
+        """Return the record of a file; None without one, or if that of an earlier start or its file is damaged."""
         with suppress(OSError, ValueError):
-            record = Record.model_validate_json(read_bytes(self._record_path(number), MOST_RECORD_BYTES))
+            record = Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
             whole = len(record.labels) + len(record.skipped) == len(self.plan.images_of(number))
-            if number in self.found:
-                names = {name: self.folder / cache.shard_name(number, name) for name in record.sha256}
-                whole = whole and all(sha256_of(names[name]) == found for name, found in record.sha256.items())
+            for name, checksum in record.sha256.items() if number in self.found else ():
+                whole = whole and sha256_of(self.folder / cache.shard_name(number, name)) == checksum
             self.found.discard(number)
             return record if whole else None
         return None
 
-    def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
-        """Write one file of each field and their record; ``skipped_before`` are the unreadable images of other files.
+    def _write_shard(self, number: int) -> Record:
+        """Write one file of each field and their record.
 
         Headers are padded, so that the count of images can be changed in the end.
         """
@@ -287,7 +255,8 @@ class _Shards:
                 labels += chunk.labels
                 skipped += chunk.skipped
                 bar.update(len(chunk.images) + len(chunk.skipped))
-                self._check_skipped([*skipped_before, *skipped])
+                if chunk.skipped:
+                    self._check_skipped(skipped)
                 del chunk  # an image may take 200 MB, and the next is about to be read
             self._write_headers(files, len(labels))
             for file in files.values():
@@ -299,7 +268,7 @@ class _Shards:
             sha256=checksums,
             moments={name: tuple(map(tuple, found.tolist())) for name, found in moments.items()},
         )
-        with _complete(self._record_path(number)) as file:
+        with _complete(self.folder / _record_name(number)) as file:
             file.write(record.model_dump_json().encode())
         return record
 
@@ -309,10 +278,6 @@ class _Shards:
             header = {"descr": stored.dtype.str, "fortran_order": False, "shape": (count, *stored.shape)}
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, header)
-
-
-def _skipped(records: Mapping[int, Record]) -> list[tuple[str, str]]:
-    return [image for number in sorted(records) for image in records[number].skipped]
 
 
 @contextmanager
@@ -332,27 +297,25 @@ def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: Da
     """Write the files of a cache other than its fields."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
-    files: dict[str, cache.Images] = {cache.LABELS: np.array(labels, np.int64)}
-    if facts.constants is not None:
-        files[cache.CONSTANTS] = facts.constants
-    for name, array in files.items():
-        with _complete(folder / name) as file:
-            np.save(file, array)
+    constants = facts.constants
+    contents = {cache.LABELS: _saved(np.array(labels, np.int64))}
+    if constants is not None:
+        contents[cache.CONSTANTS] = _saved(constants)
     if facts.captions is not None:
-        with _complete(folder / cache.CAPTIONS_FILE) as file:
-            file.write(facts.captions)
-    if skipped:
-        report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
-        with _complete(folder / cache.SKIPPED) as file:
-            file.write(report.encode(errors="backslashreplace"))
+        contents[cache.CAPTIONS_FILE] = facts.captions
     checksums = {
         cache.shard_name(number, name): checksum
         for number, record in enumerate(records)
         for name, checksum in record.sha256.items()
     }
-    kept = [*files, *([] if facts.captions is None else [cache.CAPTIONS_FILE])]
-    measured = {name: _moments(records, name) for record in records for name in record.moments}
-    constants = facts.constants
+    checksums |= {name: sha256(content).hexdigest() for name, content in contents.items()}
+    if skipped:
+        report = "".join(f"{one_line(name)}\t{reason}\n" for name, reason in skipped)
+        contents[cache.SKIPPED] = report.encode(errors="backslashreplace")
+    measured = {
+        name: merged(np.array([each.moments[name] for each in records if name in each.moments]))
+        for name in {name: None for record in records for name in record.moments}
+    }
     roundings = {name: measured[key] for name in sorted(plan.fields) if (key := rounding_of(name)) in measured}
     meta = cache.CacheMeta(
         format=cache.FORMAT,
@@ -362,7 +325,7 @@ def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: Da
         shape=plan.shape,
         classes=facts.classes,
         skipped=len(skipped),
-        sha256=checksums | {name: sha256_of(folder / name) for name in kept} | dict(facts.made_of),
+        sha256=checksums | dict(facts.made_of),
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
         origin=facts.origin,
@@ -374,14 +337,17 @@ def _describe(folder: Path, plan: CachePlan, records: Sequence[Record], spec: Da
     )
     if plan.fields != {cache.IMAGES: meta.field(cache.IMAGES)}:
         meta = meta.model_copy(update={"fields": dict(plan.fields)})
-    with _complete(folder / cache.META) as file:
-        file.write((meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode())
+    contents[cache.META] = (meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode()
+    for name, content in contents.items():
+        with _complete(folder / name) as file:
+            file.write(content)
     sync(folder)
 
 
-def _moments(records: Sequence[Record], name: str) -> Moments:
-    """Return the moments of a field over all files."""
-    return merged(np.array([record.moments[name] for record in records if name in record.moments]))
+def _saved(array: npt.NDArray[Any]) -> bytes:
+    content = io.BytesIO()
+    np.save(content, array)
+    return content.getvalue()
 
 
 def _shares(values: Moments, errors: Moments) -> Numbers:

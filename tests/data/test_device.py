@@ -24,16 +24,16 @@ def micro_batch(number: int) -> MicroBatch:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of CUDA's streams, in the order in which the host asks; there is no device."""
-    said: list[str] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of CUDA's streams, in the order of the host; there is no device."""
+    calls: list[str] = []
     inside = ["current"]
 
     def stream(name: str) -> Any:
         return SimpleNamespace(
             name=name,
-            record_event=lambda: said[-1].split()[-1],
-            wait_event=lambda event: said.append(f"{name} waits for {event}"),
+            record_event=lambda: calls[-1].split()[-1],
+            wait_event=lambda event: calls.append(f"{name} waits for {event}"),
         )
 
     @contextmanager
@@ -44,7 +44,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def say(words: str, tensor: Tensor) -> None:
         if tensor.dtype == torch.uint8:  # the images; labels and index go with them
-            said.append(f"{words} {int(tensor.flatten()[0])}")
+            calls.append(f"{words} {int(tensor.flatten()[0])}")
 
     def copy(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
         assert device == CUDA and non_blocking
@@ -56,24 +56,24 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(inside[-1]))
     monkeypatch.setattr(Tensor, "to", copy)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: say(f"{stream.name} keeps", tensor))
-    return said
+    return calls
 
 
-def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(said: list[str]) -> None:
+def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(calls: list[str]) -> None:
     def read(count: int) -> Iterator[MicroBatch]:
         for number in range(count):
-            said.append(f"read {number}")
+            calls.append(f"read {number}")
             yield micro_batch(number)
         raise OSError(5, "Input/output error")
 
     given = read(1)
     assert on_device(given, torch.device("cpu")) is given
     batches = on_device(read(3), CUDA)
-    assert said == []
+    assert calls == []
     for number, batch in enumerate(islice(batches, 2)):
-        said.append(f"compute {number}")
+        calls.append(f"compute {number}")
         assert all(torch.equal(found, given) for found, given in zip(batch[:3], micro_batch(number)[:3], strict=True))
-    assert said == [
+    assert calls == [
         "read 0",
         "side copies 0",
         *("read 1", "side copies 1", "current waits for 0", "current keeps 0", "compute 0"),

@@ -16,14 +16,12 @@ from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import CacheMeta, DatasetCache
-from ddpm_ds.data.fields import fields_of
-from ddpm_ds.data.held_out import checksums_of, held_out_of, parts, prepare_all, told_apart
+from ddpm_ds.data.held_out import checksums_of, parts, prepare_all, told_apart
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import DataError, SpecError
 from tests.autoencoders import save_autoencoder
-from tests.data.test_residuals import Halving
 
 SpecOf = Callable[..., DataSpec]
 COUNT, OTHERS = 11, 5
@@ -102,24 +100,24 @@ def test_some_of_the_other_source_are_held_out_if_a_number_is_given(
 
 def test_without_a_source_of_their_own_held_out_images_are_of_the_one_cache(folders_spec: SpecOf) -> None:
     data = folders_spec(held_out_path=None, held_out_images=4)
-    store, apart = prepare_all(data)
-    trained, held_out = parts(data, store, apart)
-    assert apart is store and checksums_of(store, apart) == store.meta.sha256
+    store, other = prepare_all(data)
+    trained, held_out = parts(data, store, other)
+    assert other is store and checksums_of(store, other) == store.meta.sha256
     assert sorted([*trained.positions, *held_out.positions]) == list(range(12)) and len(held_out.positions) == 4
 
 
 def test_statistics_are_those_of_the_training_images_alone(fields_spec: SpecOf) -> None:
     """Masked values are read as their means too, in another process as well; the file keeps its own."""
-    store, apart = prepare_all(fields_spec())
+    store, other = prepare_all(fields_spec())
     known = arrays(COUNT, 280.0)["images"][:, :, 1:].astype(np.float32)
-    for each in (store, apart, pickle.loads(pickle.dumps(apart))):
+    for each in (store, other, pickle.loads(pickle.dumps(other))):
         assert each.meta.statistics["images"].mean[0] == pytest.approx(known.mean(dtype=np.float64), rel=1e-9)
         assert each.meta.statistics == store.meta.statistics
         mean = np.float32(known.mean(dtype=np.float64))
         np.testing.assert_allclose(each.images[:][:, :, 0], mean, rtol=1e-6)
         assert (each.others["condition"][0] == np.float32(store.meta.statistics["condition"].mean[0])).all()
-    assert np.array_equal(apart.images[:][:, :, 1:], arrays(OTHERS, 300.0)["images"][:, :, 1:].astype(np.float32))
-    assert CacheMeta.read(apart.path).statistics["images"].mean[0] == pytest.approx(300.0, abs=2.0)
+    assert np.array_equal(other.images[:][:, :, 1:], arrays(OTHERS, 300.0)["images"][:, :, 1:].astype(np.float32))
+    assert CacheMeta.read(other.path).statistics["images"].mean[0] == pytest.approx(300.0, abs=2.0)
 
 
 def test_held_out_fields_may_be_the_same_everywhere(fields_spec: SpecOf, tmp_path: Path) -> None:
@@ -134,8 +132,8 @@ def test_a_condition_in_a_file_of_its_own_has_another_for_the_held_out_images(
     own = {"path": tmp_path / "coarse.npz", "held_out_path": tmp_path / "coarse_val.npz", "variables": ["coarse"]}
     for name, count in (("coarse.npz", COUNT), ("coarse_val.npz", OTHERS)):
         np.savez(tmp_path / name, coarse=np.linspace(count, count + 1.0, count * 6).reshape(count, 1, 2, 3))
-    store, apart = prepare_all(fields_spec(own))
-    assert store.others["condition"][:].min() == COUNT and apart.others["condition"][:].min() == OTHERS
+    store, other = prepare_all(fields_spec(own))
+    assert store.others["condition"][:].min() == COUNT and other.others["condition"][:].min() == OTHERS
     (tmp_path / "coarse_val.npz").rename(tmp_path / "gone.npz")
     with pytest.raises(DataError, match=r"^data.condition.held_out_path = \S+coarse_val.npz does not exist"):
         prepare_all(fields_spec(own, store_root=tmp_path / "anew"))
@@ -143,30 +141,15 @@ def test_a_condition_in_a_file_of_its_own_has_another_for_the_held_out_images(
 
 
 def test_checksums_of_both_are_kept_and_told_apart(folders_spec: SpecOf) -> None:
-    store, apart = prepare_all(folders_spec())
-    assert told_apart(checksums_of(store, apart)) == (store.meta.sha256, apart.meta.sha256)
+    store, other = prepare_all(folders_spec())
+    assert told_apart(checksums_of(store, other)) == (store.meta.sha256, other.meta.sha256)
     shutil.rmtree(folders_spec().held_out_path or "")
     (path := folders_spec().held_out_path or Path()).mkdir()
     Image.new("RGB", (8, 8)).save(path / "another.png")
     with pytest.raises(DataError, match=r"^data.held_out_path = \S+val has other images than"):
         prepare_all(folders_spec())
-    again = prepare_all(folders_spec(), learned=checksums_of(store, apart))
-    assert [each.path for each in again] == [store.path, apart.path], "a checkpoint's images are those of its start"
-
-
-def test_residuals_of_both_are_made_by_one_regression(fields_spec: SpecOf, tmp_path: Path) -> None:
-    data = fields_spec(residual_of=tmp_path / "run")
-    regression = Halving()
-    store, apart = prepare_all(data, regression=regression)
-    assert sorted(regression.seen) == sorted([*range(COUNT), *range(OTHERS)])
-    source = held_out_of(data)
-    assert source is not None
-    fields = prepare(fields_of(source))
-    expected = fields.images.read(np.arange(OTHERS)) - Halving().predict(fields, np.arange(OTHERS))
-    assert np.array_equal(apart.images[:][:, :, 1:], expected[:, :, 1:]) and apart.path.name.endswith(
-        store.path.name.partition("-residual-")[2]
-    )
-    assert prepare_all(data)[1].meta == apart.meta, "it is opened without the regression"
+    again = prepare_all(folders_spec(), learned=checksums_of(store, other))
+    assert [each.path for each in again] == [store.path, other.path], "a checkpoint's images are those of its start"
 
 
 def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_path: Path) -> None:
@@ -174,14 +157,14 @@ def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_p
     data = folders_spec(image_size=4, channels=4, autoencoder=tmp_path / "vae")
     with pytest.raises(DataError, match=r"there are no latents at .*ddpm-ds prepare --encode"):
         prepare_all(data)
-    store, apart = prepare_all(data, encode_on=torch.device("cpu"))
-    assert (len(store), len(apart)) == (12, 4) and apart.images.dtype == np.float16
-    learned, held_out = told_apart(checksums_of(store, apart))
+    store, other = prepare_all(data, encode_on=torch.device("cpu"))
+    assert (len(store), len(other)) == (12, 4) and other.images.dtype == np.float16
+    learned, held_out = told_apart(checksums_of(store, other))
     assert pixels_learned(learned) != pixels_learned(held_out) and "autoencoder" in learned
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"images": np.ones((5, 1, 4, 8))}, "--set data.image_size=[4,8] if data.path has that too, or name another"),
         ({"images": np.ones((5, 2, 4, 6))}, "--set data.channels=2 if data.path has that too, or name another"),
@@ -196,13 +179,13 @@ def test_latents_of_both_are_made_by_one_autoencoder(folders_spec: SpecOf, tmp_p
     ],
 )
 def test_a_held_out_source_that_does_not_fit_is_refused_by_its_key(
-    changes: dict[str, Any], said: str, fields_spec: SpecOf, tmp_path: Path
+    changes: dict[str, Any], words: str, fields_spec: SpecOf, tmp_path: Path
 ) -> None:
     np.savez(tmp_path / "val.npz", **arrays(OTHERS, 300.0) | changes)
     with pytest.raises((DataError, SpecError)) as refused:
         prepare_all(fields_spec({"constants": ["height"], "constant_channels": 1}))
     line = str(refused.value)
-    assert "\n" not in line and "held_out_path" in line and said in line
+    assert "\n" not in line and "held_out_path" in line and words in line
     assert all((cache / "meta.json").exists() for cache in (tmp_path / "stores").glob("*") if cache.is_dir())
 
 
@@ -216,18 +199,9 @@ def test_a_held_out_source_that_is_missing_is_refused_before_anything_is_prepare
 
 
 @pytest.mark.parametrize("inner", ["train", "train/val", "."])
-def test_a_held_out_folder_in_the_training_folder_is_refused(inner: str, tmp_path: Path) -> None:
+def test_a_held_out_folder_in_the_training_folder_is_refused(inner: str, folders_spec: SpecOf, tmp_path: Path) -> None:
     (tmp_path / "train" / "val").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "val" / "a.png")
     (tmp_path / "link").symlink_to(tmp_path / inner)
-    data = DataSpec(
-        source="folder",
-        path=tmp_path / "train",
-        held_out_path=tmp_path / "link",
-        image_size=8,
-        channels=3,
-        store_root=tmp_path / "stores",
-    )
     with pytest.raises(DataError, match=r"^data.held_out_path = \S+link and data.path = .* move them apart$"):
-        prepare_all(data)
+        prepare_all(folders_spec(path=tmp_path / "train", held_out_path=tmp_path / "link"))
     assert not (tmp_path / "stores").exists()

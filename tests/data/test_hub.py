@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub: only what is needed of a model, once; what can't be had is one line."""
+"""Downloads from the Hugging Face hub: only the files that a model needs, once; each fault is one line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_in_the_cache_will_do_unless_the_newest_is_asked_for(hub: ModelH
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "words"),
     [
         ("owner/full", r"is no folder, and can't be had from the Hugging Face hub \(Name or service not known\)"),
         ("./full", "does not exist"),
@@ -69,7 +69,7 @@ def test_what_is_in_the_cache_will_do_unless_the_newest_is_asked_for(hub: ModelH
         ("a/b/c", "does not exist"),
     ],
 )
-def test_what_can_not_be_had_is_one_line(hub: ModelHub, name: str, said: str) -> None:
+def test_what_can_not_be_had_is_one_line(hub: ModelHub, name: str, words: str) -> None:
     hub.has_network = False
-    with pytest.raises(DataError, match=rf"^key = {name} {said}; name another$"):
+    with pytest.raises(DataError, match=rf"^key = {name} {words}; name another$"):
         opened(name)

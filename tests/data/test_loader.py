@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import shutil
 import signal
 import subprocess
 import threading
@@ -29,9 +28,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
-from ddpm_ds.data.loader import Memory, MicroBatch, _Reads, failures_said, micro_batches, split
+from ddpm_ds.data.loader import MicroBatch, _Reads, failures_said, micro_batches, split
 from ddpm_ds.data.order import Order
-from ddpm_ds.errors import DataError, HostError, SpecError
+from ddpm_ds.errors import HostError, SpecError
 from tests.launching import PATIENCE_SECONDS
 
 counts = st.integers(1, 50)
@@ -44,25 +43,6 @@ def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int) ->
     seen = Order(count, seed).image_at(epoch * count + np.arange(count))
     assert seen.dtype == np.int64
     assert sorted(seen) == list(range(count))
-
-
-@settings(deadline=None, max_examples=50)
-@given(count=st.integers(1, 500), seed=seeds, first=st.integers(0, 3000), data=st.data())
-def test_an_order_is_a_function_of_the_number_of_images_seen(
-    count: int, seed: int, first: int, data: st.DataObject
-) -> None:
-    """However an index is asked for, in whatever company and order, its image is the same."""
-    index = first + np.arange(1200)
-    whole = Order(count, seed).image_at(index)
-    some = np.array(data.draw(st.lists(st.integers(0, 1199), min_size=1, max_size=20)))
-    assert (Order(count, seed).image_at(index[some]) == whole[some]).all()
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    epochs = Order(1000, 0).image_at(np.arange(3000)).reshape(3, 1000)
-    other = Order(1000, 1).image_at(np.arange(1000))
-    for one, two in ((epochs[0], epochs[1]), (epochs[1], epochs[2]), (epochs[0], other), (epochs[1], other)):
-        assert (one == two).mean() < 0.02
 
 
 def test_order_is_the_same_on_every_machine_and_version() -> None:
@@ -82,15 +62,6 @@ def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
     assert len(one) == len(other)
     for left, right in zip(one, other, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left[:3], right[:3], strict=True))
-
-
-def test_micro_batch_holds_the_images_that_the_order_says(digits: DatasetCache) -> None:
-    for batch in take(digits, 3):
-        stored = Order(len(digits), 3).image_at(batch.index.numpy())
-        assert (batch.images.dtype, batch.labels.dtype, batch.index.dtype) == (torch.uint8, torch.int64, torch.int64)
-        assert batch.images.shape == (4, 1, 8, 8)
-        assert (batch.images.numpy() == digits.images[stored]).all()
-        assert (batch.labels.numpy() == digits.labels[stored]).all()
 
 
 def test_replicas_take_turns_within_a_batch(digits: DatasetCache) -> None:
@@ -127,9 +98,10 @@ def test_global_batch_is_the_same_images_in_every_layout(
         index = torch.cat([part.index for part in parts])
         order = index.argsort()
         first = start + step * batch
-        assert index[order].tolist() == list(range(first, first + batch))
+        assert index[order].tolist() == list(range(first, first + batch)) and parts[0].index.dtype == torch.int64
         stored = Order(len(digits), 3).image_at(np.arange(first, first + batch))
         assert (torch.cat([part.images for part in parts])[order].numpy() == digits.images[stored]).all()
+        assert (torch.cat([part.labels for part in parts])[order].numpy() == digits.labels[stored]).all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -174,6 +146,10 @@ def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache, monkeyp
         take(broken(digits, die=True), 1, workers=2)
 
 
+SEND = "torch.UntypedStorage._share_fd_cpu_"
+NO_ROOM = r"^data.workers: a process .* --shm-size 8g, or --set data.workers=0$"
+
+
 def unshared(*_: Any) -> None:
     raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
@@ -183,32 +159,26 @@ def die_of(number: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("send", "kind", "line"),
+    ("place", "fault", "kind", "line"),
     [
-        (unshared, HostError, r"^data.workers: a process .* --shm-size 8g, or --set data.workers=0$"),
-        (die_of(signal.SIGBUS), HostError, r"^data.workers: a process .* --shm-size 8g, or --set data.workers=0$"),
-        (die_of(signal.SIGKILL), MemoryError, "was killed, probably for memory"),
+        ("torch.UntypedStorage._share_fd_cpu_", unshared, HostError, NO_ROOM),
+        ("torch.UntypedStorage._share_fd_cpu_", die_of(signal.SIGBUS), HostError, NO_ROOM),
+        ("torch.UntypedStorage._share_fd_cpu_", die_of(signal.SIGKILL), MemoryError, "was killed, probably for memory"),
+        (
+            "ddpm_ds.data.loader.DataLoader",
+            Mock(side_effect=OSError(errno.EMFILE, "Too many files")),
+            HostError,
+            NO_ROOM,
+        ),
     ],
 )
-def test_a_worker_that_can_not_hand_over_is_said_in_a_line(
-    digits: DatasetCache,
-    monkeypatch: pytest.MonkeyPatch,
-    send: Callable[..., None],
-    kind: type[Exception],
-    line: str,
+def test_a_worker_that_can_not_start_or_hand_over_is_one_line(
+    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, place: str, fault: Any, kind: type[Exception], line: str
 ) -> None:
     """As on a small /dev/shm: the thread that sends fails, or the system ends the process."""
-    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", send)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # 5 s between two looks
+    monkeypatch.setattr(place, fault)
     with pytest.raises(kind, match=line), failures_said():
-        take(digits, 1, workers=1)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
-def test_workers_that_can_not_be_started_are_said_in_a_line(
-    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.setattr(loader, "DataLoader", Mock(side_effect=OSError(number, os.strerror(number))))
-    with pytest.raises(HostError, match="--shm-size 8g"):
         take(digits, 1, workers=1)
 
 
@@ -296,22 +266,11 @@ def test_reads_take_memory_that_nobody_holds_any_more_and_leave_alone_what_is_he
 
     monkeypatch.setattr(np, "empty", counted)
     batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
-    held = next(batches).images[:1].numpy()  # holds the memory of all, as any part does
+    kept = next(batches).images[:1].numpy()  # keeps the memory of all, as any part does
     for _ in range(40):
         next(batches)
-    assert made.count(512 * 64) <= 5, "one is held, one used, one handed out and two are read ahead"
-    assert (held == digits.images[Order(1797, 3).image_at(np.arange(1))]).all()
-
-
-def test_memory_is_not_free_while_a_part_of_an_array_is_held_and_is_given_once() -> None:
-    memory = Memory()
-    row = memory.array((2, 3), np.dtype(np.float32))[1]
-    row[:] = 7.0
-    memory.array((2, 3), np.dtype(np.float32))[:] = 0.0
-    assert (row == 7.0).all()
-    del row
-    one, other = (memory.array((2, 3), np.dtype(np.float32)) for _ in range(2))
-    assert not np.shares_memory(one, other)
+    assert made.count(512 * 64) <= 5, "one is kept, one used, one handed out and two are read ahead"
+    assert (kept == digits.images[Order(1797, 3).image_at(np.arange(1))]).all()
 
 
 def test_the_two_parts_are_the_whole_and_have_nothing_in_common() -> None:
@@ -348,26 +307,3 @@ def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(d
     images = [int(label) for batch in take(numbered, 8, among=among, **layout) for label in batch.labels]
     for epoch in (images[:16], images[16:]):
         assert sorted(epoch) == list(among) and not set(epoch) & set(held_out)
-
-
-def test_a_file_of_images_that_is_cut_short_while_it_is_read_is_named(
-    digits: DatasetCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To read beyond its end would end the process by a signal, without a word."""
-    read, reading = StoredImages.read, threading.Lock()
-
-    def locked(*arguments: Any) -> Any:
-        """A read that is not in the middle, after its look at the size, when the file is cut."""
-        with reading:
-            return read(*arguments)
-
-    monkeypatch.setattr(StoredImages, "read", locked)
-    copy = tmp_path / "copy"
-    shutil.copytree(digits.path, copy)
-    store = DatasetCache.open(copy)
-    batches = micro_batches(store, seed=3, batch_images=16, micro_batch_images=4, replicas=1, replica=0)
-    next(batches)
-    with reading:
-        os.truncate(copy / "images.npy", 1000)
-    with pytest.raises(DataError, match=rf"images.npy was cut from [\d,]+ to 1,000 bytes .* delete {copy}"):
-        list(islice(batches, 1000))

@@ -1,4 +1,4 @@
-"""ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its one-line errors."""
+"""ddpm-ds evaluate, of drawn images and of losses: what it prints, writes, records and keeps, and its errors."""
 
 from __future__ import annotations
 
