@@ -260,8 +260,8 @@ def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Seq
 def agreement_seconds(
     job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
 ) -> float:
-    """Return the seconds in which a tensor group sums the gradients of which each rank has a part, once a step, and on
-    GPUs the first rank gives the others those that all have computed.
+    """Return the seconds a step in which a tensor group sums gradients that each rank computes a part of, and on GPUs
+    copies those that all compute from the first rank.
     """
     alike = 0 if job.on_cpu else sum(layer.parameters for layer in layers if not layer.sums)
     elements = 2 * sum(layer.partial_vectors for layer in layers) + alike
@@ -278,20 +278,19 @@ def _group_seconds(machine: Machine, layout: Layout, count: int, size: float) ->
 
 def shared(job: Workload, layout: Layout) -> Sharing:
     """Return how the replicas of a layout share gradients and weights."""
-    return sharing(
-        job.config,
-        precision=job.precision,
-        zero_stage=layout.zero_stage,
-        micro_batches=layout.micro_batches,
-    )
+    zero, count = layout.zero_stage, layout.micro_batches
+    return sharing(job.config, precision=job.precision, zero_stage=zero, micro_batches=count)
 
 
 def step_traffic(
     job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
-    """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas,
-    sums of tensor groups.
-    """
+    """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
+    reductions = None
+    if programs is not None:  # which may have fewer micro-batches
+        many = max(number for own in programs for one in own for number in one.micro_batches) + 1
+        counts = weight_passes(programs, layout.schedule)
+        reductions = [[count * layout.micro_batches / many for count in own] for own in counts]
     sent = exchange(
         job.of(layout).layers,
         bounds,
@@ -300,14 +299,7 @@ def step_traffic(
         images=round(layout.micro_batches * layout.micro_batch_images * job.mean_pixels),
         precision=job.precision,
         shared=shared(job, layout),
-        reductions=None if programs is None else _reductions(programs, layout),
+        reductions=reductions,
         grouping=Grouping(layout.tensor.size, job.arithmetic_bytes, layout.interval, gives_gradients=not job.on_cpu),
     )
     return traffic(grid(machine, layout), sent)
-
-
-def _reductions(programs: Sequence[Program], layout: Layout) -> list[list[float]]:
-    """Return by rank and phase how often ZeRO-2 reduces weight gradients; programs may have fewer micro-batches."""
-    of = max(number for own in programs for one in own for number in one.micro_batches) + 1
-    counts = weight_passes(programs, layout.schedule)
-    return [[count * layout.micro_batches / of for count in own] for own in counts]

@@ -39,8 +39,7 @@ from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, order_of
 
 MOST_GROUPED = 48
-"""Largest number of layouts with tensor groups whose memory is computed in the order of their lower bounds, and if none
-of them fits, of those that need the least memory."""
+"""Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,7 @@ def search(
 def _sort_out_groups(
     predictor: Predictor, grouped: Iterable[Layout], limit: float
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return layouts with tensor groups that fit, of those whose lower bounds are the least and below ``limit``, and
-    those that were found not to; if none of these fits, of those that need the least memory.
-    """
+    """Return (fitting, too large): tensor layouts tried, fastest bound first, then, if none fits, by their memory."""
     job, usable_bytes = predictor.job, predictor.machine.usable_bytes
     by_bound = sorted(grouped, key=predictor.least_seconds)
     least = {one: sum(layer_bytes(job, one, one.stages - 1, 0)) / one.stages for one in by_bound}
@@ -161,7 +158,7 @@ def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[
         if refusals[kind] is not None:
             continue
         if layout.checkpoint_interval:
-            like, needs = replace(layout, checkpoint_interval=1), _needs(predictor, layout)
+            like, needs = replace(layout, checkpoint_interval=1), predictor.needs(layout)
             recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
         else:
             chosen.append(layout)
@@ -181,35 +178,28 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
     return fitting, misfits
 
 
-def _needs(predictor: Predictor, layout: Layout) -> int:
-    """Return the bytes on the rank that holds the most."""
-    return peak_bytes(predictor.job, layout, predictor.bounds(layout))
-
-
 def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
     """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
+
+    def order(prediction: Prediction) -> tuple[float, int]:
+        return prediction.step_seconds, prediction.peak.total
+
     best: dict[tuple[int, str, int, int], Prediction] = {}
     for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
         prediction = predictor.predict(layout)
         key = (layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size)
-        if key not in best or _order(prediction) < _order(best[key]):
-            best[key] = prediction
+        best[key] = min(best.get(key, prediction), prediction, key=order)
         if len(best) >= top:
             limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
-    return tuple(sorted(best.values(), key=_order)[:top])
-
-
-def _order(prediction: Prediction) -> tuple[float, int]:
-    """Return the sort key: seconds first, then memory."""
-    return prediction.step_seconds, prediction.peak.total
+    return tuple(sorted(best.values(), key=order)[:top])
 
 
 def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
-    """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
+    """Return the error with which training would refuse a layout's JSON."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
         resolve(config, predictor.job.spec, world_size=layout.world_size, stages=None, path=path)
@@ -248,21 +238,17 @@ def _lacks(predictor: Predictor, kind: str, misfits: Sequence[Layout]) -> str:
 
 
 def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
-    """Return words about the layout and cuts nearest to fitting, and the device's memory with which they would."""
+    """Return words about the layout nearest to fitting, and the ``--device-memory`` with which it would, rounded up."""
     kinds: dict[tuple[int, str, int], Layout] = {}
-    for layout in sorted(misfits, key=lambda one: _needs(predictor, one)):
+    for layout in sorted(misfits, key=predictor.needs):
         kinds.setdefault((layout.stages, layout.schedule, layout.tensor.size), layout)
     found = [(layout, pipeline_memory(predictor.job, layout, predictor.tightest(layout))) for layout in kinds.values()]
     machine, totals = predictor.machine, [[memory.total for memory in ranks] for _, ranks in found]
     needs, number = min((max(total), number) for number, total in enumerate(totals))
     device = machine.memory_bytes * needs / max(machine.usable_bytes, 1)
+    rounded = f"{-(-int(device) * 10 // GIB) / 10}GiB" if device >= GIB else f"{int(device) // 2**20 + 1}MiB"
     over, rank = gib(needs - machine.usable_bytes), totals[number].index(needs)
-    return f"the nearest, {found[number][0].words()}, is {over} over on rank {rank}", _rounded_up(device)
-
-
-def _rounded_up(size: float) -> str:
-    """Format a size for ``--device-memory``, rounded up."""
-    return f"{-(-int(size) * 10 // GIB) / 10}GiB" if size >= GIB else f"{int(size) // 2**20 + 1}MiB"
+    return f"the nearest, {found[number][0].words()}, is {over} over on rank {rank}", rounded
 
 
 class Choice(NamedTuple):
@@ -276,8 +262,7 @@ class Choice(NamedTuple):
 
 
 def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], stages: int | None) -> Choice:
-    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split of the layers with which a
-    step is fastest on the predictor's devices.
+    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split with which a step is fastest.
 
     ``path`` is that of the DeepSpeed JSON, for messages; ``hosts`` has the host of each global rank.
 
@@ -286,10 +271,8 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], 
         LayoutError: no number of stages shares the processes, the batch and the layers, or none fits the memory.
     """
     job, world_size = predictor.job, predictor.machine.devices
-    open_stages, open_split = (
-        stages is None and leaves_stages_open(job.config, world_size),
-        leaves_tensor_open(job.config),
-    )
+    open_stages = stages is None and leaves_stages_open(job.config, world_size)
+    open_split = leaves_tensor_open(job.config)
     found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
     for split in reversed(open_splits(job, math.gcd(*Counter(hosts).values()))):  # a refusal is of the smallest groups
         for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
@@ -328,13 +311,6 @@ def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]
     if best is not None:
         predictor.improve(best)
     return predictor.bounds(best or among[-1])
-
-
-def planned_order(predictor: Predictor, layout: Layout, bounds: tuple[int, ...]) -> tuple[Program, ...]:
-    """Return the programs of a decided run that :attr:`ddpm_ds.config.ds_config.ResolvedDsConfig.is_ordered`."""
-    made = predictor.programs(layout, bounds)
-    assert made is not None
-    return made
 
 
 def planned_again(

@@ -115,10 +115,7 @@ def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> in
 
 
 def checkpoint_interval(job: Workload, layout: Layout, bounds: Sequence[int], device_bytes: int) -> int:
-    """Return the value of ``"activation_checkpoint_interval": "auto"``: 0 if all activations fit, else 1.
-
-    ``layout`` keeps all activations; ``device_bytes`` is the memory of one device.
-    """
+    """Return what ``"activation_checkpoint_interval": "auto"`` is for a layout that keeps all activations: 0 or 1."""
     return 0 if activation_bytes(job, layout, bounds) <= ACTIVATION_SHARE * device_bytes else 1
 
 
@@ -221,7 +218,6 @@ class Kept:
 
 
 def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
-    """Return the bytes that each rank keeps in each of its phases."""
     sizes, job = (job.arithmetic_bytes, job.stored_bytes), job.of(layout)
     return _kept_by_rank(job.largest_layers, bounds, layout.schedule, layout.interval, *sizes)
 
@@ -318,7 +314,6 @@ def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _activations(layout: Layout, rank: int, keeps: Sequence[Kept]) -> int:
-    """Return the peak bytes of activations on a rank."""
     images = layout.micro_batch_images
     first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))
     waiting = images * keeps[0].skips
@@ -362,9 +357,8 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 
 def _working_elements(layer: Layer) -> int:
-    """Return the elements of a layer's input and its gradient, plus twice those of its output; in transformer blocks
-    gradients of the gated network, which is eight times as wide, outweigh what is released before them. A tensor group
-    sums a copy of the input's gradient.
+    """Return the elements of a layer's input, output and gradients; of a transformer block's gated network these are
+    eight times as wide. A tensor group sums a copy of the input's gradient.
     """
     width = layer.in_channels + layer.skip_channels
     summed = width * math.prod(layer.in_size) if layer.sums else 0
