@@ -141,8 +141,7 @@ def test_replicas_have_graphs_and_stages_only_where_they_are_asked_for() -> None
 
 def test_one_gpu_gets_a_layout_whose_steps_are_graphs() -> None:
     """Without ZeRO only bf16 has the flat gradients that graphs need."""
-    spec = load_spec(SPECS / "digits.yaml", [])
-    blocks: dict[str, Any] = {"optimizer": {"params": {"fused": True}}}
+    spec, blocks = load_spec(SPECS / "digits.yaml", []), {"optimizer": {"params": {"fused": True}}}
 
     def stages(devices: int, **config: Any) -> set[int]:
         job = Workload(spec, blocks | config, on_cpu=False)

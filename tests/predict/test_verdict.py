@@ -182,20 +182,11 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
 def test_as_many_loaders_as_keep_up() -> None:
     """An image is computed in 2 ms and waited for 5 ms more, so it is read in 7: by four loaders at that pace."""
     facts = Bench(read_seconds=5e-3).traced()
-    assert edit(verdict(facts)) == "--set data.workers=4"
-    spec = facts.spec.model_copy(update={"data": facts.spec.data.model_copy(update={"workers": 3})})
-    assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=11"
-
-
-MEMORY, CORES, IMAGES = 2**30, 8, 10**6
-IN_MEMORY, LARGER = 2**29, 2**32
-"""Bytes of a store."""
-
-
-def test_a_wait_for_data_names_workers_and_folder() -> None:
-    found = verdict(Bench(read_seconds=5e-3).traced())
+    found = verdict(facts)
     assert found.top == "data wait" and edit(found) == "--set data.workers=4"
     assert "with data.workers = 0, from data.store_root = " in found.evidence
+    spec = facts.spec.model_copy(update={"data": facts.spec.data.model_copy(update={"workers": 3})})
+    assert edit(verdict(replace(facts, job=replace(facts.job, spec=spec)))) == "--set data.workers=11"
 
 
 def test_what_is_not_to_be_recomputed_fits_by_the_planners_memory() -> None:
