@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import ddpm_ds
-from ddpm_ds import SamplerSpec, load_spec, load_trained, open_run, plan, sample
+from ddpm_ds import SamplerSpec, load_trained, open_run, plan, sample
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import LONGEST_LINE, LayoutError, SpecError, UserError
 from ddpm_ds.evaluate.trained import Trained
@@ -138,14 +138,7 @@ def test_what_can_not_be_drawn_is_one_line(trained: Trained, options: dict[str, 
         sample(trained, 1, **options)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "SamplerSpec": SamplerSpec,
-    "load_spec": load_spec,
-    "load_trained": load_trained,
-    "open_run": open_run,
-    "plan": plan,
-    "sample": sample,
-}
+FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(ddpm_ds, name) for name in ddpm_ds.__all__}
 ARGUMENTS = [
     (name, argument)
     for name, function in FUNCTIONS.items()
@@ -207,8 +200,6 @@ def test_a_number_out_of_range_is_refused_before_anything_is_computed(
     ("name", "argument", "value", "message"),
     [
         ("plan", "processes", 10**9, "plan: processes = 1000000000 should be a whole number from 1 to 65,536"),
-        ("sample", "count", 10**12, "sample: count = 1000000000000 should be a whole number from 1 to 1,000,000"),
-        ("sample", "seed", -1, "sample: seed = -1 should be a whole number from 0 to 4,294,967,295"),
         ("sample", "first", 2**49, "should be a whole number from 0 to 2^48"),
         ("sample", "labels", "3", 'labels = "3" should be a list, each a whole number or "all" or null'),
         ("sample", "trained", "runs/digits", 'trained = "runs/digits" should be a Trained'),
@@ -216,10 +207,8 @@ def test_a_number_out_of_range_is_refused_before_anything_is_computed(
         ("plan", "spec", tiny_spec().model_copy(update={"name": 5}), "plan: spec.name = 5: input should be"),
         ("plan", "overrides", "ds.zero_optimization.stage=1", "should be a list, each text"),
         ("plan", "times", 5, "plan: times = 5 should be a function or null"),
-        ("load_trained", "weights", "EMA", 'load_trained: weights = "EMA" should be "ema" or "raw"'),
         ("load_trained", "device", "meta", "device = meta is none of cpu, cuda and a numbered one such as cuda:0"),
         ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
-        ("load_trained", "dtype", "float32", 'load_trained: dtype = "float32" should be a dtype'),
         ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
         ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),
         ("SamplerSpec", "kind", "euler", 'sampler.kind = "euler" should be "ddpm" or "ddim"'),

@@ -169,7 +169,7 @@ def train(run: Training) -> Interval:
             meter = Meter()
             batches = meter.timed(run.batches())
             continue
-        if run.validation.due(before, done):  # before the save: a run that dies in between draws again
+        if any(run.validation.due(before, done)):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("sampling"):
                 run.validation.after_step(before, done)
             asked = run.requests.poll()  # a signal may have come meanwhile

@@ -147,12 +147,16 @@ def test_the_logged_rate_is_that_with_which_the_optimizer_stepped(
     assert courses.end(course).state.skipped_steps == (2 if precision == "fp16" else 0)
 
 
+def checkpoint_at(path: Path, **sha256: str) -> CompleteCheckpoint:
+    """A checkpoint of a tiny run."""
+    manifest = SimpleNamespace(spec=tiny_spec().model_dump(mode="json"), data_sha256=sha256, ds_config={})
+    return cast(CompleteCheckpoint, SimpleNamespace(path=path, manifest=manifest))
+
+
 def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -> None:
     """In its own folder a run needs another one; with --resume from elsewhere it has that already."""
     for of, advice in (("own", "use another --run-dir"), ("other", "leave --resume out")):
-        path = checkpoints_of(tmp_path / of) / "step_00000002"
-        manifest = SimpleNamespace(spec=tiny_spec().model_dump(mode="json"), data_sha256={"train": "0"}, ds_config={})
-        checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=path, manifest=manifest))
+        checkpoint = checkpoint_at(checkpoints_of(tmp_path / of) / "step_00000002", train="0")
         for after, images in ((tiny_spec(train={"seed": 7}), {"train": "0"}), (tiny_spec(), {"train": "1"})):
             with pytest.raises(CheckpointError, match=f"to train a new run, {advice}$"):
                 check_resume(checkpoint, after, {}, images, tmp_path / "own")
@@ -160,14 +164,11 @@ def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -
 
 @pytest.mark.parametrize("changed", [5, 6])
 def test_more_than_five_other_settings_are_another_run(changed: int) -> None:
-    before = tiny_spec().model_dump(mode="json")
-    manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
-    checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
     others = {"seed": 7, "batch_images": 48}
     optimizer = {"learning_rate": 0.5, "warmup_images": 3, "decay": "cosine", "decay_to": 0.5}
     after = tiny_spec(train=others, optimizer=dict(list(optimizer.items())[: changed - len(others)]))
     with pytest.raises(CheckpointError) as refused:
-        check_resume(checkpoint, after, {}, {}, Path())
+        check_resume(checkpoint_at(Path("older")), after, {}, {}, Path())
     named = f"older is of another run, with {changed} other settings; to train a new run, leave --resume out"
     assert (str(refused.value) == named) == (changed > 5) and ("train.seed: " in str(refused.value)) == (changed <= 5)
 
@@ -216,7 +217,6 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
 
 @in_each_precision
 def test_every_layout_is_the_same_run(grid: str, precision: str, courses: Courses) -> None:
-    """Else what is said of pairs above would say little."""
     for layout in GRIDS[grid][precision]:
         losses, expected = courses.losses(f"{layout}-{precision}"), courses.losses(f"1x1-{precision}")
         assert all(map(equal_or_both_nan, losses, expected, itertools.repeat(TOLERANCES[precision]["loss"])))

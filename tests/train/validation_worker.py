@@ -38,6 +38,7 @@ from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import tiny_spec
 from tests.pipeline.batches import BUCKETS, global_batch
 from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, report_cases
@@ -63,6 +64,22 @@ TEXT: tuple[dict[str, Any], dict[str, Any]] = (
 FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
 """Layers of a run without text that two stages share; four take more."""
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
+
+
+def engine_of(micro_batch_size: int, **module: object) -> Any:
+    """What pictures and losses ask an engine of one process; ``module`` is about its part of the U-Net."""
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    return SimpleNamespace(
+        micro_batch_size=micro_batch_size,
+        num_stages=1,
+        dp_world_size=1,
+        grid=grid,
+        device=torch.device("cpu"),
+        is_first_stage=lambda: True,
+        module=SimpleNamespace(tensor=ALONE, **module),
+        images_seen=8,
+        global_steps=0,
+    )
 
 
 @dataclass(frozen=True)
