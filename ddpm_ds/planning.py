@@ -117,21 +117,16 @@ class RunPlan:
     @property
     def exchange(self) -> Exchange:
         """Bytes that a step sends."""
-        if self.programs is None:
-            return run_exchange(self.ds, self.layers, self.bounds)
-        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
+        passes = None
+        if self.programs is not None:
+            from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
 
-        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.layout.schedule))
+            passes = weight_passes(self.programs, self.ds.layout.schedule)
+        return run_exchange(self.ds, self.layers, self.bounds, passes)
 
     def predictor(self, timed: torch.device | None = None) -> Predictor:
         """Return a predictor of the run on hosts like this one, with times of a device that is ``timed``."""
         return _predictor_here(self.spec, self.ds.as_json(), self.ds.layout.world_size, self.hosts, timed)
-
-    def replanned(self, summary: Mapping[str, Any]) -> tuple[Program, ...]:
-        """Return the programs of a planned schedule by the seconds of a trace's summary."""
-        from ddpm_ds.predict.decisions import planned_again
-
-        return planned_again(self.predictor(), self.ds.layout, self.bounds, summary)
 
     def on_hosts(self, names: Sequence[str]) -> RunPlan:
         """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""

@@ -202,7 +202,7 @@ def why(found: Plan) -> str:
         )
     if found.in_groups is not None:
         sentences.append(_of_groups(first, found.in_groups, machine))
-    sentences += filter(None, (found.without_groups, found.without_offload))
+    sentences += found.lacking
     if machine.nodes > 1:
         sentences.append(_bytes_between_nodes(first, found.other_axis))
     if found.fastest_misfit is not None:

@@ -41,8 +41,18 @@ DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
 """Launches that draw a micro-batch's noise, timesteps and flips, those of the optimizer's step with averages, and those
 of Adam in 8 bits for the elements that it steps at a time."""
 
+LAUNCHES: dict[type[Layer], tuple[int, int]] = {
+    AttentionLayer: (5, 11),
+    TransformerBlockLayer: (20, 32),
+    TransformerInputLayer: (2, 5),
+    TransformerOutputLayer: (2, 5),
+    UpsampleLayer: (3, 5),
+    DownsampleLayer: (2, 3),
+    OutputLayer: (3, 4),
+}
+"""Launches of a forward and a backward of layers for which these are always the same; of other kinds 1 and 2."""
 PRODUCTS = 1.75
-"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block, which is products of
+"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block's products of
 matrices. It fits what was measured and published of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
@@ -130,10 +140,9 @@ def planned_costs(
 def launches(layer: Layer) -> tuple[int, int]:
     """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
 
-    They are operators that are neither views nor allocations (tests/predict/test_launches.py counts them, within a
-    tenth); a library's operator may be several kernels of a GPU. A convolution's three gradients count as three, as in
-    weight-gradient passes, although a backward of PyTorch's computes them together. A split layer also launches its
-    sums, the padding of its parts, and copies of gradients.
+    They are operators that are neither views nor allocations, within a tenth (tests/predict/test_launches.py); a
+    library's may be several kernels. A convolution's three gradients count as three, as in weight-gradient passes. A
+    split layer also launches its sums, the padding of its parts, and copies of gradients.
     """
     match layer:
         case BlockLayer():
@@ -147,19 +156,8 @@ def launches(layer: Layer) -> tuple[int, int]:
             text = layer.pooled_channels > 0
             # with the masks of all blocks and their projections of the embedding
             return 14 + 18 * text + DRAWS + 5, 7 + 7 * text + 8
-        case AttentionLayer():
-            return 5 + 2 * layer.sums, 11 + 3 * layer.sums
-        case TransformerBlockLayer():
-            return 20 + 2 * layer.sums, 32 + 3 * layer.sums
-        case TransformerInputLayer() | TransformerOutputLayer():
-            return 2, 5
-        case UpsampleLayer():
-            return 3, 5
-        case DownsampleLayer():
-            return 2, 3
-        case OutputLayer():
-            return 3, 4
-    return 1, 2
+    forward, backward = LAUNCHES.get(type(layer), (1, 2))
+    return forward + 2 * layer.sums, backward + 3 * layer.sums
 
 
 def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:

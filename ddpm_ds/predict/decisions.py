@@ -47,11 +47,10 @@ class Plan:
     """Result of a search."""
 
     predictor: Predictor = field(repr=False)
-    """Predictor of the job on its machine, which knows the details of each layout."""
+    """Predictor of the job on its machine."""
     best: tuple[Prediction, ...]
     """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
     fitting: int
-    """Number of layouts that fit the memory."""
     misfits: int
     """Number of layouts that don't fit the memory."""
     fastest_misfit: Prediction | None
@@ -60,10 +59,8 @@ class Plan:
     """Best layout with the other axis across nodes, if there are several nodes."""
     in_groups: Prediction | None = None
     """Fastest layout with tensor groups that fits, if some were looked for."""
-    without_groups: str = ""
-    """What layouts with tensor groups lack, in a sentence, if some were looked for and none fits."""
-    without_offload: str = ""
-    """What layouts without offload lack, in a sentence, if none of them fits."""
+    lacking: tuple[str, ...] = ()
+    """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
         """Return the DeepSpeed JSON that trains with layout ``number`` of the best.
@@ -80,8 +77,7 @@ class Plan:
 def search(
     predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
 ) -> Plan:
-    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and those that are
-    ``grouped``.
+    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
 
     Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
 
@@ -100,14 +96,16 @@ def search(
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
     resident = [layout for layout in misfits if not layout.offload and all(one.offload for one in fitting)]
-    no_groups = _lacks(predictor, "With tensor groups", [] if found else misfits_in_groups)
-    no_offload = _lacks(predictor, "Without offload", resident)
+    kinds = {"With tensor groups": [] if found else misfits_in_groups, "Without offload": resident}
+    lacking = []
+    for kind in filter(kinds.get, kinds):
+        nearest, device = _nearest(predictor, kinds[kind])
+        lacking.append(f"{kind} nothing fits: {nearest}; devices of {device} would do.")
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
-    return Plan(
-        predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, in_groups, no_groups, no_offload
-    )
+    misfit = next(faster, None)
+    return Plan(predictor, best, len(fitting), len(misfits), misfit, other_axis, in_groups, tuple(lacking))
 
 
 def _sort_out_groups(
@@ -229,14 +227,6 @@ def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
     )
 
 
-def _lacks(predictor: Predictor, kind: str, misfits: Sequence[Layout]) -> str:
-    """Return a sentence on what layouts of a kind lack, of which none fits; empty if there are none."""
-    if not misfits:
-        return ""
-    nearest, device = _nearest(predictor, misfits)
-    return f"{kind} nothing fits: {nearest}; devices of {device} would do."
-
-
 def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
     """Return words about the layout nearest to fitting, and the ``--device-memory`` with which it would, rounded up."""
     kinds: dict[tuple[int, str, int], Layout] = {}
@@ -318,8 +308,7 @@ def planned_again(
 ) -> tuple[Program, ...]:
     """Return the programs of a planned schedule by the seconds of a trace's summary.
 
-    Two parts of a backward are not measured, and have their computed share of it: weight gradients in whole backwards,
-    and what a pass of weight gradients takes once for all its micro-batches.
+    Weight gradients in whole backwards, and the cost of a pass of them, are not measured: they have computed shares.
     """
 
     def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:

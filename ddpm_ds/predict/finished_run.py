@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpm_ds.config.ds_config import Layout, offloads, tensor_split, zero_stage
 from ddpm_ds.config.spec import RunSpec
@@ -56,13 +56,6 @@ class Overflows:
     last_scale: float = 1.0
 
 
-class LayerRate(NamedTuple):
-    """Seconds of a layer's passes: a constant for each micro-batch, and a part for each multiply-accumulate."""
-
-    start: LayerSeconds
-    per_mac: LayerSeconds
-
-
 @dataclass(frozen=True)
 class FinishedRun:
     """Data of a finished run that a verdict needs."""
@@ -104,7 +97,7 @@ class FinishedRun:
 
     @property
     def mfu(self) -> float | None:
-        """Model flops of a traced step, as a share of what the devices could do meanwhile; None is unknown."""
+        """Model flops of a traced step, as a share of the devices' flops; None is unknown."""
         flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.batch_images
         could = self.peak_flops_per_second * self.layout.world_size * self.step_seconds
         return flops / could if could else None
@@ -115,8 +108,11 @@ class FinishedRun:
         return self.job.of(self.layout).layers
 
     @cached_property
-    def rates(self) -> list[LayerRate]:
-        """Rates of every layer; a stage's seconds, less start-up, are divided among its layers by their flops."""
+    def rates(self) -> list[tuple[LayerSeconds, LayerSeconds]]:
+        """Seconds of each layer's passes for each micro-batch, and for each multiply-accumulate.
+
+        A stage's seconds, less start-up, are divided among its layers by their flops.
+        """
         stages = rank_stages(self.own_layers, self.bounds, self.layout.schedule)
         by_first = {
             stage.start: self._rates_of(stage, phase)
@@ -125,7 +121,7 @@ class FinishedRun:
         }
         return [rate for first in sorted(by_first) for rate in by_first[first]]
 
-    def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[LayerRate]:
+    def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
         own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
         startup_of = (Device() if self.replayed else self.device).startup_of
         starts, whole, macs = [startup_of([layer]) for layer in own], startup_of(own), sum(layer.macs for layer in own)
@@ -142,12 +138,8 @@ class FinishedRun:
             again = math.fsum(share * start.forward + images * layer.macs * per_mac for start, layer in repeated)
             backward = max(backward - again, LEAST_BACKWARD * backward)
         share_back, per_mac_back = rate(backward, whole.backward)
-        return [
-            LayerRate(
-                LayerSeconds(share * start.forward, share_back * start.backward), LayerSeconds(per_mac, per_mac_back)
-            )
-            for start in starts
-        ]
+        rest = LayerSeconds(per_mac, per_mac_back)
+        return [(LayerSeconds(share * start.forward, share_back * start.backward), rest) for start in starts]
 
     def layer_times(self, layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
         """Return the passes of every layer for one micro-batch, without recomputation; ``layers`` may be split in
@@ -174,7 +166,7 @@ class FinishedRun:
     @cached_property
     def startup_seconds(self) -> float:
         """Mean seconds over the ranks that a micro-batch's layers take before they compute."""
-        return sum(layer.start.forward + layer.start.backward for layer in self.rates) / self.layout.stages
+        return sum(start.forward + start.backward for start, _ in self.rates) / self.layout.stages
 
 
 def facts_of(run_dir: Path) -> FinishedRun:

@@ -223,7 +223,7 @@ class Workload:
     sizes: tuple[tuple[tuple[int, int], float], ...] = ()
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
-    """Elements on each device that encodes captions while training."""
+    """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
     tensor: TensorSplit = field(default_factory=TensorSplit)
     """Split of the layers."""
     _others: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -279,11 +279,6 @@ class Workload:
         from ddpm_ds.unet.operations import arithmetic_dtype
 
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
-
-    @property
-    def encoder_bytes(self) -> int:
-        """Bytes of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
-        return self.encoder_elements * (4 if self.on_cpu else 2)
 
     @property
     def accumulated_bytes(self) -> int:

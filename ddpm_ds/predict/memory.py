@@ -91,7 +91,7 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
             activations, buffers = 0, state.update - state.gradients
         communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
         parts = (state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, communicators)
-        encoders = job.encoder_bytes if rank in encoding else 0
+        encoders = job.encoder_elements * (4 if job.on_cpu else 2) if rank in encoding else 0
         found.append(Memory(*parts, encoders=encoders, host=state.host))
     return tuple(found)
 

@@ -202,8 +202,9 @@ class Predictor:
 
     def predict(self, layout: Layout) -> Prediction:
         """Predict everything about a layout."""
-        costs, bounds, most = self.costs(layout), self.bounds(layout), _most_simulated(layout)
-        step, busy = self._step_and_busy(layout)
+        costs, bounds = self.costs(layout), self.bounds(layout)
+        most = max(SIMULATED // layout.stages, 4 * layout.most_held)
+        step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
         # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
@@ -218,14 +219,14 @@ class Predictor:
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
 
-    def _step_and_busy(self, layout: Layout) -> tuple[float, float]:
-        """Return the seconds of a step, and the mean seconds in which a device is busy."""
+    def _step_and_busy(self, layout: Layout, most: int) -> tuple[float, float]:
+        """Return the seconds of a step, and the mean busy seconds of a device; simulate ``most`` micro-batches."""
 
         def simulated(count: int) -> tuple[float, float]:
             step = self.simulate(replace(layout, micro_batches=count), bounds)
             return step.step_seconds, sum(step.busy_seconds) / layout.stages
 
-        bounds, most = self.bounds(layout), _most_simulated(layout)
+        bounds = self.bounds(layout)
         if layout.micro_batches <= most:
             return simulated(layout.micro_batches)
         fewer = most // 2
@@ -273,7 +274,3 @@ class Predictor:
 def _few(layout: Layout) -> Layout:
     """Return a layout with few micro-batches, for comparing cuts."""
     return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))
-
-
-def _most_simulated(layout: Layout) -> int:
-    return max(SIMULATED // layout.stages, 4 * layout.most_held)

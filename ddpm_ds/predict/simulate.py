@@ -116,7 +116,7 @@ class RankCosts:
 
     @property
     def weight_pass_seconds(self) -> float:
-        """Part of these seconds that passes of weight gradients take once for all their micro-batches."""
+        """Part of these seconds for :attr:`PhaseCosts.weight_pass_seconds`."""
         return sum(phase.weight_pass_seconds for phase in self.phases)
 
 
@@ -344,8 +344,6 @@ def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_he
 
 
 class _Greedy:
-    """Greedy simulation in which each rank takes the first pass that can start."""
-
     def __init__(self, schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links) -> None:
         self._micro_batches, self._costs, self._phases = micro_batches, costs, range(phases_of(schedule))
         self._alone: dict[Pass, list[Instruction]] = {
@@ -359,7 +357,6 @@ class _Greedy:
         ]
 
     def _what_follows(self, schedule: Schedule, rank: int, one: Pass, link: Links) -> "_Following":
-        """Return the seconds of a pass, and which passes can then start, on this rank or the one that it sends to."""
         kind, phase = one
         own, forward, last = self._costs[rank].phases[phase], kind == "forward", self._phases[-1]
         seconds, target = own.seconds(NAMES[kind]), neighbours(schedule, len(self._costs), rank, phase)[forward]
@@ -416,8 +413,6 @@ class _Following(NamedTuple):
 
 
 class _GreedyRank:
-    """Rank of the greedy simulation."""
-
     def __init__(self, ready: dict[Pass, deque[float]], phases: range) -> None:
         self.ready = ready
         """Times when the inputs of the next passes of a kind arrive."""

@@ -49,9 +49,8 @@ MOST_LAYOUTS = 4
 MOST_WORKERS = 16
 PAUSE_SHARE = 0.01
 """Share of the time that pauses may take after a change."""
-SLOWEST_LINK, FASTEST_LINK = 1e3, 1e13
-"""Range of bytes per second in which the speed of links is searched."""
-HALVINGS = 14
+SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
+"""Range of bytes per second in which the speed of links is searched, and how often it is halved."""
 ORDERS = 2
 """Number of orders of a planned schedule for which it is searched: for free links, then for those found."""
 USEFUL = "useful work"
@@ -118,9 +117,7 @@ def verdict(facts: FinishedRun) -> Verdict:
 
 
 def conclude(run_dir: Path, device: Device) -> Verdict:
-    """Judge a run at its end, on rank 0, whose device is given: write ``verdict.txt``, and return the verdict.
-
-    Takes from some tenths of a second to some seconds, for many ranks.
+    """Judge a run at its end, on rank 0, whose device is given, and write ``verdict.txt``; takes up to some seconds.
 
     Raises:
         OutputError: no step was traced, or the run's files can't be read.
@@ -246,10 +243,7 @@ def _with_loading(facts: FinishedRun, number: int) -> tuple[PhaseCosts, ...]:
 
 
 def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> str:
-    """Return a clause with the numbers of a cost that takes ``share`` of all devices' time.
-
-    ``bandwidth`` is that of the links in bytes per second, as found by :func:`traced_predictor`.
-    """
+    """Return a clause with the numbers of a cost, by its share of the time and the links' bytes per second."""
     now, ranks, pauses, overflows = facts.layout, facts.ranks, facts.pauses, facts.overflows
     step = f"a {_seconds(facts.step_seconds)} step"
     lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {pauses.seconds:,.3g} s"
@@ -362,13 +356,19 @@ def traced_predictor(facts: FinishedRun) -> Predictor:
 def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *, same_stages: bool) -> list[Change]:
     """Return the fastest layouts near the run's, with as many stages or with others; a step took ``before`` seconds."""
     now = facts.layout
+
+    def respects(one: Layout) -> tuple[Any, ...]:
+        """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
+        place = one.stages, folds(one.schedule)
+        return place, one.micro_batch_images, one.checkpoint_interval, one.zero_stage
+
     near = [
         one
         for one in layouts(predictor.job, predictor.machine.devices, offload=now.offload)
         if (one.stages == now.stages) == same_stages
         and one.in_flight in ("auto", now.in_flight)
         and facts.job.is_replayed(one) >= facts.replayed  # launches of others are not in the layers' seconds
-        and sum(a != b for a, b in zip(_respects(one), _respects(now), strict=True)) <= 1
+        and sum(a != b for a, b in zip(respects(one), respects(now), strict=True)) <= 1
         and (one.offload, one.zero_stage > 0) >= (now.offload, now.zero_stage > 0)  # other keys may need them
     ]
     with suppress(LayoutError):  # none fits
@@ -418,12 +418,6 @@ def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: 
     cuts = "" if layout.stages == 1 else f", cut at {', '.join(map(str, bounds[1:-1]))}"
     gain = facts.stepping * (before - best.step_seconds) / facts.step_seconds
     return Change(f"The planner's {layout.words()}{cuts}", gain, settings)
-
-
-def _respects(layout: Layout) -> tuple[Any, ...]:
-    """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
-    place = layout.stages, folds(layout.schedule)
-    return place, layout.micro_batch_images, layout.checkpoint_interval, layout.zero_stage
 
 
 def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -39,6 +39,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
+from ddpm_ds.predict.decisions import planned_again
 from ddpm_ds.predict.layouts import encoding_ranks, layers_for
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
@@ -377,7 +378,9 @@ def _loaded(prepared: Prepared, engine: UnetPipelineEngine, ema: Ema, recorder: 
 def _observers(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
     plan, run_dir = prepared.plan, prepared.claim.run_dir
     flops, precision = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision
-    replan = plan.replanned if plan.ds.replan and plan.ds.layout.schedule == "planned" else None
+    replan = None
+    if plan.ds.replan and plan.ds.layout.schedule == "planned":
+        replan = partial(planned_again, plan.predictor(), plan.ds.layout, plan.bounds)
     return Observers(
         [
             FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),
@@ -406,8 +409,7 @@ def _train(
         else:
             saver = _loaded(prepared, engine, ema, recorder, watchdog)
         observer = rehearsal or _observers(prepared, engine, recorder, asked)
-    first = engine.images_seen
-    if first >= spec.train.images:
+    if (first := engine.images_seen) >= spec.train.images:
         ignore(STOP_SIGNALS)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
@@ -417,11 +419,11 @@ def _train(
     if len(prepared.held_out.positions):
         losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
         drawn_for = prepared.held_out
-    prompts = prompts_of(spec, prepared.prompts, engine.device)
 
     def stops() -> bool:
         return requests.poll().stop
 
+    prompts = prompts_of(spec, prepared.prompts, engine.device)
     previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
     run = Training(
         spec,

@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -99,8 +100,7 @@ class Previews:
         replica = engine.grid.get_data_parallel_id()
         drawings = []
         for number in range(rounds) if engine.is_first_stage() or self._prompts is not None else ():
-            index = torch.arange(images) + (number * replicas + replica) * images
-            drawings.append(self._drawing(sampler, index))
+            drawings.append(self._drawing(sampler, torch.arange(images) + (number * replicas + replica) * images))
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
@@ -135,7 +135,8 @@ class Previews:
             condition = self._condition(inputs)
             dropped = self._conditions.dropped(condition)
             if labels is not None and self._conditions.reads:
-                labels = torch.from_numpy(self._stored.labels[self._at(inputs)])
+                store, at = self._stored(inputs)
+                labels = torch.from_numpy(store.labels[at])
         index = index.to(device)
         if self._prompts is not None:
             condition, dropped = self._prompts.beside(condition, index)
@@ -156,17 +157,12 @@ class Previews:
         return self._conditions.at_rest(fields, inputs.to(self._engine.device), self._scale)
 
     def _field(self, name: str, inputs: Tensor) -> Tensor:
-        return torch.from_numpy(self._stored.fields[name].read(self._at(inputs))).to(self._engine.device)
+        store, at = self._stored(inputs)
+        return torch.from_numpy(store.fields[name].read(at)).to(self._engine.device)
 
-    def _at(self, inputs: Tensor) -> Indices:
-        assert self._positions is not None
-        found: Indices = self._positions[inputs.numpy()]
-        return found
-
-    @property
-    def _stored(self) -> DatasetCache:
-        assert self._store is not None, "a run with conditions has one"
-        return self._store
+    def _stored(self, inputs: Tensor) -> tuple[DatasetCache, Indices]:
+        assert self._store is not None and self._positions is not None, "a run with conditions has both"
+        return self._store, self._positions[inputs.numpy()]
 
     def _beside(self, drawn: Tensor) -> Drawn:
         """Return drawn images with their conditions."""
@@ -179,7 +175,7 @@ class Previews:
         return Drawn(drawn, self.members, shown, truths, names, self._names("condition"))
 
     def _names(self, name: str) -> tuple[str, ...]:
-        fields = self._stored.meta.fields
+        fields = {} if self._store is None else self._store.meta.fields
         return fields[name].channels if name in fields else ()
 
 
@@ -236,31 +232,24 @@ def measured(
     return held_out.values(sums)
 
 
+@dataclass(frozen=True)
 class Validation:
-    """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks.
+    """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks."""
 
-    ``held_out`` is None if no images are held out.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        engine: UnetPipelineEngine,
-        ema: Ema,
-        held_out: HeldOutLoss | None,
-        previews: Previews,
-        watchdog: Watchdog,
-        recorder: Recorder,
-        stops: Stops = lambda: False,
-    ) -> None:
-        self._spec, self._engine, self._ema = spec, engine, ema
-        self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
-        self._previews, self._stops = previews, stops
+    spec: RunSpec
+    engine: UnetPipelineEngine
+    ema: Ema
+    held_out: HeldOutLoss | None
+    """None if no images are held out."""
+    previews: Previews
+    watchdog: Watchdog
+    recorder: Recorder
+    stops: Stops
 
     def due(self, before: int, done: bool) -> tuple[bool, bool]:
         """Return whether samples, and whether the held-out loss are due after the step from ``before`` images on."""
-        spec, seen = self._spec, self._engine.images_seen
-        losses = self._held_out is not None and is_due(spec.evaluation.every_images, before, seen, done)
+        spec, seen = self.spec, self.engine.images_seen
+        losses = self.held_out is not None and is_due(spec.evaluation.every_images, before, seen, done)
         return is_due(spec.samples.every_images, before, seen, done), losses
 
     def after_step(self, before: int, done: bool) -> None:
@@ -270,16 +259,16 @@ class Validation:
         with self._averaged():
             if samples:
                 self._draw(begin)
-            if losses and self._held_out is not None:
+            if losses and self.held_out is not None:
                 begin_measuring = time.perf_counter()
-                with self._recorder.doing("measuring the held-out loss"):
-                    values = measured(self._held_out, self._engine, self._watchdog, self._stops)
+                with self.recorder.doing("measuring the held-out loss"):
+                    values = measured(self.held_out, self.engine, self.watchdog, self.stops)
                 values["usage/evaluation_seconds"] = time.perf_counter() - begin_measuring
-                self._recorder.evaluation(values, self._engine.global_steps)
+                self.recorder.evaluation(values, self.engine.global_steps)
 
     def before_first_step(self) -> None:
         """Draw the samples of the initial weights, unless samples are off or the run is resumed."""
-        if self._spec.samples.every_images is not None and not self._engine.global_steps:
+        if self.spec.samples.every_images is not None and not self.engine.global_steps:
             begin = time.perf_counter()
             with self._averaged():
                 self._draw(begin)
@@ -288,13 +277,13 @@ class Validation:
     def _averaged(self) -> Iterator[None]:
         """Use the averaged weights inside this context, which ends early if the run is asked to stop."""
         try:
-            with self._ema.applied():
+            with self.ema.applied():
                 yield
         except Stopped:
-            self._recorder.log("asked to stop: pictures and held-out loss of this point are left out")
+            self.recorder.log("asked to stop: pictures and held-out loss of this point are left out")
 
     def _draw(self, begin: float) -> None:
-        with self._recorder.doing("drawing samples"):
-            drawn = self._previews.draw()
+        with self.recorder.doing("drawing samples"):
+            drawn = self.previews.draw()
         seconds = time.perf_counter() - begin
-        self._recorder.samples(drawn, seconds, self._engine.images_seen, self._engine.global_steps)
+        self.recorder.samples(drawn, seconds, self.engine.images_seen, self.engine.global_steps)

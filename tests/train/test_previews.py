@@ -36,13 +36,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def train(folder: Path, spec: RunSpec, processes: int) -> Path:
-    """Train a run and return its folder."""
+def train(folder: Path, spec: RunSpec, processes: int, stages: int | None = None) -> Path:
+    """Train a run, by default on as many stages as processes, and return its folder."""
     place_empty_store(folder)
     file = folder / "spec.yaml"
     file.write_text(yaml.safe_dump({"name": "tiny", **json.loads(json.dumps(sections_of(spec)))}))
     config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
-    config["pipeline"] = {**config.get("pipeline", {}), "stages": processes}
+    config["pipeline"] = {**config.get("pipeline", {}), "stages": stages or processes}
     words = ["--deepspeed_config", str(write_json(folder / "ds.json", config)), "--spec", str(file)]
     done = run_ranks(
         processes,

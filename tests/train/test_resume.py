@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, images_of
-from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_points
@@ -70,11 +68,6 @@ def courses(grid: str, trained: Callable[[str], Courses]) -> Courses:
     return trained(grid)
 
 
-def whole(reader: Reader, kind: str) -> Tensor:
-    """One kind of value of all parameters."""
-    return torch.cat([reader.read(kind, name) for name in reader.manifest.parameters])
-
-
 def equal_or_both_nan(one: float, other: float, tolerance: float = 0.0) -> bool:
     return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
 
@@ -88,7 +81,10 @@ def differences(courses: Courses, course: str, source: str, rounding: str) -> li
             found.append(f"loss {loss} instead of {expected} in step {step} after")
     end, expected_end = courses.end(course, source), courses.end(source)
     for kind in KINDS:
-        values, wanted = whole(end, kind), whole(expected_end, kind)
+        values, wanted = (
+            torch.cat([reader.read(kind, name) for name in reader.manifest.parameters])
+            for reader in (end, expected_end)
+        )
         if not (error := ((values - wanted).norm() / wanted.norm()).item()) <= tolerances[kind.partition("-")[0]]:
             found.append(f"{kind} is off by {error:.1e} of its norm")
     state, wanted_state = (reader.state.model_dump(exclude={"loss_scaler"}) for reader in (end, expected_end))

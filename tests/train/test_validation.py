@@ -30,7 +30,6 @@ from tests.unet.variants import randomise
 
 CPU = torch.device("cpu")
 WORKER = Path(__file__).with_name("validation_worker.py")
-PREDICTION_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-2}
 LOSS_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3}
 EDM = {"schedule": "edm", "objective": "v"}
 WEIGHTED = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
@@ -90,7 +89,6 @@ def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list
         assert all(record["averages_used"] for record in records), look
         assert all(record["put_back"] for record in records), look
         assert all(record["training"] and record["undisturbed"] for record in records), look
-        assert all(record["prediction"] <= PREDICTION_TOLERANCE[look.precision] for record in records), look
         assert records[0]["shape"] == [look.count, 1, 8, 8]
         assert records[0]["pixels"] <= PIXELS_OFF[look.precision], look
         assert look.precision != "fp32" or records[0]["image"] <= 1, look
