@@ -250,7 +250,7 @@ def check_memory(
 
 
 def _smaller(plan: RunPlan, *, on_cpu: bool, new: bool) -> Iterator[tuple[list[str], int]]:
-    """Yield overrides and stages of runs that need less memory, those that change least first."""
+    """Yield overrides and stages of runs that need less memory, the smallest changes first."""
     layout = plan.ds.layout
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
     offload = [] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]]

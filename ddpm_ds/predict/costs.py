@@ -131,8 +131,8 @@ def planned_costs(
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         if layout.tensor.size > 1:
-            held = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
-            reduction += agreement_seconds(job, machine, layout, held, owned_share * sends.gradient_bytes)
+            layers = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
+            reduction += agreement_seconds(job, machine, layout, layers, owned_share * sends.gradient_bytes)
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
     return costs
 

@@ -134,7 +134,7 @@ def _sort_out_groups(
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
-    """Return layouts that training accepts; those that recompute have the interval that needs least memory.
+    """Return layouts that training accepts; recomputing ones have the interval that needs least memory.
 
     ``path`` is that of the DeepSpeed JSON, for messages. The layouts are all of the job, or ``among``.
 
@@ -288,7 +288,7 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], 
 
 
 def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]:
-    """Return the bounds that make the slowest rank's layers and transfers fastest, within its memory if possible.
+    """Return the bounds with which the slowest rank is fastest, within its memory if possible.
 
     Raises:
         LayoutError: the U-Net can't be cut into so many stages.

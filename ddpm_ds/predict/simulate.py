@@ -60,7 +60,7 @@ PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
 }
 """Orders of preference that are tried, by the number of phases."""
 FEW = (4, 3, 2)
-"""Numbers of micro-batches per weight-gradient pass that are tried besides all held micro-batches and half of them."""
+"""Numbers of micro-batches per weight-gradient pass that are tried besides the most in flight and half of them."""
 MOST_TRIED_PASSES = 25_000
 """Maximum passes over all ranks and tries; beyond it only the first order of preference is tried."""
 

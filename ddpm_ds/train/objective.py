@@ -155,9 +155,8 @@ class Denoising:
         text = () if prepared.text is None else (prepared.text,)
         if given is None:
             return (x_t, t, *labels, *text)
-        condition, *told = self._conditions.channels(x0, given)
-        told += text
-        return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *told)
+        condition, *others = self._conditions.channels(x0, given)
+        return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *others, *text)
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the mean loss of the micro-batch, an fp32 scalar."""

@@ -129,7 +129,7 @@ class Claim(NamedTuple):
 def gather_in(rendezvous: Rendezvous) -> Gather:
     """Return a collective that works before there is a process group."""
     topics = itertools.count()
-    return lambda value: [said["value"] for said in rendezvous.agree(f"checkpoints/{next(topics)}", {"value": value})]
+    return lambda value: [one["value"] for one in rendezvous.agree(f"checkpoints/{next(topics)}", {"value": value})]
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:

@@ -251,7 +251,7 @@ def run_training(
     all its images before.
 
     ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by file name. ``sender``
-    is the child that will send what is recorded; None records nothing.
+    is the child that sends the record; None records nothing.
 
     Raises:
         BadNumbersError, Preempted: see :func:`train`.

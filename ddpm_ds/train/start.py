@@ -130,9 +130,9 @@ def started(
         for rank in range(dist.get_world_size()):
             stage, _, part = places.coordinates(rank)
             names.append(rendezvous.name(rank, stage, part if places.tensor > 1 else None))
-        limits: dict[str, float] = {"dead_seconds": asked.dead_seconds, "hang_seconds": asked.hang_seconds}
-        store = make_store(own_rank, len(names))
-        with Watchdog(own_rank, names, store, **limits, work=DeviceWork.of(device)) as watchdog:
+        store, work = make_store(own_rank, len(names)), DeviceWork.of(device)
+        dead, hang = asked.dead_seconds, asked.hang_seconds
+        with Watchdog(own_rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
             with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
                 prepared = replace(prepared, plan=cut_and_ordered(prepared.plan, device))
             yield prepared, watchdog
@@ -153,7 +153,7 @@ def _prepared(
     check_steps(plan.spec)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
-    store, apart = prepare_all(
+    store, held_out = prepare_all(
         plan.spec.data,
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -161,8 +161,8 @@ def _prepared(
         learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
         group=plan.spec.bucket_group or 1,
     )
-    check_store(store, plan.spec, apart)
-    checksums = checksums_of(store, apart)
+    check_store(store, plan.spec, held_out)
+    checksums = checksums_of(store, held_out)
     remedy = "give all hosts the same images, or a data.store_root that all of them see"
     _check(rendezvous, "prepared images: ", rendezvous.agree("images", checksums), remedy)
     plan = decided(plan.on_hosts(rendezvous.hosts), device)
@@ -178,7 +178,7 @@ def _prepared(
     elif plan.spec.train.initial_weights is not None:
         shapes, dtype = parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
         initial = InitialWeights(plan.spec.train.initial_weights, shapes, dtype)
-    images = parts(plan.spec.data, store, apart)
+    images = parts(plan.spec.data, store, held_out)
     prompts = _prompts(plan.spec, *images, claim.run_dir, device, log) if rank == 0 else None
     rendezvous.agree("ready", {})
     if rank == 0:
@@ -209,28 +209,26 @@ def _prompts(
     return EncodedPrompts.of(spec.data.text, prompts, device, log)
 
 
-def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None = None) -> None:
-    """Refuse images that the spec's U-Net does not fit; ``apart`` is the cache of held-out images.
+def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | None = None) -> None:
+    """Refuse images that the spec's U-Net does not fit; ``held_out`` is the cache of held-out images.
 
     Raises:
         SpecError: classes differ, too many images are held out, or pictures of decoded latents would be too large.
     """
-    apart = store if apart is None else apart
+    held_out = store if held_out is None else held_out
     try:
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    parts(spec.data, store, apart)
+    parts(spec.data, store, held_out)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):
-            where = SOURCES[spec.data.source].labels
-            raise SpecError(
-                f"unet.classes = {asked}, but the images have no labels; {where}, or --set unet.classes=null"
-            )
+            fix = f"{SOURCES[spec.data.source].labels}, or --set unet.classes=null"
+            raise SpecError(f"unet.classes = {asked}, but the images have no labels; {fix}")
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
-    if asked is not None and apart.meta.classes != store.meta.classes:
-        both = enumerate(itertools.zip_longest(apart.meta.classes, store.meta.classes, fillvalue="missing"))
+    if asked is not None and held_out.meta.classes != store.meta.classes:
+        both = enumerate(itertools.zip_longest(held_out.meta.classes, store.meta.classes, fillvalue="missing"))
         number, theirs, ours = next((number, *names) for number, names in both if names[0] != names[1])
         raise SpecError(
             f"data.held_out_path = {spec.data.held_out_path}: class {number} is {one_line(theirs)}, and that of "
@@ -242,7 +240,7 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
     """Check that all ranks would run the same; collective. ``device`` is the type of this rank's device.
 
     Raises:
-        HostError: a rank differs from rank 0; the message says how, and the fix.
+        HostError: a rank differs from rank 0.
         PeerLostError: a rank did not join.
     """
     documents = {str(plan.spec_path): plan.spec.model_dump(mode="json"), str(plan.ds_path): plan.ds.as_json()}
@@ -258,7 +256,7 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
     """Check that each rank has its own GPU; return a line if they are of several models. Collective.
 
     Raises:
-        HostError: ranks share a GPU, or their settings of NCCL differ; the message says which, and the fix.
+        HostError: ranks share a GPU, or their settings of NCCL differ.
         PeerLostError: a rank is lost.
     """
     if device.type != "cuda":

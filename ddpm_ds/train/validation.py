@@ -104,13 +104,17 @@ class Previews:
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
+
+            def context(number: int, visit: int = visits[0]) -> Tensor | None:
+                return drawings[number % rounds].context(visit)
+
             pipeline = ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1))
             for some in _parts(visits, self._stops):
                 pipeline.run(
                     rounds * len(some),
                     lambda number: drawings[number % rounds].inputs(),
                     lambda number, prediction: drawings[number % rounds].take(prediction),
-                    context=lambda number, visit=visits[0]: drawings[number % rounds].context(visit),
+                    context=context,
                     depth=rounds,
                     progress=self._watchdog.progress,
                 )

@@ -70,7 +70,7 @@ SDXL = tiny_text_spec(
     sampler={"clip": "none"},
 )
 """SDXL's U-Net with a twentieth of its channels, and latents of a quarter of the side."""
-TEXT_BY_2 = [
+TEXT_BY_2: list[tuple[dict[str, Any], Layout]] = [
     ({}, Layout(2, 1, "folded", 2, 8, 0, 0, False)),
     ({}, Layout(2, 1, "1f1b", 8, 2, 3, 1, False)),
     ({}, Layout(1, 1, "1f1b", 8, 2, 0, 1, False, tensor=TensorSplit(2))),
