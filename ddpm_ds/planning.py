@@ -145,10 +145,9 @@ def plan_run(
 ) -> RunPlan:
     """Read and check everything that can be checked before anything is started.
 
-    Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
-    number of stages, or the JSON leaves tensor groups open, the planner chooses for ``device`` (as in ``--device``),
-    and only then imports PyTorch and DeepSpeed. ``hosts`` gives each rank's host
-    (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single one.
+    Overrides that begin with ``ds.`` change the JSON, others the spec. If stages or tensor groups are open, the planner
+    chooses for ``device`` (as in ``--device``), and only then imports PyTorch and DeepSpeed. ``hosts`` gives each
+    rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single one.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
@@ -229,7 +228,7 @@ def check_memory(
     ``again`` plans the same run with more overrides and a number of stages. The U-Net of a ``new`` run may change.
 
     Raises:
-        LayoutError: it does not fit; the message has the first change with which it does.
+        LayoutError: it does not fit; names the first change with which it does.
     """
     need = memory_need(plan, device, rank)
     if need.share <= 1 - MEMORY_ERROR:

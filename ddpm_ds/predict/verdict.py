@@ -36,7 +36,7 @@ from ddpm_ds.predict.costs import link, shared, update_bytes
 from ddpm_ds.predict.decisions import candidates, search
 from ddpm_ds.predict.finished_run import FinishedRun, facts_of
 from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts, machine_like, tensor_splits
-from ddpm_ds.predict.memory import activation_bytes, peak_bytes
+from ddpm_ds.predict.memory import peak_bytes
 from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, order_of, simulate
 
@@ -247,22 +247,19 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
     now, ranks, pauses, overflows = facts.layout, facts.ranks, facts.pauses, facts.overflows
     step = f"a {_seconds(facts.step_seconds)} step"
     lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {pauses.seconds:,.3g} s"
-    losses = min(facts.evaluation_seconds, pauses.sampling_seconds)
+    losses, wires = min(facts.evaluation_seconds, pauses.sampling_seconds), ""
+    samples = pauses.sampling_seconds - losses
 
     def slowest(part: str, takes: str, times: int = 1) -> str:
         """Return the rank that takes longest for a part of the step, and its seconds."""
         seconds = [getattr(rank, part) for rank in ranks]
         return f"rank {seconds.index(max(seconds))} {takes} {_seconds(times * max(seconds))} of {step}"
 
-    wires = ""
     if now.stages > 1:
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
         slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {bandwidth / 1e6:,.3g} MB/s"
         wires = f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
-    if now.replicas > 1:
-        wires += f"; {_seconds(facts.mean('reduce_seconds'))} to the gradients of {now.replicas} replicas"
-    kept = gib(activation_bytes(facts.job, replace(now, checkpoint_interval=0), facts.bounds))
-    has = f" of the {gib(facts.device.memory_bytes)} of its device" if facts.device.memory_bytes else ""
+    wires += f"; {_seconds(facts.mean('reduce_seconds'))} to gradients of replicas" if now.replicas > 1 else ""
     reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
     return {
         "bubble": f"with {counted(now.micro_batches, 'micro-batch')} on {counted(now.stages, 'rank')} ({now.schedule}) "
@@ -278,10 +275,9 @@ def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> 
         "optimizer": f"{slowest('optimizer_seconds', 'takes')} of {counted(now.batch_images, 'image')} for the "
         "optimizer and the averaged weights, however few images",
         "checkpoint pauses": f"checkpoints took {pauses.checkpoint_seconds:,.3g} s {stopped}",
-        "sampling pauses": f"samples took {pauses.sampling_seconds - losses:,.3g} s, validation {losses:,.3g} s "
-        f"{stopped}",
+        "sampling pauses": f"samples took {samples:,.3g} s, validation {losses:,.3g} s {stopped}",
         "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
-        f"time, {_seconds(facts.recomputation_seconds)} of {step}; to keep them would take {kept}{has}",
+        f"time, {_seconds(facts.recomputation_seconds)} of {step}",
         "low utilisation": f"of the {_seconds(facts.mean('pass_seconds'))} of a rank for a micro-batch of "
         f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(facts.startup_seconds)} before they "
         f"compute{reached}",
@@ -309,8 +305,7 @@ def changes(facts: FinishedRun, predictor: Predictor, shares: Mapping[str, float
 def traced_predictor(facts: FinishedRun) -> Predictor:
     """Return a predictor with the seconds of the traced step, whose layouts may have other numbers of micro-batches.
 
-    Links have the bandwidth with which the run's own layout takes as long as it did, without its waiting for images.
-    A layout fits if its device has the memory, or the run itself needs as much.
+    Links have the bandwidth with which the run's own layout takes as long as it did, without waiting for images.
     """
     job, now, train = facts.job, facts.layout, facts.spec.train
     free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})

@@ -89,7 +89,7 @@ class Ema:
         insides.refresh_weights(self._engine)
 
     def _spares(self) -> Iterable[Tensor]:
-        """Yield memory for the weights while the averages are used in their place."""
+        """Return memory for the weights while the averages are used."""
         return map(torch.empty_like, self._masters)
 
 

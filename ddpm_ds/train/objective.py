@@ -2,12 +2,12 @@
 and the held-out loss by noise level.
 
 Parts of a step depend only on image indices, so that the first and the last stage draw the same, and a resumed run
-continues as if it had never stopped. The held-out loss is of whatever predicts: a pipeline between two steps, or
-trained weights alone. Its images are read in parts of one size, and each call of the U-Net is one part at one level::
+continues as if it had never stopped. A pipeline between two steps, or trained weights alone, have a held-out loss. Its
+images are read in parts of one size, and each call of the U-Net is one part at one level::
 
     call 0: t10, part 0   call 1: t10, part 1   ...   call P: t20, part 0   ...   call 9 P - 1: t90, part P - 1
 
-Whoever predicts takes any share of the calls, ``unet(*inputs(i))``, and adds each prediction to its sums.
+A replica takes any share of the calls, ``unet(*inputs(i))``, and adds each prediction to its sums.
 """
 
 import functools
@@ -109,14 +109,14 @@ class Denoising:
         stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
-        x0 = self._clean(batch, moves)
+        x0, mask = self._moved(batch, moves)
         t, eps = self._diffusion.draw(draws, x0.shape)
         labels = None
         if spec.unet.classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
-        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, described(pooled, batch.sizes))
+        return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
         """Turn stored images into their centres, with the noise of a ``stream`` at a timestep or noise level; nothing
@@ -124,26 +124,23 @@ class Denoising:
         """
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         diffusion, moves = self._diffusion, Moves(self._size(batch))
-        x0 = self._clean(batch, moves)
+        x0, mask = self._moved(batch, moves)
         t = torch.full_like(batch.index, time, dtype=diffusion.levels.dtype)
         eps = keyed.normal(diffusion.seed, stream, batch.index, x0[0].numel()).view_as(x0)
         eps = eps.contiguous(memory_format=torch.channels_last)
         labels = None if spec.unet.classes is None else batch.labels
         draws = Draws(diffusion.seed, batch.index, {Stream.CUT: 4})
         given = Given(batch.condition, batch.vector, draws, moves, trained=False)
-        text = described(batch.pooled, batch.sizes)
-        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, text)
+        return Noised(x0, t, eps, labels, batch.index, mask, given, described(batch.pooled, batch.sizes))
 
     def _size(self, batch: MicroBatch) -> tuple[int, int]:
         height, width = batch.images.shape[2:]
         return self._spec.data.size if self._spec.data.buckets is None else (height, width)
 
-    def _clean(self, batch: MicroBatch, moves: Moves) -> Tensor:
-        return self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
-
-    @staticmethod
-    def _mask(batch: MicroBatch, moves: Moves) -> Tensor | None:
-        return None if batch.mask is None else moves.of(batch.mask)
+    def _moved(self, batch: MicroBatch, moves: Moves) -> tuple[Tensor, Tensor | None]:
+        """Return x0 and the mask."""
+        x0 = self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
+        return x0, None if batch.mask is None else moves.of(batch.mask)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
         """Return (x_t, t[, labels][, level][, vector]), x_t with its condition's channels."""

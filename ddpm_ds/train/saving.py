@@ -183,11 +183,9 @@ class Saver:
             self._log(f"Adam's moments of weights are {how}")
         insides.refresh_weights(engine)
 
-        engine.images_seen = state.images_seen
-        engine.skipped_images = state.skipped_images
-        engine.global_samples = state.images_seen
+        engine.images_seen = engine.global_samples = state.images_seen
+        engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps
         engine.global_steps = state.steps
-        engine.skipped_steps = state.skipped_steps
         for group in engine.basic_optimizer.param_groups:
             group["lr"] = state.learning_rate
         if engine.lr_scheduler is not None and state.lr_scheduler is not None:
@@ -214,8 +212,8 @@ class Saver:
         self.load(checkpoint)
         self.rollbacks = rollbacks
         engine.skipped_images = bad_until - engine.images_seen
-        done = f"rolled back to {checkpoint.path.name}, leaving out the images since"
-        return f"{trouble}; {done} (rollback {rollbacks} of {limit})"
+        where = f"rolled back to {checkpoint.path.name}, leaving out the images since"
+        return f"{trouble}; {where} (rollback {rollbacks} of {limit})"
 
     def before_now(self) -> CompleteCheckpoint | None:
         """Return the newest good checkpoint up to now; later ones were abandoned by a rollback or resume."""

@@ -1,6 +1,5 @@
 """Training of a started run on one process: build the engine, record, and the loop: step, average, log, validate and
-save; roll back or stop if the numbers are bad. A rehearsal is a few steps and one picture, to learn their time and
-memory.
+save; roll back or stop if the numbers are bad. A rehearsal is a few steps and one picture, timed.
 """
 
 import contextlib
@@ -185,10 +184,8 @@ def train(run: Training) -> Interval:
         if done:
             return interval
         if asked.abandoned:
-            raise LauncherLostError(
-                f"what started {asked.abandoned} is gone: all ranks have saved and stopped after "
-                f"{seen:,} images; the run can be resumed"
-            )
+            gone = f"what started {asked.abandoned} is gone: all ranks have saved and stopped after {seen:,} images"
+            raise LauncherLostError(f"{gone}; the run can be resumed")
         if asked.stop:
             raise Preempted(f"asked to stop after {seen:,} images")
 
@@ -216,9 +213,8 @@ def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
     factor = run.spec.bad_numbers.spike_factor
     usual = sum(run.recent) / max(len(run.recent), 1)
     if factor and len(run.recent) == SPIKE_POINTS and interval.loss > factor * usual:
-        return (
-            f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before, {after}"
-        )
+        high = f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before"
+        return f"{high}, {after}"
     if math.isfinite(interval.loss):
         run.recent.append(interval.loss)
     return None
@@ -226,14 +222,12 @@ def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """Run that is over and saved, and still recorded."""
+    """Run that is over and saved, and still recorded; with its last loss and the images since its start."""
 
     engine: UnetPipelineEngine
     recorder: Recorder
     loss: float
-    """Loss of the last point."""
     images: int
-    """Images that this process has trained on, with the other ranks."""
 
 
 @contextlib.contextmanager

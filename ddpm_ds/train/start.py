@@ -77,7 +77,7 @@ class Asked:
     """Time for all ranks to meet."""
     hang_seconds: float
     dead_seconds: float
-    """Time without a step, and without a sign of life, after which a rank is lost (docs/exit_codes.md)."""
+    """Time without a step, and without a sign of life, after which a rank is lost."""
     memory_budget: int | None
     """Most bytes that PyTorch may take of a GPU; None is all of it."""
 
@@ -92,7 +92,6 @@ class Prepared:
     images: Part
     """Images that are trained on."""
     held_out: Part
-    """Images that are held out, if any are."""
     claim: Claim
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
