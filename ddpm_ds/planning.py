@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -38,16 +38,7 @@ from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import NEEDS_MORE, DsConfigError, LayoutError, UserError
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
 from ddpm_ds.pipeline.placement import Exchange, Grid, across_hosts, run_exchange
-from ddpm_ds.predict.layouts import (
-    KINDS,
-    Machine,
-    Workload,
-    kind_of,
-    layouts,
-    machine,
-    machine_like,
-    tensor_splits,
-)
+from ddpm_ds.predict.layouts import KINDS, Machine, Workload, kind_of, layouts, machine, machine_like, tensor_splits
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.shards import check_split, split_layers, whole_layers
 
@@ -62,31 +53,26 @@ if TYPE_CHECKING:
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Bandwidth = Annotated[float, Field(ge=1.0, le=MOST_BANDWIDTH)]
 MEMORY_ERROR = 0.1
-"""Share by which the predicted and the held memory differ at most (docs/planner.md): a run that needs more than the
-limit even so is refused, one that may need more is warned of."""
+"""Largest error of predicted memory, as a share (docs/planner.md): between a refusal and a run there are warnings."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Consistent plan of a run for a number of processes.
-
-    Made of the files alone, it leaves open what depends on the devices; :func:`decided` and :func:`cut_and_ordered`
-    complete it before the run begins.
-    """
+    """Plan of a run for a number of processes, which :func:`decided` and :func:`cut_and_ordered` complete."""
 
     spec: RunSpec
     spec_path: Path
     ds: ResolvedDsConfig
     ds_path: Path
     layers: tuple[Layer, ...]
-    """Layers of the U-Net; those that tensor groups split count what one rank of a group has."""
+    """Layers of the U-Net, split ones as one rank of a tensor group has them."""
     bounds: tuple[int, ...]
     hosts: tuple[str, ...]
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
     programs: tuple[Program, ...] | None = None
     """Programs of the ranks of a pipeline, once a planned schedule has been decided."""
     chosen: Choice | None = None
-    """What the planner chose of the layout, if the files leave some of it open."""
+    """The planner's choices; None if the files fixed the layout."""
 
     @functools.cached_property
     def whole_layers(self) -> tuple[Layer, ...]:
@@ -131,21 +117,16 @@ class RunPlan:
     @property
     def exchange(self) -> Exchange:
         """Bytes that a step sends."""
-        if self.programs is None:
-            return run_exchange(self.ds, self.layers, self.bounds)
-        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
+        passes = None
+        if self.programs is not None:
+            from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
 
-        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.layout.schedule))
+            passes = weight_passes(self.programs, self.ds.layout.schedule)
+        return run_exchange(self.ds, self.layers, self.bounds, passes)
 
     def predictor(self, timed: torch.device | None = None) -> Predictor:
         """Return a predictor of the run on hosts like this one, with times of a device that is ``timed``."""
         return _predictor_here(self.spec, self.ds.config, self.ds.layout.world_size, self.hosts, timed)
-
-    def replanned(self, summary: Mapping[str, Any]) -> tuple[Program, ...]:
-        """Return the programs of a planned schedule by the seconds of a trace's summary."""
-        from ddpm_ds.predict.decisions import planned_again
-
-        return planned_again(self.predictor(), self.ds.layout, self.bounds, summary)
 
     def on_hosts(self, names: Sequence[str]) -> RunPlan:
         """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
@@ -164,10 +145,9 @@ def plan_run(
 ) -> RunPlan:
     """Read and check everything that can be checked before anything is started.
 
-    Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
-    number of stages, or the JSON leaves tensor groups open, the planner chooses for ``device`` (as in ``--device``),
-    and only then imports PyTorch and DeepSpeed. ``hosts`` gives each rank's host
-    (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single one.
+    Overrides that begin with ``ds.`` change the JSON, others the spec. If stages or tensor groups are open, the planner
+    chooses for ``device`` (as in ``--device``), and only then imports PyTorch and DeepSpeed. ``hosts`` gives each
+    rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single one.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
@@ -200,7 +180,7 @@ def decided(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the axis over its hosts, and the recomputation and micro-batches in flight for a device.
 
     Raises:
-        DsConfigError: the JSON asks for what a CPU has not.
+        DsConfigError: the JSON asks a CPU for graphs.
     """
     from ddpm_ds.device import memory_bytes
     from ddpm_ds.predict.decisions import fitted
@@ -213,12 +193,11 @@ def decided(plan: RunPlan, device: torch.device) -> RunPlan:
 
 
 class Need(NamedTuple):
-    """Predicted bytes of training and the bytes that there are."""
+    """Predicted bytes of training, the bytes that there are, and of which device."""
 
     size: int
     limit: int
     where: str
-    """Name of the memory, which a sentence begins with ``this``."""
 
     @property
     def share(self) -> float:
@@ -226,10 +205,7 @@ class Need(NamedTuple):
 
 
 def memory_need(plan: RunPlan, device: torch.device, rank: int) -> Need:
-    """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller.
-
-    On CPUs all ranks of a host share its memory.
-    """
+    """Return the memory of the fullest device on the host of a ``rank``, or of the host, whichever is fuller."""
     from ddpm_ds.device import host_memory, memory_bytes
     from ddpm_ds.predict.decisions import fitted
     from ddpm_ds.predict.memory import pipeline_memory
@@ -239,7 +215,7 @@ def memory_need(plan: RunPlan, device: torch.device, rank: int) -> Need:
     memory = pipeline_memory(job, fitted(job, plan.ds.layout, plan.bounds, size), plan.bounds)
     here = [number for number, host in enumerate(plan.hosts) if host == plan.hosts[rank]]
     own = [memory[plan.grid().coordinates(number)[0]] for number in here]
-    host = Need(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")
+    host = Need(sum(one.host + on_cpu * one.total for one in own), host_memory(), "machine")  # CPUs share it
     return host if on_cpu else max(host, Need(max(one.total for one in own), size, "GPU"), key=lambda need: need.share)
 
 
@@ -251,14 +227,14 @@ def check_memory(
     ``again`` plans the same run with more overrides and a number of stages. The U-Net of a ``new`` run may change.
 
     Raises:
-        LayoutError: it does not fit; the message has the first change with which it does.
+        LayoutError: it does not fit; names the first change with which it does.
     """
     need = memory_need(plan, device, rank)
     if need.share <= 1 - MEMORY_ERROR:
         return None
-    said = f"training {plan.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
+    needs = f"training {plan.spec.name} {NEEDS_MORE} {gib(need.size)}, and this {need.where} has {gib(need.limit)}"
     if need.share <= 1 + MEMORY_ERROR:
-        return f"warning      {said}: it may run out of memory"
+        return f"warning      {needs}: it may run out of memory"
     more = f"a {need.where} with {gib(need.size / (1 - MEMORY_ERROR))}"
     for changes, stages in _smaller(plan, on_cpu=device.type == "cpu", new=new):
         try:
@@ -267,22 +243,20 @@ def check_memory(
             continue
         if share <= 1 - MEMORY_ERROR:
             words = [f"-p {stages}"] * (stages != plan.ds.layout.stages) + [f"--set {one}" for one in changes]
-            raise LayoutError(f"{said}; use {' '.join(words)}, or {more}")
-    raise LayoutError(f"{said}; use {more}, or several: ddpm-ds plan names their layouts")
+            raise LayoutError(f"{needs}; use {' '.join(words)}, or {more}")
+    raise LayoutError(f"{needs}; use {more}, or several: ddpm-ds plan names their layouts")
 
 
 def _smaller(plan: RunPlan, *, on_cpu: bool, new: bool) -> Iterator[tuple[list[str], int]]:
-    """Yield overrides and stages of runs that need less memory, those that change least first."""
+    """Yield overrides and stages of runs that need less memory, the smallest changes first."""
     layout = plan.ds.layout
     counts = [count for count in divisors(layout.stages * layout.replicas) if count >= layout.stages]
-    recompute, offload = "ds.pipeline.activation_checkpoint_interval=1", "ds.zero_optimization.offload_optimizer.device"
-    offloads = ([f"{offload}=cpu"],) if not on_cpu else ()
-    ways: tuple[list[str], ...] = ([], [recompute])
-    for size in reversed(divisors(layout.micro_batch_images)):
+    offload = [] if on_cpu else [["ds.zero_optimization.offload_optimizer.device=cpu"]]
+    ways: list[list[str]] = [[], ["ds.pipeline.activation_checkpoint_interval=1"]]
+    for size, way in itertools.product(reversed(divisors(layout.micro_batch_images)), ways):
         smaller = [f"train.accumulation={layout.micro_batches * layout.micro_batch_images // size}"]
-        for way in ways:
-            yield (way if size == layout.micro_batch_images else [*way, *smaller]), layout.stages
-    for stages, others, way in itertools.product(counts, ([], *offloads), ways):
+        yield (way if size == layout.micro_batch_images else [*way, *smaller]), layout.stages
+    for stages, others, way in itertools.product(counts, [[], *offload], ways):
         yield [*others, *way], stages
     channels = plan.spec.unet.channels // 2 if new else 0
     while channels:
@@ -291,14 +265,13 @@ def _smaller(plan: RunPlan, *, on_cpu: bool, new: bool) -> Iterator[tuple[list[s
 
 
 def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
-    """Return a decided plan with cuts by the layers' seconds on rank 0's device and the order of a planned schedule,
-    if the JSON asks for them. Collective.
+    """Return a decided plan with measured cuts and the order of a planned schedule, where asked for. Collective.
 
     Raises:
         LayoutError: the U-Net can't be cut into so many stages; on all ranks alike.
     """
     from ddpm_ds.pipeline.schedule import Program
-    from ddpm_ds.predict.decisions import measured_cuts, planned_order
+    from ddpm_ds.predict.decisions import measured_cuts
     from ddpm_ds.processes.process_group import decided_by_rank_0
 
     measured = plan.ds.partition == "measured" and plan.ds.layout.stages > 1
@@ -308,7 +281,7 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
         plan = replace(plan, bounds=bounds)
     if not plan.ds.is_ordered:
         return plan
-    order = decided_by_rank_0(lambda: planned_order(predictor(), plan.ds.layout, plan.bounds), tuple[Program, ...])
+    order = decided_by_rank_0(lambda: predictor().programs(plan.ds.layout, plan.bounds), tuple[Program, ...])
     return replace(plan, programs=order)
 
 
@@ -319,9 +292,7 @@ def _predictor_here(
     hosts: Sequence[str],
     timed: torch.device | None = None,
 ) -> Predictor:
-    """Return a predictor for processes on hosts like this one, with computed times of layers, or with those of a
-    device that is ``timed``.
-    """
+    """Return a predictor for hosts like this one, with times of layers that are computed, or ``timed`` on a device."""
     from ddpm_ds.device import described
     from ddpm_ds.observe.device_speed import measured_times
     from ddpm_ds.predict.predictor import Predictor
@@ -389,8 +360,7 @@ def plan(
 
 
 def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) -> Workload:
-    """Return a run to plan for, with its buckets of aspect, weighed by images that preparation has ``counted``, and the
-    encoders of captions that are encoded while training.
+    """Return a run to plan for, whose buckets of aspect are weighed by the images that preparation has ``counted``.
 
     Raises:
         DataError: the autoencoder or the encoders can't be used, or there are too few images.
@@ -407,10 +377,7 @@ def workload(spec: RunSpec, config: DsConfig, on_cpu: bool, *, counted: bool) ->
 
 @contextlib.contextmanager
 def _without_accelerator() -> Iterator[None]:
-    """Keep DeepSpeed from looking for devices during its import; the caller's later work may use them.
-
-    Variables that are set inside, by the import too, are removed afterwards.
-    """
+    """Keep DeepSpeed from looking for devices during its import; later remove variables that are set inside."""
     before = set(os.environ)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

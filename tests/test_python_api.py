@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import ddpm_ds
-from ddpm_ds import SamplerSpec, load_spec, load_trained, open_run, plan, sample
+from ddpm_ds import SamplerSpec, load_trained, open_run, plan, sample
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import LONGEST_LINE, LayoutError, SpecError, UserError
 from ddpm_ds.evaluate.trained import Trained
@@ -138,25 +138,12 @@ def test_what_can_not_be_drawn_is_one_line(trained: Trained, options: dict[str, 
         sample(trained, 1, **options)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "SamplerSpec": SamplerSpec,
-    "load_spec": load_spec,
-    "load_trained": load_trained,
-    "open_run": open_run,
-    "plan": plan,
-    "sample": sample,
-}
+FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(ddpm_ds, name) for name in ddpm_ds.__all__}
 ARGUMENTS = [
     (name, argument)
     for name, function in FUNCTIONS.items()
     for argument in (SamplerSpec.model_fields if function is SamplerSpec else signature(function).parameters)
 ]
-NUMBERS = {
-    "plan": "processes nodes device_memory flops link_bandwidth network_bandwidth top",
-    "sample": "count batch_images",
-    "SamplerSpec": "steps sigma_max sigma_min rho dynamic_quantile",
-}
-"""Arguments that are numbers above zero."""
 endless: list[Any] = []
 endless.append(endless)
 TEXTS = ["\0", "\ud800", "x" * 5000]
@@ -195,31 +182,22 @@ def test_what_an_argument_does_not_take_is_one_line_that_names_it(
             assert f"{argument} = " in said or f"{argument}." in said
 
 
-@pytest.mark.parametrize(("name", "argument"), [(name, one) for name, some in NUMBERS.items() for one in some.split()])
-def test_a_number_out_of_range_is_refused_before_anything_is_computed(
-    name: str, argument: str, refuses: Callable[[str, str, Any], str]
-) -> None:
-    for value in (0, -1, 10**30):
-        assert f"{argument} = {value} should be a " in refuses(name, argument, value)
-
-
 @pytest.mark.parametrize(
     ("name", "argument", "value", "message"),
     [
         ("plan", "processes", 10**9, "plan: processes = 1000000000 should be a whole number from 1 to 65,536"),
+        ("plan", "flops", 0, "flops = 0 should be a "),
         ("sample", "count", 10**12, "sample: count = 1000000000000 should be a whole number from 1 to 1,000,000"),
-        ("sample", "seed", -1, "sample: seed = -1 should be a whole number from 0 to 4,294,967,295"),
         ("sample", "first", 2**49, "should be a whole number from 0 to 2^48"),
+        ("SamplerSpec", "sigma_min", 0, "sigma_min = 0 should be a "),
         ("sample", "labels", "3", 'labels = "3" should be a list, each a whole number or "all" or null'),
         ("sample", "trained", "runs/digits", 'trained = "runs/digits" should be a Trained'),
         ("sample", "sampler", SamplerSpec().model_copy(update={"steps": 10**9}), "sampler.steps = 1000000000: input"),
         ("plan", "spec", tiny_spec().model_copy(update={"name": 5}), "plan: spec.name = 5: input should be"),
         ("plan", "overrides", "ds.zero_optimization.stage=1", "should be a list, each text"),
         ("plan", "times", 5, "plan: times = 5 should be a function or null"),
-        ("load_trained", "weights", "EMA", 'load_trained: weights = "EMA" should be "ema" or "raw"'),
         ("load_trained", "device", "meta", "device = meta is none of cpu, cuda and a numbered one such as cuda:0"),
         ("load_trained", "device", "cuda:99", "device = cuda:99, but this process has "),
-        ("load_trained", "dtype", "float32", 'load_trained: dtype = "float32" should be a dtype'),
         ("load_trained", "dtype", torch.int8, "dtype = torch.int8 should be torch.float32 or torch.float16 or"),
         ("SamplerSpec", "step", 5, "sampler.step is unknown; did you mean sampler.steps?"),
         ("SamplerSpec", "kind", "euler", 'sampler.kind = "euler" should be "ddpm" or "ddim"'),

@@ -202,7 +202,7 @@ def why(found: Plan) -> str:
         )
     if found.in_groups is not None:
         sentences.append(_of_groups(first, found.in_groups, machine))
-    sentences += filter(None, (found.without_groups, found.without_offload))
+    sentences += found.lacking
     if machine.nodes > 1:
         sentences.append(_bytes_between_nodes(first, found.other_axis))
     if found.fastest_misfit is not None:
@@ -260,18 +260,14 @@ def _difference(first: Prediction, other: Prediction) -> str:
 
 
 def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]:
-    rows, grouped = [], any(one.layout.tensor.size > 1 for one in best)
+    table, grouped = list[dict[str, str]](), any(one.layout.tensor.size > 1 for one in best)
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
         rate = layout.batch_images / prediction.step_seconds
         cells = {
             "": str(number),
             "stages": str(layout.stages),
-            **(
-                {"tensor": ", ".join(filter(None, (str(layout.tensor.size), layout.tensor.levels_words())))}
-                if grouped
-                else {}
-            ),
+            "tensor": ", ".join(filter(None, (str(layout.tensor.size), layout.tensor.levels_words()))),
             "replicas": str(layout.replicas),
             "schedule": layout.schedule if layout.stages > 1 else "-",
             "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
@@ -286,8 +282,8 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]
         if several_nodes:
             cells |= {"across nodes": layout.axis_over_nodes, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
             cells |= {"from one": f"{wires.busiest / 1e9:.3f}"}
-        rows += [list(cells), list(cells.values())] if number == 1 else [list(cells.values())]
-    return rows
+        table.append({name: cell for name, cell in cells.items() if grouped or name != "tensor"})
+    return [list(table[0]), *(list(cells.values()) for cells in table)]
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
@@ -302,7 +298,7 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
 
 def stage_table(plan: RunPlan) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    grid, layout, rows = plan.grid() if plan.several_hosts else None, plan.ds.layout, list[list[str]]()
+    grid, layout, table = plan.grid() if plan.several_hosts else None, plan.ds.layout, list[dict[str, str]]()
     for stage in plan.stages:
         sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
         cells = {
@@ -319,8 +315,8 @@ def stage_table(plan: RunPlan) -> str:
             names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
             several = f"{names[0]} ... {names[-1]} ({len(names)})"
             cells["host"] = several if len(names) > MOST_HOSTS else ", ".join(names)
-        rows += [list(cells.values())] if rows else [list(cells), list(cells.values())]
-    return "\n".join(aligned(rows, left={2, 3, 8}))
+        table.append(cells)
+    return "\n".join(aligned([list(table[0]), *(list(cells.values()) for cells in table)], left={2, 3, 8}))
 
 
 def _messages_line(plan: RunPlan) -> str:
@@ -335,7 +331,7 @@ def _messages_line(plan: RunPlan) -> str:
 
 
 def decided_since(planned: RunPlan, decided: RunPlan) -> str:
-    """Return in words and a table what the start of a run has decided; empty if all was said before."""
+    """Return new decisions of a run's start in words and a table; empty if there are none."""
     lines = [hosts_line(decided)] if hosts_line(decided) != hosts_line(planned) else []
     if (warning := hosts_warning(decided)) != hosts_warning(planned):
         lines += warning
@@ -367,9 +363,7 @@ def hosts_line(plan: RunPlan) -> str | None:
 
 
 def _tensor_lines(plan: RunPlan) -> list[str]:
-    """Return lines on the layers that tensor groups split, those that stay whole, and what the sums cost; none without
-    tensor groups.
-    """
+    """Return lines on the layers that tensor groups split, whole layers, and the cost of sums; none without groups."""
     tensor, layers = plan.ds.layout.tensor, plan.layers
     if tensor.size == 1:
         return []
@@ -449,9 +443,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int | None) -> str:
-    """Return a line about a regular task, and the compute of its forward passes, if their number is known, relative to
-    training.
-    """
+    """Return a line about a regular task, and the compute of its ``forwards`` relative to training, if known."""
     if not every_images or forwards == 0:
         return f"{name:<13}off"
     share = "" if forwards is None else f" ({forwards / (PASSES_PER_STEP * every_images):.1%} of the computing)"

@@ -41,8 +41,18 @@ DRAWS, UPDATE, EIGHT_BIT_UPDATE = 10, 30, 47
 """Launches that draw a micro-batch's noise, timesteps and flips, those of the optimizer's step with averages, and those
 of Adam in 8 bits for the elements that it steps at a time."""
 
+LAUNCHES: dict[type[Layer], tuple[int, int]] = {
+    AttentionLayer: (5, 11),
+    TransformerBlockLayer: (20, 32),
+    TransformerInputLayer: (2, 5),
+    TransformerOutputLayer: (2, 5),
+    UpsampleLayer: (3, 5),
+    DownsampleLayer: (2, 3),
+    OutputLayer: (3, 4),
+}
+"""Launches of a forward and a backward of layers for which these are always the same; of other kinds 1 and 2."""
 PRODUCTS = 1.75
-"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block, which is products of
+"""How many times the flops of convolutions a GPU reaches in half precision in a transformer block's products of
 matrices. It fits what was measured and published of SDXL (docs/planner.md)."""
 SPLIT_COST = 0.1
 """Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
@@ -121,8 +131,8 @@ def planned_costs(
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         if layout.tensor.size > 1:
-            held = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
-            reduction += agreement_seconds(job, machine, layout, held, owned_share * sends.gradient_bytes)
+            layers = [layer for stage in stages for layer in job.layers[stage.start : stage.stop]]
+            reduction += agreement_seconds(job, machine, layout, layers, owned_share * sends.gradient_bytes)
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
     return costs
 
@@ -130,10 +140,9 @@ def planned_costs(
 def launches(layer: Layer) -> tuple[int, int]:
     """Return about how many kernels the host launches in a layer's forward and backward, with the draws in the first.
 
-    They are operators that are neither views nor allocations (tests/predict/test_launches.py counts them, within a
-    tenth); a library's operator may be several kernels of a GPU. A convolution's three gradients count as three, as in
-    weight-gradient passes, although a backward of PyTorch's computes them together. A split layer also launches its
-    sums, the padding of its parts, and copies of gradients.
+    They are operators that are neither views nor allocations, within a tenth (tests/predict/test_launches.py); a
+    library's may be several kernels. A convolution's three gradients count as three, as in weight-gradient passes. A
+    split layer also launches its sums, the padding of its parts, and copies of gradients.
     """
     match layer:
         case BlockLayer():
@@ -147,19 +156,8 @@ def launches(layer: Layer) -> tuple[int, int]:
             text = layer.pooled_channels > 0
             # with the masks of all blocks and their projections of the embedding
             return 14 + 18 * text + DRAWS + 5, 7 + 7 * text + 8
-        case AttentionLayer():
-            return 5 + 2 * layer.sums, 11 + 3 * layer.sums
-        case TransformerBlockLayer():
-            return 20 + 2 * layer.sums, 32 + 3 * layer.sums
-        case TransformerInputLayer() | TransformerOutputLayer():
-            return 2, 5
-        case UpsampleLayer():
-            return 3, 5
-        case DownsampleLayer():
-            return 2, 3
-        case OutputLayer():
-            return 3, 4
-    return 1, 2
+    forward, backward = LAUNCHES.get(type(layer), (1, 2))
+    return forward + 2 * layer.sums, backward + 3 * layer.sums
 
 
 def launch_seconds(job: Workload, machine: Machine, layout: Layout) -> float:
@@ -260,8 +258,8 @@ def summing_seconds(job: Workload, machine: Machine, layout: Layout, bounds: Seq
 def agreement_seconds(
     job: Workload, machine: Machine, layout: Layout, layers: Sequence[Layer], gradient_bytes: float
 ) -> float:
-    """Return the seconds in which a tensor group sums the gradients of which each rank has a part, once a step, and on
-    GPUs the first rank gives the others those that all have computed.
+    """Return the seconds a step in which a tensor group sums gradients that each rank computes a part of, and on GPUs
+    copies those that all compute from the first rank.
     """
     alike = 0 if job.on_cpu else sum(layer.parameters for layer in layers if not layer.sums)
     elements = 2 * sum(layer.partial_vectors for layer in layers) + alike
@@ -284,9 +282,12 @@ def shared(job: Workload, layout: Layout) -> Sharing:
 def step_traffic(
     job: Workload, machine: Machine, layout: Layout, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
-    """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas,
-    sums of tensor groups.
-    """
+    """Return the bytes of a step: messages between stages, gradients and weights of replicas, sums of tensor groups."""
+    reductions = None
+    if programs is not None:  # which may have fewer micro-batches
+        many = max(number for own in programs for one in own for number in one.micro_batches) + 1
+        counts = weight_passes(programs, layout.schedule)
+        reductions = [[count * layout.micro_batches / many for count in own] for own in counts]
     sent = exchange(
         job.of(layout).layers,
         bounds,
@@ -295,14 +296,7 @@ def step_traffic(
         images=round(layout.micro_batches * layout.micro_batch_images * job.mean_pixels),
         precision=job.precision,
         shared=shared(job, layout),
-        reductions=None if programs is None else _reductions(programs, layout),
+        reductions=reductions,
         grouping=Grouping(layout.tensor.size, job.arithmetic_bytes, layout.interval, gives_gradients=not job.on_cpu),
     )
     return traffic(grid(machine, layout), sent)
-
-
-def _reductions(programs: Sequence[Program], layout: Layout) -> list[list[float]]:
-    """Return by rank and phase how often ZeRO-2 reduces weight gradients; programs may have fewer micro-batches."""
-    of = max(number for own in programs for one in own for number in one.micro_batches) + 1
-    counts = weight_passes(programs, layout.schedule)
-    return [[count * layout.micro_batches / of for count in own] for own in counts]

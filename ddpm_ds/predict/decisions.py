@@ -40,8 +40,7 @@ from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, order_of
 
 MOST_GROUPED = 48
-"""Largest number of layouts with tensor groups whose memory is computed in the order of their lower bounds, and if none
-of them fits, of those that need the least memory."""
+"""Most layouts with tensor groups that are tried by their lower bounds, and as many by their memory if none fits."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,10 @@ class Plan:
     """Result of a search."""
 
     predictor: Predictor = field(repr=False)
-    """Predictor of the job on its machine, which knows the details of each layout."""
+    """Predictor of the job on its machine."""
     best: tuple[Prediction, ...]
     """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
     fitting: int
-    """Number of layouts that fit the memory."""
     misfits: int
     """Number of layouts that don't fit the memory."""
     fastest_misfit: Prediction | None
@@ -62,10 +60,8 @@ class Plan:
     """Best layout with the other axis across nodes, if there are several nodes."""
     in_groups: Prediction | None = None
     """Fastest layout with tensor groups that fits, if some were looked for."""
-    without_groups: str = ""
-    """What layouts with tensor groups lack, in a sentence, if some were looked for and none fits."""
-    without_offload: str = ""
-    """What layouts without offload lack, in a sentence, if none of them fits."""
+    lacking: tuple[str, ...] = ()
+    """Sentences on what layouts with tensor groups or without offload lack, if some were tried and none fits."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
         """Return the DeepSpeed JSON that trains with layout ``number`` of the best.
@@ -82,8 +78,7 @@ class Plan:
 def search(
     predictor: Predictor, top: int, among: Sequence[Layout] | None = None, grouped: Iterable[Layout] = ()
 ) -> Plan:
-    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and those that are
-    ``grouped``.
+    """Return the ``top`` fastest layouts that fit, among all without tensor groups or ``among``, and the ``grouped``.
 
     Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
 
@@ -102,22 +97,22 @@ def search(
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         other_axis = predictor.predict(replace(best[0].layout, across_hosts=other))
     resident = [layout for layout in misfits if not layout.offload and all(one.offload for one in fitting)]
-    no_groups = _lacks(predictor, "With tensor groups", [] if found else misfits_in_groups)
-    no_offload = _lacks(predictor, "Without offload", resident)
+    kinds = {"With tensor groups": [] if found else misfits_in_groups, "Without offload": resident}
+    lacking = []
+    for kind in filter(kinds.get, kinds):
+        nearest, device = _nearest(predictor, kinds[kind])
+        lacking.append(f"{kind} nothing fits: {nearest}; devices of {device} would do.")
     limit = best[0].step_seconds
     known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
     faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
-    return Plan(
-        predictor, best, len(fitting), len(misfits), next(faster, None), other_axis, in_groups, no_groups, no_offload
-    )
+    misfit = next(faster, None)
+    return Plan(predictor, best, len(fitting), len(misfits), misfit, other_axis, in_groups, tuple(lacking))
 
 
 def _sort_out_groups(
     predictor: Predictor, grouped: Iterable[Layout], limit: float
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return layouts with tensor groups that fit, of those whose lower bounds are the least and below ``limit``, and
-    those that were found not to; if none of these fits, of those that need the least memory.
-    """
+    """Return (fitting, too large): tensor layouts tried, fastest bound first, then, if none fits, by their memory."""
     job, usable_bytes = predictor.job, predictor.machine.usable_bytes
     by_bound = sorted(grouped, key=predictor.least_seconds)
     least = {one: sum(layer_bytes(job, one, one.stages - 1, 0)) / one.stages for one in by_bound}
@@ -140,7 +135,7 @@ def _sort_out_groups(
 
 
 def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[Layout] | None = None) -> list[Layout]:
-    """Return layouts that training accepts; those that recompute have the interval that needs least memory.
+    """Return layouts that training accepts; recomputing ones have the interval that needs least memory.
 
     ``path`` is that of the DeepSpeed JSON, for messages. The layouts are all of the job, or ``among``.
 
@@ -162,7 +157,7 @@ def candidates(predictor: Predictor, path: Path | str = "plan", among: Sequence[
         if refusals[kind] is not None:
             continue
         if layout.checkpoint_interval:
-            like, needs = replace(layout, checkpoint_interval=1), _needs(predictor, layout)
+            like, needs = replace(layout, checkpoint_interval=1), predictor.needs(layout)
             recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
         else:
             chosen.append(layout)
@@ -182,35 +177,28 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
     return fitting, misfits
 
 
-def _needs(predictor: Predictor, layout: Layout) -> int:
-    """Return the bytes on the rank that holds the most."""
-    return peak_bytes(predictor.job, layout, predictor.bounds(layout))
-
-
 def _fastest(
     predictor: Predictor, among: Sequence[Layout], top: int, limit: float = math.inf
 ) -> tuple[Prediction, ...]:
     """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
+
+    def order(prediction: Prediction) -> tuple[float, int]:
+        return prediction.step_seconds, prediction.peak.total
+
     best: dict[tuple[int, str, int, int], Prediction] = {}
     for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
         prediction = predictor.predict(layout)
         key = (layout.stages, layout.schedule, layout.micro_batch_images, layout.tensor.size)
-        if key not in best or _order(prediction) < _order(best[key]):
-            best[key] = prediction
+        best[key] = min(best.get(key, prediction), prediction, key=order)
         if len(best) >= top:
             limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
-    return tuple(sorted(best.values(), key=_order)[:top])
-
-
-def _order(prediction: Prediction) -> tuple[float, int]:
-    """Return the sort key: seconds first, then memory."""
-    return prediction.step_seconds, prediction.peak.total
+    return tuple(sorted(best.values(), key=order)[:top])
 
 
 def _refusal(predictor: Predictor, layout: Layout, path: Path | str) -> UserError | None:
-    """Return the error with which training would refuse a layout's JSON, or None if it would accept it."""
+    """Return the error with which training would refuse a layout's JSON."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
         spec = predictor.job.spec
@@ -241,30 +229,18 @@ def _nothing(predictor: Predictor, misfits: Sequence[Layout]) -> LayoutError:
     )
 
 
-def _lacks(predictor: Predictor, kind: str, misfits: Sequence[Layout]) -> str:
-    """Return a sentence on what layouts of a kind lack, of which none fits; empty if there are none."""
-    if not misfits:
-        return ""
-    nearest, device = _nearest(predictor, misfits)
-    return f"{kind} nothing fits: {nearest}; devices of {device} would do."
-
-
 def _nearest(predictor: Predictor, misfits: Sequence[Layout]) -> tuple[str, str]:
-    """Return words about the layout and cuts nearest to fitting, and the device's memory with which they would."""
+    """Return words about the layout nearest to fitting, and the ``--device-memory`` with which it would, rounded up."""
     kinds: dict[tuple[int, str, int], Layout] = {}
-    for layout in sorted(misfits, key=lambda one: _needs(predictor, one)):
+    for layout in sorted(misfits, key=predictor.needs):
         kinds.setdefault((layout.stages, layout.schedule, layout.tensor.size), layout)
     found = [(layout, pipeline_memory(predictor.job, layout, predictor.tightest(layout))) for layout in kinds.values()]
     machine, totals = predictor.machine, [[memory.total for memory in ranks] for _, ranks in found]
     needs, number = min((max(total), number) for number, total in enumerate(totals))
     device = machine.memory_bytes * needs / max(machine.usable_bytes, 1)
+    rounded = f"{-(-int(device) * 10 // GIB) / 10}GiB" if device >= GIB else f"{int(device) // 2**20 + 1}MiB"
     over, rank = gib(needs - machine.usable_bytes), totals[number].index(needs)
-    return f"the nearest, {found[number][0].words()}, is {over} over on rank {rank}", _rounded_up(device)
-
-
-def _rounded_up(size: float) -> str:
-    """Format a size for ``--device-memory``, rounded up."""
-    return f"{-(-int(size) * 10 // GIB) / 10}GiB" if size >= GIB else f"{int(size) // 2**20 + 1}MiB"
+    return f"the nearest, {found[number][0].words()}, is {over} over on rank {rank}", rounded
 
 
 class Choice(NamedTuple):
@@ -278,8 +254,7 @@ class Choice(NamedTuple):
 
 
 def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], stages: int | None) -> Choice:
-    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split of the layers with which a
-    step is fastest on the predictor's devices.
+    """Return the number of stages, unless ``stages`` or the JSON gives it, and the split with which a step is fastest.
 
     ``path`` is that of the DeepSpeed JSON, for messages; ``hosts`` has the host of each global rank.
 
@@ -288,10 +263,8 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], 
         LayoutError: no number of stages shares the processes, the batch and the layers, or none fits the memory.
     """
     job, world_size = predictor.job, predictor.machine.devices
-    open_stages, open_split = (
-        stages is None and leaves_stages_open(job.config, world_size),
-        leaves_tensor_open(job.config),
-    )
+    open_stages = stages is None and leaves_stages_open(job.config, world_size)
+    open_split = leaves_tensor_open(job.config)
     found, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
     for split in reversed(open_splits(job, math.gcd(*Counter(hosts).values()))):  # a refusal is of the smallest groups
         for count in (divisors(world_size // split.size) or [1]) if open_stages else [stages]:
@@ -317,7 +290,7 @@ def choose_layout(predictor: Predictor, path: Path | str, hosts: Sequence[str], 
 
 
 def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]:
-    """Return the bounds that make the slowest rank's layers and transfers fastest, within its memory if possible.
+    """Return the bounds with which the slowest rank is fastest, within its memory if possible.
 
     Raises:
         LayoutError: the U-Net can't be cut into so many stages.
@@ -332,20 +305,12 @@ def measured_cuts(predictor: Predictor, ds: ResolvedDsConfig) -> tuple[int, ...]
     return predictor.bounds(best or among[-1])
 
 
-def planned_order(predictor: Predictor, layout: Layout, bounds: tuple[int, ...]) -> tuple[Program, ...]:
-    """Return the programs of a decided run that :attr:`ddpm_ds.config.ds_config.ResolvedDsConfig.is_ordered`."""
-    made = predictor.programs(layout, bounds)
-    assert made is not None
-    return made
-
-
 def planned_again(
     predictor: Predictor, layout: Layout, bounds: tuple[int, ...], summary: Mapping[str, Any]
 ) -> tuple[Program, ...]:
     """Return the programs of a planned schedule by the seconds of a trace's summary.
 
-    Two parts of a backward are not measured, and have their computed share of it: weight gradients in whole backwards,
-    and what a pass of weight gradients takes once for all its micro-batches.
+    Weight gradients in whole backwards, and the cost of a pass of them, are not measured: they have computed shares.
     """
 
     def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:

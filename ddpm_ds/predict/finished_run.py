@@ -33,10 +33,7 @@ LEAST_BACKWARD = 0.2
 
 @dataclass(frozen=True)
 class RankFacts(RankCosts):
-    """Seconds of a traced step on a rank of the pipeline, its replicas averaged; the parts are disjoint.
-
-    Passes are without waiting.
-    """
+    """Seconds of a traced step on a rank of the pipeline, mean over its replicas; passes are without waiting."""
 
     wait_seconds: float = 0.0
     """Seconds waiting for messages of other stages."""
@@ -58,21 +55,6 @@ class Overflows:
     steps: int = 1
     first_scale: float = 2.0**FIRST_SCALE_POWER
     last_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class LayerRate:
-    """Seconds of a layer's passes: a constant for each micro-batch, plus a part for each image."""
-
-    start: LayerSeconds
-    per_image: LayerSeconds
-
-    def seconds(self, images: float) -> LayerSeconds:
-        """Return the seconds of the layer's passes of one micro-batch."""
-        return LayerSeconds(
-            self.start.forward + images * self.per_image.forward,
-            self.start.backward + images * self.per_image.backward,
-        )
 
 
 @dataclass(frozen=True)
@@ -105,6 +87,10 @@ class FinishedRun:
         """Run spec."""
         return self.job.spec
 
+    def mean(self, *parts: str) -> float:
+        """Return the mean over the ranks of the sum of these attributes of :class:`RankFacts`."""
+        return fmean(math.fsum(getattr(rank, part) for part in parts) for rank in self.ranks)
+
     @property
     def stepping(self) -> float:
         """Share of the run's time spent in steps."""
@@ -112,7 +98,7 @@ class FinishedRun:
 
     @property
     def mfu(self) -> float | None:
-        """Model flops of a traced step, as a share of what the devices could do meanwhile; None is unknown."""
+        """Model flops of a traced step, as a share of the devices' flops; None is unknown."""
         flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.layout.batch_images
         could = self.peak_flops_per_second * self.layout.world_size * self.step_seconds
         return flops / could if could else None
@@ -123,45 +109,50 @@ class FinishedRun:
         return self.job.of(self.layout).layers
 
     @cached_property
-    def rates(self) -> list[LayerRate]:
-        """Rates of every layer; a stage's seconds, less start-up, are divided among its layers by their flops."""
-        rates: dict[int, LayerRate] = {}
+    def rates(self) -> list[tuple[LayerSeconds, LayerSeconds]]:
+        """Seconds of each layer's passes for each micro-batch, and for each multiply-accumulate.
+
+        A stage's seconds, less start-up, are divided among its layers by their flops.
+        """
         stages = rank_stages(self.own_layers, self.bounds, self.layout.schedule)
-        for rank, own in zip(self.ranks, stages, strict=True):
-            for phase, stage in zip(rank.phases, own, strict=True):
-                rates |= enumerate(self._rates_of(stage, phase), stage.start)
-        return [rates[number] for number in range(len(self.own_layers))]
+        by_first = {
+            stage.start: self._rates_of(stage, phase)
+            for rank, own in zip(self.ranks, stages, strict=True)
+            for phase, stage in zip(rank.phases, own, strict=True)
+        }
+        return [rate for first in sorted(by_first) for rate in by_first[first]]
 
-    def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[LayerRate]:
-        own = self.own_layers[stage.start : stage.stop]
+    def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[tuple[LayerSeconds, LayerSeconds]]:
+        own, images = self.own_layers[stage.start : stage.stop], self.layout.micro_batch_images
         startup_of = (Device() if self.replayed else self.device).startup_of
-        starts, whole = [startup_of([layer]) for layer in own], startup_of(own)
-        work = sum(layer.macs for layer in own) * self.layout.micro_batch_images
+        starts, whole, macs = [startup_of([layer]) for layer in own], startup_of(own), sum(layer.macs for layer in own)
 
-        def rates(measured: float, startup: float) -> tuple[float, float]:
+        def rate(measured: float, startup: float) -> tuple[float, float]:
             """Return the share of the layers' start-up that counts, and seconds per multiply-accumulate."""
             share = min(1.0, MOST_STARTUP * measured / startup) if startup else 0.0
-            return share, (measured - share * startup) / work
+            return share, (measured - share * startup) / (macs * images)
 
-        share, per_mac = rates(phase.forward_seconds, whole.forward)
-        forwards = [(share * start.forward, per_mac * layer.macs) for layer, start in zip(own, starts, strict=True)]
+        share, per_mac = rate(phase.forward_seconds, whole.forward)
         backward = phase.backward_seconds
         if self.layout.checkpoint_interval:  # without the forwards that are computed again, all but the first layer's
-            again = forwards[1:] if stage.start == 0 else forwards
-            recomputed = math.fsum(start + self.layout.micro_batch_images * per_image for start, per_image in again)
-            backward = max(backward - recomputed, LEAST_BACKWARD * backward)
-        share, per_mac = rates(backward, whole.backward)
-        return [
-            LayerRate(LayerSeconds(forward[0], share * start.backward), LayerSeconds(forward[1], per_mac * layer.macs))
-            for layer, start, forward in zip(own, starts, forwards, strict=True)
-        ]
+            repeated = [*zip(starts, own, strict=True)][stage.start == 0 :]
+            again = math.fsum(share * start.forward + images * layer.macs * per_mac for start, layer in repeated)
+            backward = max(backward - again, LEAST_BACKWARD * backward)
+        share_back, per_mac_back = rate(backward, whole.backward)
+        rest = LayerSeconds(per_mac, per_mac_back)
+        return [(LayerSeconds(share * start.forward, share_back * start.backward), rest) for start in starts]
 
     def layer_times(self, layers: Sequence[Layer], images: int) -> list[LayerSeconds]:
         """Return the passes of every layer for one micro-batch, without recomputation; ``layers`` may be split in
-        another way than the run's, and then take by their multiply-accumulates.
+        another way than the run's.
         """
-        together = zip(self.rates, layers, self.own_layers, strict=True)
-        return [rate.seconds(images * layer.macs / own.macs) for rate, layer, own in together]
+        return [
+            LayerSeconds(
+                start.forward + images * layer.macs * per_mac.forward,
+                start.backward + images * layer.macs * per_mac.backward,
+            )
+            for (start, per_mac), layer in zip(self.rates, layers, strict=True)
+        ]
 
     @cached_property
     def recomputation_seconds(self) -> float:
@@ -176,15 +167,14 @@ class FinishedRun:
     @cached_property
     def startup_seconds(self) -> float:
         """Mean seconds over the ranks that a micro-batch's layers take before they compute."""
-        return sum(layer.start.forward + layer.start.backward for layer in self.rates) / self.layout.stages
+        return sum(start.forward + start.backward for start, _ in self.rates) / self.layout.stages
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
     """Read a run's folder.
 
     Raises:
-        OutputError: it is no run's folder, no step of it was traced, or none since its layout has changed, or a file is
-            damaged; with what to do.
+        OutputError: it is no run's folder, has no traced step of its present layout, or a file is damaged.
     """
     if not (run_dir / SPEC).is_file():
         raise OutputError(f"{run_dir} is not the folder of a run; name one that launch/train.py has written")
@@ -233,9 +223,7 @@ def _read(run_dir: Path) -> FinishedRun:
 
 
 def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
-    """Return the seconds of a step that is a CUDA graph, from those of a traced one, which the host has launched kernel
-    by kernel: all but loading, which is in no graph, are shorter in proportion.
-    """
+    """Return the seconds of a replayed step: in proportion shorter, but for loading, which no graph has."""
     loading = rank.data_wait_seconds + rank.load_seconds
     factor = max(replayed - loading, 0.0) / (traced - loading) if traced > loading else 1.0
 
@@ -248,12 +236,7 @@ def _replayed(rank: RankFacts, traced: float, replayed: float) -> RankFacts:
 
 
 def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout:
-    """Return the layout of the traced step.
-
-    Raises:
-        ValueError: stages.txt is of another U-Net.
-        OutputError: the trace is from before the run was resumed on another layout, ZeRO stage or precision.
-    """
+    """Return the layout of the traced step; raises if the run was resumed on another one since."""
     config, bounds = job.config, run.bounds
     if bounds[-1] != len(job.layers):
         raise ValueError(f"{STAGES} has {bounds[-1]} layers, the U-Net {len(job.layers)}")
@@ -269,18 +252,19 @@ def _layout(run: RunFolder, job: Workload, summary: Mapping[str, Any]) -> Layout
         in_flight=config.pipeline.in_flight,
         tensor=tensor_split(config),
     )
-    unchanged = {"zero_stage": layout.zero_stage, "precision": job.precision, "tensor_size": layout.tensor.size}
-    first = [rank for rank in summary["ranks"] if rank["replica"] == rank.get("part", 0) == 0]
-    traced = sum(len(rank["phases"]) for rank in first)
-    if (traced, layout.micro_batches, layout.micro_batch_images, layout.schedule) != (
-        len(bounds) - 1,
-        config.gradient_accumulation_steps,
-        config.train_micro_batch_size_per_gpu,
-        config.pipeline.schedule,
-    ) or any(summary.get(name, now) != now for name, now in unchanged.items()):  # older summaries lack some
+    now = {
+        "schedule": config.pipeline.schedule,
+        "micro_batches": config.gradient_accumulation_steps,
+        "micro_batch_images": config.train_micro_batch_size_per_gpu,
+        "zero_stage": layout.zero_stage,
+        "precision": job.precision,
+        "tensor_size": layout.tensor.size,
+    }
+    traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == rank["part"] == 0)
+    if traced != len(bounds) - 1 or any(summary[name] != value for name, value in now.items()):
         raise OutputError(
             f"{run.folder}: the run was traced before it was resumed on another layout, ZeRO stage or precision; "
-            "resume with --trace-steps FIRST-LAST, of steps that are still to come"
+            "resume with --trace-steps FIRST-LAST of later steps"
         )
     return layout
 
@@ -295,17 +279,21 @@ def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
 
 def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     """Average a rank of the pipeline over all processes that have it."""
-    by_phase = ("wait_seconds", "send_seconds")
-    own = {name: fmean(math.fsum(phase[name] for phase in one["phases"]) for one in replicas) for name in by_phase}
-    names = [field.name for field in fields(RankFacts) if field.name not in ("phases", *by_phase)]
-    own |= {name: fmean(replica[name] for replica in replicas) for name in names}
+    own = {
+        field.name: fmean(
+            one[field.name] if field.name in one else math.fsum(phase[field.name] for phase in one["phases"])
+            for one in replicas
+        )
+        for field in fields(RankFacts)
+        if field.name != "phases"
+    }
     phases = [
         PhaseCosts(
             fmean(phase["forward_seconds_per_micro_batch"] for phase in same),
             fmean(phase["backward_seconds_per_micro_batch"] for phase in same),
             same[0]["activation_bytes"],
             same[0]["gradient_bytes"],
-            fmean(phase.get("weight_seconds_per_micro_batch", 0.0) for phase in same),
+            fmean(phase["weight_seconds_per_micro_batch"] for phase in same),
         )
         for same in zip(*(replica["phases"] for replica in replicas), strict=True)
     ]

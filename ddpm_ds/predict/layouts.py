@@ -40,16 +40,15 @@ LAUNCH_SECONDS = 5.5e-5
 """Seconds in which a host prepares and launches one of a GPU's kernels: 45 to 80 microseconds were measured beside an
 H100 and an H200 (docs/gpu.md)."""
 SUM_SECONDS = 1.3e-3
-"""Seconds that a sum over two processes takes in a step on a CPU: 1.0 to 1.6 milliseconds were measured on two cores,
-where 256 KB that nothing computes beside take 0.6."""
+"""Seconds that a sum over two processes takes in a step on a CPU; 1.0 to 1.6 ms were measured on two cores."""
 REACHED_MEMORY = 0.8
 """Share of the data sheet's memory bandwidth that normalisations and activations reach."""
 REACHED_LINK = 0.7
 """Share of a link's nominal bandwidth that long messages reach."""
 HOST_BANDWIDTH = 6.4e10
-"""Bytes per second of a host's memory that steps of Adam reach, which all of its devices share. It is 1.4 billion
-parameters a second with averaged weights, and 1.9 without. Published are 11.6 billion in 8.2 s (DeepSpeed's pull
-request 735) and, on hosts of 8 A100, 18 billion in 10 s (its issue 6834)."""
+"""Bytes per second of a host's memory that steps of Adam reach, shared by its devices: 1.4 billion parameters a second
+with averaged weights, 1.9 without. Published are 11.6 in 8.2 s (DeepSpeed's pull request 735) and, on hosts of 8 A100,
+18 in 10 s (its issue 6834)."""
 PCIE_BANDWIDTH = 2.2e10
 """Bytes per second between a device and its host, at most."""
 USABLE_MEMORY = 0.94
@@ -140,9 +139,7 @@ class Machine:
 
     @property
     def sum_seconds(self) -> float:
-        """Seconds of each of the log2 T rounds of a sum over T ranks that wait for it, without its bytes: on a CPU the
-        threads of gloo take turns with those that compute, and a rank waits for the slower one.
-        """
+        """Seconds of each of the log2 T rounds of a sum over T ranks; on a CPU gloo's threads hinder the others."""
         return SUM_SECONDS if self.is_cpu else 2 * self.latency_seconds
 
     def words(self) -> str:
@@ -202,10 +199,7 @@ def kind_of(name: str) -> str | None:
 
 
 def machine_like(name: str, memory_bytes: int, *, half: bool, devices: int, nodes: int) -> Machine:
-    """Return devices of a name and memory; of an unknown GPU, those of the table with the most similar memory.
-
-    See :func:`machine`. ``name`` is CUDA's, or ``cpu``.
-    """
+    """Return devices of a name (CUDA's, or ``cpu``) and memory; an unknown GPU is like the one of similar memory."""
     gpus = (kind for kind in KINDS if kind != "cpu")
     alike = min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))
     found = machine(kind_of(name) or alike, half=half, devices=devices, nodes=nodes)
@@ -226,7 +220,7 @@ class Workload:
     sizes: tuple[tuple[tuple[int, int], float], ...] = ()
     """Height and width of the images of each bucket of aspect, and the share of images that are in it; () without."""
     encoder_elements: int = 0
-    """Elements on each device that encodes captions while training."""
+    """Elements of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
     tensor: TensorSplit = field(default_factory=TensorSplit)
     """Split of the layers."""
     _others: dict[TensorSplit, "Workload"] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -242,18 +236,18 @@ class Workload:
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Layers of the U-Net for images of ``data.image_size``."""
-        return self._layers_of(self.spec.data.size)
+        return layers_for(self.spec, self.spec.data.size, self.tensor)
 
     @functools.cached_property
     def largest_layers(self) -> tuple[Layer, ...]:
         """Layers for the images that need most memory: those of the largest bucket."""
         sizes = [size for size, _ in self.sizes]
-        return self._layers_of(max(sizes, key=math.prod)) if sizes else self.layers
+        return layers_for(self.spec, max(sizes, key=math.prod), self.tensor) if sizes else self.layers
 
     @functools.cached_property
     def mean_macs(self) -> float:
         """Multiply-accumulates of the mean image of all buckets, as a multiple of those at ``data.image_size``."""
-        return self._mean(lambda size: sum(layer.macs for layer in self._layers_of(size)))
+        return self._mean(lambda size: sum(layer.macs for layer in layers_for(self.spec, size, self.tensor)))
 
     @property
     def mean_pixels(self) -> float:
@@ -264,9 +258,6 @@ class Workload:
         if not self.sizes:
             return 1.0
         return sum(share * of(size) for size, share in self.sizes) / of(self.spec.data.size)
-
-    def _layers_of(self, size: tuple[int, int]) -> tuple[Layer, ...]:
-        return layers_for(self.spec, size, self.tensor)
 
     @functools.cached_property
     def precision(self) -> Precision:
@@ -285,11 +276,6 @@ class Workload:
         from ddpm_ds.unet.operations import arithmetic_dtype
 
         return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
-
-    @property
-    def encoder_bytes(self) -> int:
-        """Bytes of the encoders on each device that encodes captions while training, in fp16, on a CPU in fp32."""
-        return self.encoder_elements * (4 if self.on_cpu else 2)
 
     @property
     def accumulated_bytes(self) -> int:
@@ -338,18 +324,13 @@ class Workload:
 
 
 def tensor_splits(job: Workload, devices_per_node: int) -> Iterator[TensorSplit]:
-    """Yield the ways to split a job's layers among tensor groups inside of nodes: groups of each size, with the first
-    levels of the U-Net, of which each has layers that can be split.
-    """
+    """Yield the ways to split a job's layers among tensor groups inside of nodes."""
     for size in divisors(devices_per_node, LARGEST_GROUP)[1:]:
         yield from _first_levels(job, size)
 
 
 def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
-    """Return the splits from which the planner chooses for a job's JSON: the one that it gives, if it leaves none open.
-
-    Groups whose size is open are inside of nodes.
-    """
+    """Return the splits from which the planner chooses: the JSON's own, if it leaves none open."""
     given = tensor_split(job.config)
     if not leaves_tensor_open(job.config):
         return [given]
@@ -359,7 +340,7 @@ def open_splits(job: Workload, devices_per_node: int) -> list[TensorSplit]:
 
 
 def _first_levels(job: Workload, size: int) -> Iterator[TensorSplit]:
-    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers."""
+    """Yield groups of a size with level 0 split, with levels 0 and 1, and so on, each with more layers split."""
     levels = len(job.spec.unet.multipliers)
     divided = {level_of(layer, levels) for layer in job.layers if can_split(layer, size)}
     for count in range(1, levels + 1):
@@ -375,7 +356,11 @@ def layouts(
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
     batch, wanted, tensor = job.spec.train.batch_images, job.spec.train.accumulation, tensor or TensorSplit()
-    zeros = _zero_choices(job, devices, offload)
+    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
+    # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
+    needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
+    zeros = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
+    zeros += [(1, True), (2, True)] if offload and not job.is_8bit else []
     for stages in divisors(devices // tensor.size):
         replicas = devices // tensor.size // stages
         if stages > len(job.layers) or batch % replicas:
@@ -412,19 +397,8 @@ def ds_config(job: Workload, layout: Layout, bounds: Sequence[int]) -> dict[str,
     return changed(job.config, keys).given
 
 
-def _zero_choices(job: Workload, devices: int, offload: bool) -> list[tuple[int, bool]]:
-    """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
-    needs_zero = job.config.adds_in_fp32 or job.config.fp16_needs_zero
-    # Graphs need flat gradients, which only bf16 has without ZeRO; one device has them in every layout.
-    needs_zero |= job.takes_graphs(whole=devices == 1) and job.precision != "bf16"
-    choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
-    return choices + ([(1, True), (2, True)] if offload and not job.is_8bit else [])
-
-
 def encoding_ranks(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> list[int]:
-    """Return the ranks of a pipeline that read encoded text, and encode it if it is not stored: those with transformer
-    blocks, and the first if it reads the pooled text.
-    """
+    """Return the ranks that read encoded text: those with transformer blocks, and the first if it reads pooled text."""
     first = layers[0]
     pooled = isinstance(first, EmbedLayer) and first.pooled_channels > 0
     return [

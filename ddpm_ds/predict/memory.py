@@ -28,7 +28,7 @@ ACTIVATION_SHARE = 0.5
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step in addition to its state, unless it is fused."""
 EIGHT_BIT_INTERMEDIATES = 17
-"""Bytes that Adam in 8 bits needs for each element of those that it steps at a time."""
+"""Bytes that Adam in 8 bits needs for each element that it steps at a time."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 TEXT_BYTES = 2
@@ -56,7 +56,7 @@ class Memory:
     encoders: int = 0
     """Bytes of frozen encoders of text, and of what they compute."""
     host: int = 0
-    """Bytes in host memory, of what is offloaded and of averages that are kept there."""
+    """Bytes in host memory, of offloaded state and of averages."""
 
     @property
     def total(self) -> int:
@@ -91,7 +91,7 @@ def pipeline_memory(job: Workload, layout: Layout, bounds: Sequence[int]) -> tup
             activations, buffers = 0, state.update - state.gradients
         communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
         parts = (state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, communicators)
-        encoders = job.encoder_bytes if rank in encoding else 0
+        encoders = job.encoder_elements * (4 if job.on_cpu else 2) if rank in encoding else 0
         found.append(Memory(*parts, encoders=encoders, host=state.host))
     return tuple(found)
 
@@ -115,10 +115,7 @@ def activation_bytes(job: Workload, layout: Layout, bounds: Sequence[int]) -> in
 
 
 def checkpoint_interval(job: Workload, layout: Layout, bounds: Sequence[int], device_bytes: int) -> int:
-    """Return the value of ``"activation_checkpoint_interval": "auto"``: 0 if all activations fit, else 1.
-
-    ``layout`` keeps all activations; ``device_bytes`` is the memory of one device.
-    """
+    """Return what ``"activation_checkpoint_interval": "auto"`` is for a layout that keeps all activations: 0 or 1."""
     return 0 if activation_bytes(job, layout, bounds) <= ACTIVATION_SHARE * device_bytes else 1
 
 
@@ -132,21 +129,18 @@ def communicator_bytes(layout: Layout, rank: int) -> int:
 
 
 def layer_bytes(job: Workload, layout: Layout, rank: int, phase: int) -> list[float]:
-    """Return the approximate bytes that each layer would take on a rank in a phase: its weights' state and activations.
-
-    Activations are counted for the most micro-batches that the rank holds.
-    """
+    """Return about the bytes of each layer on a rank in a phase: its weights' state, and the most activations."""
     job = job.of(layout)
     of_moments = sum(job.moment_bytes) / sum(layer.parameters for layer in job.layers)
     state = _State(job, layout, _MANY_PARAMETERS, int(of_moments * _MANY_PARAMETERS))
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
-    held = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
+    images = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
     if interval := layout.interval:
         kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.largest_layers]
     else:
         kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.largest_layers]
     return [
-        per_parameter * layer.parameters + held * size for layer, size in zip(job.largest_layers, kept, strict=True)
+        per_parameter * layer.parameters + images * size for layer, size in zip(job.largest_layers, kept, strict=True)
     ]
 
 
@@ -221,7 +215,6 @@ class Kept:
 
 
 def _kept(job: Workload, layout: Layout, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
-    """Return the bytes that each rank keeps in each of its phases."""
     sizes, job = (job.arithmetic_bytes, job.stored_bytes), job.of(layout)
     return _kept_by_rank(job.largest_layers, bounds, layout.schedule, layout.interval, *sizes)
 
@@ -253,34 +246,25 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
     skip_elements = sum(sizes[skip] for skip in skips)
     copied = 4 if wide > stored else 0  # bytes of a weight's copy
     if not interval:
-        own = layers[stage.start : stage.stop]
-        copies_of_skips = sum(sizes[skip] for skip in skips if copied or _copies_its_input(layers[skip + 1]))
-        return Kept(
-            layers=wide * sum(layer.activation_elements for layer in own),
-            beside=stored * (copies_of_skips + stage.received_elements),
-            copies=copied * stage.parameters,
-            skips=stored * skip_elements,
-            working=wide * _beyond_kept(own),
-            working_copies=0,
-        )
-    first = max(stage.start, 1)  # the first layer, which makes emb, is never computed again
-    groups = [range(start, min(start + interval, stage.stop)) for start in range(first, stage.stop, interval)]
-    tensors = {group[0] - 1 for group in groups[1:]} | skips
-    for group in groups:
-        tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
-    embed = layers[:1] if stage.start == 0 else []
-    recomputed = (
-        sum(layers[place].activation_elements for place in group)
-        + max(map(_working_elements, layers[group.start : group.stop]))
-        for group in groups
-    )
-    weights = max((sum(layers[place].parameters for place in group) for group in groups), default=0)
+        whole, weights = layers[stage.start : stage.stop], 0
+        tensors = {skip for skip in skips if copied or _copies_its_input(layers[skip + 1])}
+        working = _beyond_kept(whole)
+    else:
+        first = max(stage.start, 1)  # the first layer, which makes emb, is never computed again
+        groups = [range(start, min(start + interval, stage.stop)) for start in range(first, stage.stop, interval)]
+        tensors = {group[0] - 1 for group in groups[1:]} | skips
+        for group in groups:
+            tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
+        recomputed = [layers[group.start : group.stop] for group in groups]
+        running = (sum(one.activation_elements for one in own) + max(map(_working_elements, own)) for own in recomputed)
+        whole, working = layers[: stage.start == 0], max(running, default=_working_elements(layers[0]))
+        weights = max((sum(layer.parameters for layer in own) for own in recomputed), default=0)
     return Kept(
-        layers=wide * sum(layer.activation_elements for layer in embed),
+        layers=wide * sum(layer.activation_elements for layer in whole),
         beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
-        copies=copied * sum(layer.parameters for layer in embed),
+        copies=copied * sum(layer.parameters for layer in whole),
         skips=stored * skip_elements,
-        working=wide * max(recomputed, default=_working_elements(layers[0])),
+        working=wide * working,
         working_copies=copied * weights,
     )
 
@@ -289,22 +273,20 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
 def moments(
     schedule: Schedule, micro_batches: int, ranks: int, rank: int, most_held: int = 0
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return the candidate peaks of a rank's step, as (micro-batches held by phase 0, by phase 1, between their
-    backwards).
+    """Return the candidate peaks of a rank's step, as (micro-batches of phase 0, of phase 1, between their backwards).
 
     No entry is dominated by another. ``most_held`` is as in :class:`Layout`.
     """
-    held = [0, 0]
-    between = 0
+    kept, between = [0, 0], 0
     seen: set[tuple[int, int, int]] = set()
     for name, phase, numbers in typical_programs(schedule, micro_batches, ranks, most_held)[rank]:
         if name == "ForwardPass":
-            held[phase] += 1
+            kept[phase] += 1
         elif name in ("BackwardPass", "WeightGradients"):  # until then input and output gradient of a layer are kept
-            held[phase] -= len(numbers)
+            kept[phase] -= len(numbers)
         if name in BACKWARDS and folds(schedule):
             between += 1 if phase else -1
-        seen.add((held[0], held[1], between))
+        seen.add((kept[0], kept[1], between))
     return tuple(
         moment
         for moment in seen
@@ -318,7 +300,6 @@ def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _activations(layout: Layout, rank: int, keeps: Sequence[Kept]) -> int:
-    """Return the peak bytes of activations on a rank."""
     images = layout.micro_batch_images
     first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))
     waiting = images * keeps[0].skips
@@ -362,9 +343,8 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 
 def _working_elements(layer: Layer) -> int:
-    """Return the elements of a layer's input and its gradient, plus twice those of its output; in transformer blocks
-    gradients of the gated network, which is eight times as wide, outweigh what is released before them. A tensor group
-    sums a copy of the input's gradient.
+    """Return the elements of a layer's input, output and gradients; of a transformer block's gated network these are
+    eight times as wide. A tensor group sums a copy of the input's gradient.
     """
     width = layer.in_channels + layer.skip_channels
     summed = width * math.prod(layer.in_size) if layer.sums else 0

@@ -88,9 +88,7 @@ class Predictor:
     _programs: dict[tuple[Layout, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def cut(self, layout: Layout) -> Bounds | None:
-        """Return the fastest cuts of a layout, or those that :meth:`fits` found to fit the memory; None if the U-Net
-        can't be cut into so many stages.
-        """
+        """Return the fastest cuts, or those with which :meth:`fits` found it to fit; None if there are none."""
         if layout in self._own_cuts:
             return self._own_cuts[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across_hosts, layout.tensor)
@@ -104,21 +102,21 @@ class Predictor:
         assert bounds is not None
         return bounds
 
+    def needs(self, layout: Layout) -> int:
+        """Return the bytes of the fullest rank."""
+        return peak_bytes(self.job, layout, self.bounds(layout))
+
     def fits(self, layout: Layout) -> bool:
         """Return whether every rank fits its memory, if needed with other cuts, which are used from then on."""
         usable = limit = self.machine.usable_bytes
-
-        def excess(bounds: Bounds) -> int:
-            return peak_bytes(self.job, layout, bounds) - usable
-
-        if excess(self.bounds(layout)) <= 0:
+        if self.needs(layout) <= usable:
             return True
         sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
         for _ in range(SQUEEZES if layout.stages > 1 else 0):
             bounds = self._fastest_cut(layout, Room(limit, sizes))
             if bounds is None:
                 return False
-            if (over := excess(bounds)) <= 0:
+            if (over := peak_bytes(self.job, layout, bounds) - usable) <= 0:
                 self._own_cuts[layout] = bounds
                 return True
             limit -= over
@@ -126,11 +124,7 @@ class Predictor:
 
     def tightest(self, layout: Layout) -> Bounds:
         """Return the cuts with about the least memory of the fullest rank."""
-
-        def needs(bounds: Bounds) -> int:
-            return peak_bytes(self.job, layout, bounds)
-
-        best = self.bounds(layout)
+        best, needs = self.bounds(layout), functools.partial(peak_bytes, self.job, layout)
         sizes = functools.cache(lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
         least, most = 0.0, float(needs(best))
         for _ in range(HALVINGS if layout.stages > 1 else 0):
@@ -208,8 +202,9 @@ class Predictor:
 
     def predict(self, layout: Layout) -> Prediction:
         """Predict everything about a layout."""
-        costs, bounds, most = self.costs(layout), self.bounds(layout), _most_simulated(layout)
-        step, busy = self._step_and_busy(layout)
+        costs, bounds = self.costs(layout), self.bounds(layout)
+        most = max(SIMULATED // layout.stages, 4 * layout.most_held)
+        step, busy = self._step_and_busy(layout, most)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
         # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
         order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
@@ -224,14 +219,14 @@ class Predictor:
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
 
-    def _step_and_busy(self, layout: Layout) -> tuple[float, float]:
-        """Return the seconds of a step, and the mean seconds in which a device is busy."""
+    def _step_and_busy(self, layout: Layout, most: int) -> tuple[float, float]:
+        """Return the seconds of a step, and the mean busy seconds of a device; simulate ``most`` micro-batches."""
 
         def simulated(count: int) -> tuple[float, float]:
             step = self.simulate(replace(layout, micro_batches=count), bounds)
             return step.step_seconds, sum(step.busy_seconds) / layout.stages
 
-        bounds, most = self.bounds(layout), _most_simulated(layout)
+        bounds = self.bounds(layout)
         if layout.micro_batches <= most:
             return simulated(layout.micro_batches)
         fewer = most // 2
@@ -254,10 +249,8 @@ class Predictor:
         return self._times[key]
 
     def _fastest_cut(self, layout: Layout, room: Room | None) -> Bounds | None:
-        """Return the cuts that are fastest in simulation, among cuts for several :data:`HIDDEN` shares; None if there
-        are none.
-
-        With ``room``, which needs many tries, the cuts with the least work for the busiest rank are taken instead.
+        """Return the fastest cuts of those for several :data:`HIDDEN` shares, in simulation, or with ``room``, which
+        needs many tries, by the busiest rank's work; None if there are none.
         """
         seconds = [layer.forward + layer.backward for layer in self._layer_times(layout)]
         if layout.tensor.size > 1 and layout.tensor != self.with_sums:
@@ -273,16 +266,11 @@ class Predictor:
                 found[cut] = None
         if len(found) < 2:
             return next(iter(found), None)
-        if room is not None:
-            return min(found, key=lambda cut: self.lower_bound(layout, cut))
         few = _few(layout)
-        return min(found, key=lambda cut: self.simulate(few, cut).step_seconds)
+        slow = self.lower_bound if room is not None else lambda _, cut: self.simulate(few, cut).step_seconds
+        return min(found, key=lambda cut: slow(layout, cut))
 
 
 def _few(layout: Layout) -> Layout:
     """Return a layout with few micro-batches, for comparing cuts."""
     return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))
-
-
-def _most_simulated(layout: Layout) -> int:
-    return max(SIMULATED // layout.stages, 4 * layout.most_held)

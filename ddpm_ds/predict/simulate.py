@@ -60,7 +60,7 @@ PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
 }
 """Orders of preference that are tried, by the number of phases."""
 FEW = (4, 3, 2)
-"""Numbers of micro-batches per weight-gradient pass that are tried besides all held micro-batches and half of them."""
+"""Numbers of micro-batches per weight-gradient pass that are tried besides the most in flight and half of them."""
 MOST_TRIED_PASSES = 25_000
 """Maximum passes over all ranks and tries; beyond it only the first order of preference is tried."""
 
@@ -116,7 +116,7 @@ class RankCosts:
 
     @property
     def weight_pass_seconds(self) -> float:
-        """Part of these seconds that passes of weight gradients take once for all their micro-batches."""
+        """Part of these seconds for :attr:`PhaseCosts.weight_pass_seconds`."""
         return sum(phase.weight_pass_seconds for phase in self.phases)
 
 
@@ -274,26 +274,26 @@ def _planned(
     def link(source: int, target: int) -> Link:
         return between[source, target]
 
-    known: list[tuple[Program, ...]] = []
     named: Schedule = "folded" if folds(schedule) else "1f1b"
-    with suppress(ValueError):  # too few micro-batches for a fold
-        known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
-    if folds(schedule):
-        known.append(tuple(schedules.zero_bubble_v(micro_batches, ranks, rank) for rank in range(ranks)))
-    tried: list[tuple[Program, ...]] = []
     preferences = PREFERENCES[phases_of(schedule)]
     limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
     phases = [phase for own in costs for phase in own.phases]
     many, few = [most_held, most_held // 2], [count for count in FEW if count <= most_held]
     together = [*many, *few] if any(phase.weight_pass_seconds for phase in phases) else [*few, *many]
-    counts = dict.fromkeys(
-        [*together, 1] if any(one.weight_pass_seconds + one.split_seconds for one in phases) else [1]
-    )
+    cost_once = any(phase.weight_pass_seconds + phase.split_seconds for phase in phases)
+    counts = dict.fromkeys([*together, 1] if cost_once else [1])
     ways = list(itertools.product(limits, preferences, filter(None, counts)))
     passes = 3 * ranks * micro_batches * phases_of(schedule)
     run = _Greedy(schedule, micro_batches, costs, link).run
-    for made in dict.fromkeys(itertools.starmap(run, ways[: max(1, MOST_TRIED_PASSES // passes)])):  # many are alike
-        tried.append(_whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None))
+    tried = [
+        _whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None)
+        for made in dict.fromkeys(itertools.starmap(run, ways[: max(1, MOST_TRIED_PASSES // passes)]))  # many are alike
+    ]
+    known: list[tuple[Program, ...]] = []
+    with suppress(ValueError):  # too few micro-batches for a fold
+        known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
+    if folds(schedule):
+        known.append(tuple(schedules.zero_bubble_v(micro_batches, ranks, rank) for rank in range(ranks)))
     tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
 
     def seconds(programs: Sequence[Program]) -> float:
@@ -306,9 +306,7 @@ def _planned(
 def _whole(
     programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
 ) -> tuple[Program, ...]:
-    """Merge the input gradients of a micro-batch with its weight gradients into a whole backward, if they follow
-    directly and alone; ``where`` selects ranks and phases.
-    """
+    """Merge input gradients with the same micro-batch's weight gradients directly after, ``where`` selects."""
     joined = []
     for rank, own in enumerate(programs):
         passes: list[Instruction] = []
@@ -326,9 +324,7 @@ def _whole(
 
 
 def order_of(layout: Layout, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
-    """Return the programs of a planned schedule, or of a single stage that holds several micro-batches; None if the
-    schedule's name defines them.
-    """
+    """Return the programs of a planned schedule, or of one stage that holds several micro-batches; else None."""
     if layout.stages == 1 and layout.most_held > 1:
         return (schedules.accumulated(layout.micro_batches, layout.most_held),)
     if layout.schedule != "planned":
@@ -348,8 +344,6 @@ def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_he
 
 
 class _Greedy:
-    """Greedy simulation in which each rank takes the first pass that can start."""
-
     def __init__(self, schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links) -> None:
         self._micro_batches, self._costs, self._phases = micro_batches, costs, range(phases_of(schedule))
         self._alone: dict[Pass, list[Instruction]] = {
@@ -363,7 +357,6 @@ class _Greedy:
         ]
 
     def _what_follows(self, schedule: Schedule, rank: int, one: Pass, link: Links) -> "_Following":
-        """Return the seconds of a pass, and which passes can then start, on this rank or the one that it sends to."""
         kind, phase = one
         own, forward, last = self._costs[rank].phases[phase], kind == "forward", self._phases[-1]
         seconds, target = own.seconds(NAMES[kind]), neighbours(schedule, len(self._costs), rank, phase)[forward]
@@ -377,8 +370,7 @@ class _Greedy:
     def run(self, most_held: int, preference: Sequence[Pass], together: int) -> tuple[tuple[Instruction, ...], ...]:
         """Return the passes of each rank, in order.
 
-        ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches per weight-gradient pass,
-        unless no more are left or memory is full.
+        ``together`` is the number of micro-batches per weight-gradient pass, unless no more are left or memory is full.
         """
         ranks = [_GreedyRank({one: deque() for one in self._alone}, self._phases) for _ in self._costs]
         ranks[0].ready["forward", 0].extend([0.0] * self._micro_batches)
@@ -411,7 +403,7 @@ class _Greedy:
 
 
 class _Following(NamedTuple):
-    """What comes after a pass: its seconds, the pass that takes its output, and the message to another rank."""
+    """Seconds of a pass, the pass that takes its output, and the message to another rank."""
 
     seconds: float
     taker: Pass | None
@@ -421,8 +413,6 @@ class _Following(NamedTuple):
 
 
 class _GreedyRank:
-    """Rank of the greedy simulation."""
-
     def __init__(self, ready: dict[Pass, deque[float]], phases: range) -> None:
         self.ready = ready
         """Times when the inputs of the next passes of a kind arrive."""

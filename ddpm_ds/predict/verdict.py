@@ -9,16 +9,16 @@ explained by simulating the same schedule, one cause after the other::
     with loading, on the ranks that load         and waiting for the loader of another rank
 
 The waiting that is left is communication. The change is the planner's, with the seconds of a traced step: layouts that
-differ from the run's in one respect are searched, with the same batch. What is beside a step's layout (loader
-processes, loss scale, pauses) saves the share of the time that it costs.
+differ from the run's in one respect are searched, with the same batch. Other settings (loader processes, loss scale,
+pauses) save the share of the time that they cost.
 """
 
 import json
 import math
 import shlex
 import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -34,20 +34,11 @@ from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import link, shared, update_bytes
 from ddpm_ds.predict.decisions import candidates, search
-from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
-from ddpm_ds.predict.layouts import (
-    USABLE_MEMORY,
-    Machine,
-    ds_config,
-    layouts,
-    machine_like,
-    rank_stages,
-    tensor_splits,
-)
-from ddpm_ds.predict.memory import activation_bytes, peak_bytes, pipeline_memory
-from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.predict.finished_run import FinishedRun, facts_of
+from ddpm_ds.predict.layouts import USABLE_MEMORY, Machine, ds_config, layouts, machine_like, tensor_splits
+from ddpm_ds.predict.memory import peak_bytes
+from ddpm_ds.predict.predictor import Prediction, Predictor
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, order_of, simulate
-from ddpm_ds.unet.shards import level_of
 
 LEAST_GAIN = 0.01
 """Smallest share of an image's time that makes a change worth trying."""
@@ -58,18 +49,15 @@ MOST_LAYOUTS = 4
 MOST_WORKERS = 16
 PAUSE_SHARE = 0.01
 """Share of the time that pauses may take after a change."""
-SLOWEST_LINK, FASTEST_LINK = 1e3, 1e13
-"""Range of bytes per second in which the speed of links is searched."""
-HALVINGS = 14
+SLOWEST_LINK, FASTEST_LINK, HALVINGS = 1e3, 1e13, 14
+"""Range of bytes per second in which the speed of links is searched, and how often it is halved."""
 ORDERS = 2
 """Number of orders of a planned schedule for which it is searched: for free links, then for those found."""
 USEFUL = "useful work"
 HEALTHY = 0.05
 """Share below which no cost is worth a change."""
-BAR = 40
-"""Characters of a bar that stands for all of the time."""
-LINE = 112
-"""Characters of a line, unless it is a command."""
+BAR, LINE = 40, 112
+"""Characters of a bar that stands for all of the time, and of a line, unless it is a command."""
 SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
 """Names shown to users for shares whose MLflow tag is less clear."""
 
@@ -95,201 +83,6 @@ class Change:
         return " ".join(options)
 
 
-def best_change(facts: FinishedRun, predictor: Predictor, shares: Mapping[str, float]) -> Change | None:
-    """Return the change that saves most, by a run's shares of the time; None if none is worth trying.
-
-    Of changes that save about the same, the one with the fewest settings is taken.
-    """
-    found = changes(facts, predictor, shares)
-    most = max((change.gain for change in found), default=0.0)
-    about = [change for change in found if LEAST_GAIN <= change.gain > most - LEAST_GAIN]
-    return min(about, key=lambda change: len(change.settings), default=None)
-
-
-def changes(facts: FinishedRun, predictor: Predictor, shares: Mapping[str, float]) -> list[Change]:
-    """Return the changes to choose from, some of which may save nothing."""
-    before = predictor.simulate(facts.layout, facts.bounds).step_seconds
-    near, far = (_fastest_layouts(facts, predictor, before, same_stages=same) for same in (True, False))
-    least = MUCH_MORE + max((change.gain for change in near), default=0.0)
-    found = [*near, *(change for change in far if change.gain > least), *_in_groups(facts, predictor, before)]
-    if skipped := shares["overflow steps"]:
-        found.append(_loss_scale(facts, skipped))
-    return [*found, *_loading(facts, before, shares["data wait"]), *_pausing(facts)]
-
-
-def traced_predictor(facts: FinishedRun) -> Predictor:
-    """Return a predictor with the seconds of the traced step, whose layouts may have other numbers of micro-batches.
-
-    Links have the bandwidth with which the run's own layout takes as long as it did, without its waiting for images.
-    What fits is what its device has, or at least what the run takes.
-    """
-    job, now, train = facts.job, facts.layout, facts.spec.train
-    free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
-    owned = sum(layer.parameters for layer in facts.own_layers) / (now.replicas if shared(job, now).weight_bytes else 1)
-    updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
-    bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
-    peak = peak_bytes(job, now, facts.bounds)
-    machine = Machine(
-        kind="cpu" if job.on_cpu else "traced",
-        devices=now.world_size,
-        nodes=1,
-        memory_bytes=max(facts.device.memory_bytes or 0, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
-        flops=math.inf,  # the layers' seconds are known
-        memory_bandwidth=bandwidth,
-        link_bandwidth=FASTEST_LINK,
-        network_bandwidth=FASTEST_LINK,
-        host_bandwidth=bandwidth,
-        layer_seconds=0.0,
-        launch_seconds=0.0,
-    )
-
-    def predictor(exponent: float) -> Predictor:
-        linked = replace(machine, link_bandwidth=10**exponent)
-        return Predictor(replace(job, spec=free), linked, facts.layer_times, now.tensor)
-
-    def step_seconds(exponent: float, order: Sequence[Program] | None) -> float:
-        one = predictor(exponent)
-        costs, between = one.costs(now, facts.bounds), link(one.machine, now)
-        return simulate(now.schedule, now.micro_batches, costs, between, programs=order).step_seconds
-
-    loading = max(rank.data_wait_seconds + rank.load_seconds for rank in facts.ranks)
-    modelled = facts.step_seconds - loading - fmean(rank.other_seconds for rank in facts.ranks)
-    found = math.log10(FASTEST_LINK)
-    for _ in range(ORDERS):
-        order = predictor(found).programs(now, facts.bounds)  # making one for each bandwidth would take seconds
-        slow, found = math.log10(SLOWEST_LINK), math.log10(FASTEST_LINK)
-        for _ in range(HALVINGS if step_seconds(found, order) < modelled else 0):
-            middle = (slow + found) / 2
-            slow, found = (middle, found) if step_seconds(middle, order) > modelled else (slow, middle)
-    return predictor(found)
-
-
-def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *, same_stages: bool) -> list[Change]:
-    """Return the fastest layouts near the run's, with as many stages or with others; a step took ``before`` seconds."""
-    now = facts.layout
-    near = [
-        one
-        for one in layouts(predictor.job, predictor.machine.devices, offload=now.offload)
-        if (one.stages == now.stages) == same_stages
-        and one.in_flight in ("auto", now.in_flight)
-        and facts.job.is_replayed(one) >= facts.replayed  # launches of others are not in the layers' seconds
-        and sum(a != b for a, b in zip(_respects(one), _respects(now), strict=True)) <= 1
-        and (one.offload, one.zero_stage > 0) >= (now.offload, now.zero_stage > 0)  # other keys may need them
-    ]
-    try:
-        best = search(predictor, MOST_LAYOUTS, candidates(predictor, among=near)).best
-    except LayoutError:  # none fits
-        return []
-    found = (_change(facts, one.layout, predictor.bounds(one.layout), before - one.step_seconds) for one in best)
-    return [change for change in found if change.settings]  # the run's own layout is among them
-
-
-def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Iterator[Change]:
-    """Yield the fastest layout in tensor groups that keeps the activations that the run computes again, where these
-    don't fit and most of the fullest rank's are of one level; a step took ``before`` seconds.
-    """
-    job, now, machine = facts.job, facts.layout, predictor.machine
-    kept = replace(now, checkpoint_interval=0)
-    memory = pipeline_memory(job, kept, facts.bounds)
-    rank = max(range(now.stages), key=lambda number: memory[number].total)
-    needs = memory[rank].total
-    if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
-        return
-    levels, sizes = len(job.spec.unet.multipliers), Counter[int]()
-    for stage in rank_stages(job.layers, facts.bounds, now.schedule)[rank]:
-        for layer in job.largest_layers[stage.start : stage.stop]:
-            sizes[level_of(layer, levels)] += layer.activation_elements
-    ((level, size),) = sizes.most_common(1)
-    if size <= sizes.total() / 2:
-        return
-    # sums cross links that few runs have measured: they are no faster than a data sheet has them
-    kind, half = "cpu" if job.on_cpu else "", job.precision != "fp32"
-    sheet = machine_like(kind, machine.memory_bytes, half=half, devices=machine.devices, nodes=1)
-    slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, sheet.link_bandwidth))
-    grouped = [
-        one
-        for split in tensor_splits(job, math.gcd(facts.host_devices, machine.devices))
-        for one in layouts(predictor.job, machine.devices, offload=False, tensor=split)
-        if split.levels != "all" and level in split.levels and not one.checkpoint_interval
-        if one.zero_stage == now.zero_stage and one.in_flight in ("auto", now.in_flight)
-    ]
-    among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
-    try:
-        (best,) = search(among, 1, [], grouped).best
-    except LayoutError:  # none fits
-        return
-    change = _change(facts, best.layout, among.bounds(best.layout), before - best.step_seconds)
-    words = (
-        f"{change.words}, keeps all activations in {gib(best.peak.total)} a device; as the run is laid out rank {rank} "
-        f"would need {gib(needs)} of {gib(machine.usable_bytes)}, and {size / sizes.total():.0%} of its activations "
-        f"are of level {level}"
-    )
-    yield replace(change, words=words)
-
-
-def _change(facts: FinishedRun, layout: Layout, bounds: tuple[int, ...], saved_seconds: float) -> Change:
-    """Return the change of a run to a layout that saves so much of a step."""
-    given, wanted = facts.job.config.given, ds_config(facts.job, layout, bounds)
-    for same in ("across_hosts", *(["partition"] if bounds == facts.bounds else [])):
-        del wanted["pipeline"][same]
-    settings = dict(_differences(given, wanted, "ds."))
-    if facts.spec.train.accumulation not in ("auto", layout.micro_batches):
-        settings["train.accumulation"] = layout.micro_batches
-    cuts = "" if layout.stages == 1 else f", cut at {', '.join(map(str, bounds[1:-1]))}"
-    gain = facts.stepping * saved_seconds / facts.step_seconds
-    return Change(f"The planner's {layout.words()}{cuts}", gain, settings)
-
-
-def _respects(layout: Layout) -> tuple[Any, ...]:
-    """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
-    place = layout.stages, folds(layout.schedule)
-    return place, layout.micro_batch_images, layout.checkpoint_interval, layout.zero_stage
-
-
-def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a JSON whose wanted value is another than the given one."""
-    for name, value in wanted.items():
-        if isinstance(value, Mapping):
-            yield from _differences(given.get(name, {}), value, f"{prefix}{name}.")
-        elif name not in given or given[name] != value:
-            yield f"{prefix}{name}", value
-
-
-def _loading(facts: FinishedRun, alone: float, share: float) -> Iterator[Change]:
-    """Yield as many loader processes as keep up with steps of ``alone`` seconds."""
-    workers = facts.spec.data.workers
-    wait = max(rank.data_wait_seconds for rank in facts.ranks)
-    readers = max(1, workers)  # without workers two threads read, which give as much as one worker (docs/data.md)
-    enough = min(math.ceil(readers * (alone + wait) / alone), MOST_WORKERS)
-    if enough > readers:
-        left = max(0.0, readers * (alone + wait) / enough - alone) / wait
-        words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
-        yield Change(words, share * (1 - left), {"data.workers": enough})
-
-
-def _loss_scale(facts: FinishedRun, share: float) -> Change:
-    """Return a loss scale that does not overflow, or a precision without one."""
-    if facts.overflows.last_scale >= facts.overflows.first_scale:
-        settings: dict[str, Any] = {"ds.fp16.enabled": False, "ds.bf16.enabled": True}
-        return Change("bf16 has fp32's range and needs no loss scale", share, settings)
-    power = max(int(math.log2(facts.overflows.last_scale)), 0)
-    words = "A loss scale that begins where it ended overflows in no step at the beginning"
-    return Change(words, share, {"ds.fp16.initial_scale_power": power})
-
-
-def _pausing(facts: FinishedRun) -> Iterator[Change]:
-    """Yield checkpoints, samples and validation so seldom that each takes 1 % of the time."""
-    inspecting = facts.pauses.sampling_share
-    validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting) if inspecting else 0.0
-    shares = {"checkpoint": facts.pauses.checkpoint_share, "evaluation": validating, "samples": inspecting - validating}
-    for part, share in shares.items():
-        spec, factor = getattr(facts.spec, part), max(2, math.ceil(share / PAUSE_SHARE))
-        key = "every_minutes" if spec.every_images is None else "every_images"
-        if share and (every := getattr(spec, key, None)) is not None:
-            words = f"{part.capitalize()} {factor} times less often"
-            yield Change(words, share * (1 - 1 / factor), {f"{part}.{key}": f"{factor * every:.15g}"})
-
-
 @dataclass(frozen=True)
 class Verdict:
     """Findings about a run."""
@@ -312,17 +105,19 @@ class Verdict:
 
 
 def verdict(facts: FinishedRun) -> Verdict:
-    """Judge a run."""
+    """Judge a run; of changes that save about the same, name the one with the fewest settings."""
     found, predictor = shares(facts), traced_predictor(facts)
     top = next(name for name in found if name != USEFUL)
+    possible = changes(facts, predictor, found)
+    most = max((change.gain for change in possible), default=0.0)
+    about = [change for change in possible if LEAST_GAIN <= change.gain > most - LEAST_GAIN]
+    best = min(about, key=lambda change: len(change.settings), default=None)
     evidence = _evidence(facts, top, found[top], predictor.machine.link_bandwidth)
-    return Verdict(found, top, evidence, best_change(facts, predictor, found), predictor.machine.devices)
+    return Verdict(found, top, evidence, best, predictor.machine.devices)
 
 
 def conclude(run_dir: Path, device: Device) -> Verdict:
-    """Judge a run at its end, on rank 0, whose device is given: write ``verdict.txt``, and return the verdict.
-
-    Takes from some tenths of a second to some seconds, for many ranks.
+    """Judge a run at its end, on rank 0, whose device is given, and write ``verdict.txt``; takes up to some seconds.
 
     Raises:
         OutputError: no step was traced, or the run's files can't be read.
@@ -350,12 +145,12 @@ def text(found: Verdict, run_dir: Path) -> str:
         lines.append("try next: nothing; with the same batch no setting is predicted to make it faster")
     else:
         gain = found.change.gain
-        faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
         files = {"--spec": run_dir / SPEC, "--deepspeed_config": run_dir / DS_CONFIG}
         same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
-        command = f"ddpm-ds train {same} --processes {found.processes} {found.change.edit}"
+        faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
         words = f"{found.change.words}. Predicted: {faster}."
-        lines += [f"try next: {command}", textwrap.fill(words, LINE, break_on_hyphens=False)]
+        lines.append(f"try next: ddpm-ds train {same} --processes {found.processes} {found.change.edit}")
+        lines.append(textwrap.fill(words, LINE, break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
 
@@ -388,28 +183,23 @@ def _step(facts: FinishedRun) -> dict[str, float]:
     """Return the seconds of a step by cause, mean over the ranks."""
     times, waits = facts.layout.micro_batches, _waits(facts)
     again, starting = facts.recomputation_seconds, times * facts.startup_seconds
-
-    def own(seconds: Callable[[RankFacts], float]) -> float:
-        return fmean(seconds(rank) for rank in facts.ranks)
-
     return {
-        USEFUL: times * own(lambda rank: rank.pass_seconds) - again - starting,
+        USEFUL: times * facts.mean("pass_seconds") - again - starting,
         "recomputation": again,
         "low utilisation": starting,
         "bubble": waits["bubble"],
         "imbalance": waits["imbalance"],
-        "communication": waits["communication"] + own(lambda rank: rank.send_seconds + rank.reduce_seconds),
-        "data wait": waits["data wait"] + own(lambda rank: rank.data_wait_seconds),
-        "transfers": waits["transfers"] + own(lambda rank: rank.load_seconds),
-        "optimizer": waits["optimizer"] + own(lambda rank: rank.optimizer_seconds),
-        "other": max(0.0, own(lambda rank: rank.other_seconds)),
+        "communication": waits["communication"] + facts.mean("send_seconds", "reduce_seconds"),
+        "data wait": waits["data wait"] + facts.mean("data_wait_seconds"),
+        "transfers": waits["transfers"] + facts.mean("load_seconds"),
+        "optimizer": waits["optimizer"] + facts.mean("optimizer_seconds"),
+        "other": max(0.0, facts.mean("other_seconds")),
     }
 
 
 def _waits(facts: FinishedRun) -> dict[str, float]:
     """Return the seconds that a rank waits, by cause, mean over the ranks; together they are the measured waiting."""
-    ranks = facts.ranks
-    measured = [rank.phases for rank in ranks]
+    ranks, measured = facts.ranks, [rank.phases for rank in facts.ranks]
     names = ("forward_seconds", "backward_seconds", "weight_seconds")
     equal = [
         tuple(
@@ -418,20 +208,17 @@ def _waits(facts: FinishedRun) -> dict[str, float]:
         )
     ] * len(ranks)
     bubble, uneven = _idle(facts, equal), _idle(facts, measured)
-    loading = _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))])
-    updates, late = [rank.optimizer_seconds for rank in ranks], max(0.0, loading - uneven)
-    waited_for_data = math.fsum(rank.data_wait_seconds for rank in ranks)
-    reading = waited_for_data + math.fsum(rank.load_seconds for rank in ranks)
+    late = max(0.0, _idle(facts, [_with_loading(facts, number) for number in range(len(ranks))]) - uneven)
+    waited_for_data, reading = facts.mean("data_wait_seconds"), facts.mean("data_wait_seconds", "load_seconds")
     for_loader = late * waited_for_data / reading if reading else 0.0
     explained = {
         "bubble": bubble,
         "imbalance": max(0.0, uneven - bubble),
         "data wait": for_loader,
         "transfers": late - for_loader,
-        "optimizer": max(updates) - fmean(updates),
+        "optimizer": max(rank.optimizer_seconds for rank in ranks) - facts.mean("optimizer_seconds"),
     }
-    waited = fmean(rank.wait_seconds + rank.agreement_wait_seconds for rank in ranks)
-    found = math.fsum(explained.values())
+    waited, found = facts.mean("wait_seconds", "agreement_wait_seconds"), math.fsum(explained.values())
     part = min(1.0, waited / found) if found else 0.0
     return {name: part * seconds for name, seconds in explained.items()} | {"communication": max(0.0, waited - found)}
 
@@ -456,64 +243,210 @@ def _with_loading(facts: FinishedRun, number: int) -> tuple[PhaseCosts, ...]:
 
 
 def _evidence(facts: FinishedRun, cost: str, share: float, bandwidth: float) -> str:
-    """Return a clause about a cost that takes ``share`` of all devices' time, with its numbers.
-
-    ``bandwidth`` is that of the links in bytes per second, as found by :func:`traced_predictor`.
-    """
+    """Return a clause with the numbers of a cost, by its share of the time and the links' bytes per second."""
     now, ranks, pauses, overflows = facts.layout, facts.ranks, facts.pauses, facts.overflows
-    step, lost = f"a {_seconds(facts.step_seconds)} step", _seconds(share * facts.step_seconds)
-    passes = fmean(rank.pass_seconds for rank in ranks)
-    losses = min(facts.evaluation_seconds, pauses.sampling_seconds)
+    step = f"a {_seconds(facts.step_seconds)} step"
+    lost, stopped = f"{_seconds(share * facts.step_seconds)} of {step}", f"of {pauses.seconds:,.3g} s"
+    losses, wires = min(facts.evaluation_seconds, pauses.sampling_seconds), ""
+    samples = pauses.sampling_seconds - losses
 
-    def longest(part: str, times: int = 1) -> tuple[int, str]:
+    def slowest(part: str, takes: str, times: int = 1) -> str:
         """Return the rank that takes longest for a part of the step, and its seconds."""
-        number = max(range(now.stages), key=lambda rank: getattr(ranks[rank], part))
-        return number, _seconds(times * getattr(ranks[number], part))
+        seconds = [getattr(rank, part) for rank in ranks]
+        return f"rank {seconds.index(max(seconds))} {takes} {_seconds(times * max(seconds))} of {step}"
 
-    busiest, busy = longest("pass_seconds", now.micro_batches)
-    waiting, wait = longest("data_wait_seconds")
-    loading, load = longest("load_seconds")
-    wires = ""
     if now.stages > 1:
         messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
         slow = "" if bandwidth >= FASTEST_LINK else f", as over links of {bandwidth / 1e6:,.3g} MB/s"
         wires = f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
-    if now.replicas > 1:
-        reduce = _seconds(fmean(rank.reduce_seconds for rank in ranks))
-        wires += f"; {reduce} to the gradients of {now.replicas} replicas"
-    kept = gib(activation_bytes(facts.job, replace(now, checkpoint_interval=0), facts.bounds))
-    has = f" of the {gib(facts.device.memory_bytes)} that its device has" if facts.device.memory_bytes else ""
+    wires += f"; {_seconds(facts.mean('reduce_seconds'))} to gradients of replicas" if now.replicas > 1 else ""
     reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
     return {
         "bubble": f"with {counted(now.micro_batches, 'micro-batch')} on {counted(now.stages, 'rank')} ({now.schedule}) "
-        f"each rank has nothing to do for {lost} of {step}, while the pipeline fills and drains",
-        "imbalance": f"the layers of rank {busiest} take {busy} of {step}, those of all ranks "
-        f"{_seconds(now.micro_batches * passes)} on average, and the others wait for it",
-        "communication": f"{lost} of {step} go to messages and gradients{wires}",
-        "data wait": f"rank {waiting} waits {wait} of {step} for the next images, {_slow_reading(facts)}",
-        "transfers": f"rank {loading} takes {load} of {step} to bring images to its device and add noise to them",
+        f"each rank has nothing to do for {lost}, while the pipeline fills and drains",
+        "imbalance": f"{slowest('pass_seconds', 'computes for', now.micro_batches)}, the mean rank for "
+        f"{_seconds(now.micro_batches * facts.mean('pass_seconds'))}, and the others wait",
+        "communication": f"{lost} go to messages and gradients{wires}",
+        "data wait": f"{slowest('data_wait_seconds', 'waits')} for the next images, with data.workers = "
+        f"{facts.spec.data.workers}, from data.store_root = {facts.spec.data.store_root}",
+        "transfers": f"{slowest('load_seconds', 'takes')} to bring images to its device and add noise",
         "overflow steps": f"fp16 overflowed in {overflows.skipped:,} of {counted(overflows.steps, 'step')}, which were "
         f"thrown away; the loss scale began at {overflows.first_scale:,.0f} and is {overflows.last_scale:,.0f}",
-        "optimizer": f"of {step} of {counted(now.batch_images, 'image')} the optimizer and the averaged weights take "
-        f"{longest('optimizer_seconds')[1]}, however few images",
-        "checkpoint pauses": f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of "
-        f"{pauses.seconds:,.3g} s",
-        "sampling pauses": f"of {pauses.seconds:,.3g} s training stood still for "
-        f"{pauses.sampling_seconds - losses:,.3g} s for samples and {losses:,.3g} s for validation",
+        "optimizer": f"{slowest('optimizer_seconds', 'takes')} of {counted(now.batch_images, 'image')} for the "
+        "optimizer and the averaged weights, however few images",
+        "checkpoint pauses": f"checkpoints took {pauses.checkpoint_seconds:,.3g} s {stopped}",
+        "sampling pauses": f"samples took {samples:,.3g} s, validation {losses:,.3g} s {stopped}",
         "recomputation": f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second "
-        f"time, {_seconds(facts.recomputation_seconds)} of {step}; to keep them would take {kept}{has}",
-        "low utilisation": f"of the {_seconds(passes)} that a rank takes for a micro-batch of "
+        f"time, {_seconds(facts.recomputation_seconds)} of {step}",
+        "low utilisation": f"of the {_seconds(facts.mean('pass_seconds'))} of a rank for a micro-batch of "
         f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(facts.startup_seconds)} before they "
         f"compute{reached}",
-        "other": f"{_seconds(fmean(rank.other_seconds for rank in ranks))} of {step} are Python between instructions; "
+        "other": f"{_seconds(facts.mean('other_seconds'))} of {step} are Python between instructions; "
         "--profile-kernels FIRST-LAST shows more",
     }[cost]
 
 
-def _slow_reading(facts: FinishedRun) -> str:
-    """Return a clause about what reads images late."""
-    return f"with data.workers = {facts.spec.data.workers}, from data.store_root = {facts.spec.data.store_root}"
-
-
 def _seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+# ---------------------------------------------------------------- changes
+
+
+def changes(facts: FinishedRun, predictor: Predictor, shares: Mapping[str, float]) -> list[Change]:
+    """Return the changes to choose from, some of which may save nothing."""
+    before = predictor.simulate(facts.layout, facts.bounds).step_seconds
+    near, far = (_fastest_layouts(facts, predictor, before, same_stages=same) for same in (True, False))
+    least = MUCH_MORE + max((change.gain for change in near), default=0.0)
+    layouts = [*near, *(change for change in far if change.gain > least), *_in_groups(facts, predictor, before)]
+    return [*layouts, *_other_settings(facts, before, shares)]
+
+
+def traced_predictor(facts: FinishedRun) -> Predictor:
+    """Return a predictor with the seconds of the traced step, whose layouts may have other numbers of micro-batches.
+
+    Links have the bandwidth with which the run's own layout takes as long as it did, without waiting for images.
+    """
+    job, now, train = facts.job, facts.layout, facts.spec.train
+    free = facts.spec.model_copy(update={"train": train.model_copy(update={"accumulation": "auto"})})
+    owned = sum(layer.parameters for layer in facts.own_layers) / (now.replicas if shared(job, now).weight_bytes else 1)
+    updating = math.fsum(rank.optimizer_seconds for rank in facts.ranks)
+    bandwidth = owned * update_bytes(job, now) / updating if updating else math.inf
+    peak = peak_bytes(job, now, facts.bounds)
+    machine = Machine(
+        kind="cpu" if job.on_cpu else "traced",
+        devices=now.world_size,
+        nodes=1,
+        memory_bytes=max(facts.device.memory_bytes or 0, peak if job.on_cpu else math.ceil(peak / USABLE_MEMORY)),
+        flops=math.inf,  # the layers' seconds are known
+        memory_bandwidth=bandwidth,
+        link_bandwidth=FASTEST_LINK,
+        network_bandwidth=FASTEST_LINK,
+        host_bandwidth=bandwidth,
+        layer_seconds=0.0,
+        launch_seconds=0.0,
+    )
+
+    def predictor(exponent: float) -> Predictor:
+        linked = replace(machine, link_bandwidth=10**exponent)
+        return Predictor(replace(job, spec=free), linked, facts.layer_times, now.tensor)
+
+    def step_seconds(exponent: float, order: Sequence[Program] | None) -> float:
+        one = predictor(exponent)
+        costs, between = one.costs(now, facts.bounds), link(one.machine, now)
+        return simulate(now.schedule, now.micro_batches, costs, between, programs=order).step_seconds
+
+    loading = max(rank.data_wait_seconds + rank.load_seconds for rank in facts.ranks)
+    modelled = facts.step_seconds - loading - facts.mean("other_seconds")
+    found = math.log10(FASTEST_LINK)
+    for _ in range(ORDERS):
+        order = predictor(found).programs(now, facts.bounds)  # making one for each bandwidth would take seconds
+        slow, found = math.log10(SLOWEST_LINK), math.log10(FASTEST_LINK)
+        for _ in range(HALVINGS if step_seconds(found, order) < modelled else 0):
+            middle = (slow + found) / 2
+            slow, found = (middle, found) if step_seconds(middle, order) > modelled else (slow, middle)
+    return predictor(found)
+
+
+def _fastest_layouts(facts: FinishedRun, predictor: Predictor, before: float, *, same_stages: bool) -> list[Change]:
+    """Return the fastest layouts near the run's, with as many stages or with others; a step took ``before`` seconds."""
+    now = facts.layout
+
+    def respects(one: Layout) -> tuple[Any, ...]:
+        """Return what a change may alter one of: where layers are, micro-batches, recomputation, ZeRO."""
+        place = one.stages, folds(one.schedule)
+        return place, one.micro_batch_images, one.checkpoint_interval, one.zero_stage
+
+    near = [
+        one
+        for one in layouts(predictor.job, predictor.machine.devices, offload=now.offload)
+        if (one.stages == now.stages) == same_stages
+        and one.in_flight in ("auto", now.in_flight)
+        and facts.job.is_replayed(one) >= facts.replayed  # launches of others are not in the layers' seconds
+        and sum(a != b for a, b in zip(respects(one), respects(now), strict=True)) <= 1
+        and (one.offload, one.zero_stage > 0) >= (now.offload, now.zero_stage > 0)  # other keys may need them
+    ]
+    with suppress(LayoutError):  # none fits
+        best = search(predictor, MOST_LAYOUTS, candidates(predictor, among=near)).best
+        found = (_change(facts, predictor, one, before) for one in best)
+        return [change for change in found if change.settings]  # the run's own layout is among them
+    return []
+
+
+def _in_groups(facts: FinishedRun, predictor: Predictor, before: float) -> Iterator[Change]:
+    """Yield the fastest layout in tensor groups that keeps all activations, if the run computes them again and could
+    not keep them; a step took ``before`` seconds.
+    """
+    job, now, machine = facts.job, facts.layout, predictor.machine
+    needs = peak_bytes(job, replace(now, checkpoint_interval=0), facts.bounds)
+    if not now.checkpoint_interval or now.tensor.size > 1 or now.offload or needs <= machine.usable_bytes:
+        return
+    # sums cross links that few runs have measured: they are no faster than a data sheet has them
+    kind, half = "cpu" if job.on_cpu else "", job.precision != "fp32"
+    sheet = machine_like(kind, machine.memory_bytes, half=half, devices=machine.devices, nodes=1)
+    slower = replace(machine, link_bandwidth=min(machine.link_bandwidth, sheet.link_bandwidth))
+    grouped = [
+        one
+        for split in tensor_splits(job, math.gcd(facts.host_devices, machine.devices))
+        for one in layouts(predictor.job, machine.devices, offload=False, tensor=split)
+        if one.zero_stage == now.zero_stage and one.in_flight in ("auto", now.in_flight) and not one.checkpoint_interval
+    ]
+    among = Predictor(predictor.job, slower, facts.layer_times, now.tensor)
+    with suppress(LayoutError):  # none fits
+        (best,) = search(among, 1, [], grouped).best
+        change = _change(facts, among, best, before)
+        memory = (
+            f"{gib(best.peak.total)} a device, where the run would need {gib(needs)} of {gib(machine.usable_bytes)}"
+        )
+        yield replace(change, words=f"{change.words}, keeps all activations in {memory}")
+
+
+def _change(facts: FinishedRun, predictor: Predictor, best: Prediction, before: float) -> Change:
+    """Return the change of a run to a predicted layout; a step took ``before`` seconds."""
+    layout, bounds = best.layout, predictor.bounds(best.layout)
+    wanted = ds_config(facts.job, layout, bounds)
+    for same in ("across_hosts", *(["partition"] if bounds == facts.bounds else [])):
+        del wanted["pipeline"][same]
+    settings = dict(_differences(facts.job.config.given, wanted, "ds."))
+    if facts.spec.train.accumulation not in ("auto", layout.micro_batches):
+        settings["train.accumulation"] = layout.micro_batches
+    cuts = "" if layout.stages == 1 else f", cut at {', '.join(map(str, bounds[1:-1]))}"
+    gain = facts.stepping * (before - best.step_seconds) / facts.step_seconds
+    return Change(f"The planner's {layout.words()}{cuts}", gain, settings)
+
+
+def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a JSON whose wanted value is another than the given one."""
+    for name, value in wanted.items():
+        if isinstance(value, Mapping):
+            yield from _differences(given.get(name, {}), value, f"{prefix}{name}.")
+        elif name not in given or given[name] != value:
+            yield f"{prefix}{name}", value
+
+
+def _other_settings(facts: FinishedRun, before: float, shares: Mapping[str, float]) -> Iterator[Change]:
+    """Yield changes of other settings than the layout's, with which a step took ``before`` seconds."""
+    if skipped := shares["overflow steps"]:
+        scale = facts.overflows.last_scale
+        settings: dict[str, Any] = {"ds.fp16.enabled": False, "ds.bf16.enabled": True}
+        words = "bf16 has fp32's range and needs no loss scale"
+        if scale < facts.overflows.first_scale:
+            settings = {"ds.fp16.initial_scale_power": max(int(math.log2(scale)), 0)}
+            words = "A loss scale that begins where it ended overflows in no step at the beginning"
+        yield Change(words, skipped, settings)
+    wait = max(rank.data_wait_seconds for rank in facts.ranks)
+    readers = max(1, facts.spec.data.workers)  # without workers two threads read as fast as one worker (docs/data.md)
+    enough = min(math.ceil(readers * (before + wait) / before), MOST_WORKERS)
+    if enough > readers:
+        left = max(0.0, readers * (before + wait) / enough - before) / wait
+        words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
+        yield Change(words, shares["data wait"] * (1 - left), {"data.workers": enough})
+    inspecting = facts.pauses.sampling_share
+    validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting) if inspecting else 0.0
+    pauses = {"checkpoint": facts.pauses.checkpoint_share, "evaluation": validating, "samples": inspecting - validating}
+    for part, share in pauses.items():
+        spec, factor = getattr(facts.spec, part), max(2, math.ceil(share / PAUSE_SHARE))
+        key = "every_minutes" if spec.every_images is None else "every_images"
+        if share and (every := getattr(spec, key, None)) is not None:
+            words = f"{part.capitalize()} {factor} times less often"
+            yield Change(words, share * (1 - 1 / factor), {f"{part}.{key}": f"{factor * every:.15g}"})

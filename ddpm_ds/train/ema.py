@@ -38,7 +38,6 @@ class Ema:
         self._weight = torch.zeros((), device=self._averages[0].device)  # of the new weights
 
     def _copy_of(self, master: Tensor) -> Tensor:
-        """Return the first value of an average."""
         return master.clone()
 
     @property
@@ -57,11 +56,10 @@ class Ema:
         self._update(self._masters, self._weight)
 
     def end_step(self) -> None:
-        """Do what is not a part of the step on the device."""
+        """Run the host's work that a CUDA graph cannot hold."""
 
     @torch.no_grad()
     def _update(self, masters: list[Tensor], weight: Tensor) -> None:
-        """Update the averages with the weights of the optimizer's step."""
         if len(masters) == 1:
             self._averages[0].lerp_(masters[0], weight)
         else:  # foreach takes no tensor as the weight of a lerp
@@ -75,9 +73,7 @@ class Ema:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the averaged weights in the layers inside this context, and restore the others exactly afterwards.
-        Collective.
-        """
+        """Use the averaged weights inside this context, and restore the others exactly afterwards. Collective."""
         self._swap()
         try:
             yield
@@ -93,7 +89,7 @@ class Ema:
         insides.refresh_weights(self._engine)
 
     def _spares(self) -> Iterable[Tensor]:
-        """Yield memory for the weights while the averages are used in their place."""
+        """Return memory for the weights while the averages are used."""
         return map(torch.empty_like, self._masters)
 
 
@@ -104,9 +100,8 @@ class HostEma(Ema):
         stream            └─ copy of the weights ─┐
         thread                                    └─ averages of step n
 
-    Every step counts, by the operations of :class:`Ema`, and the averages have the same bits as on a device that
-    rounds as the host does. The copy is page-locked, and no part of a CUDA graph; the optimizer's wait for it is. The
-    host waits for the averages of a step before it copies the weights of the next.
+    The averages have the same bits as on a device that rounds as the host does. The copy is page-locked, and no part of
+    a CUDA graph; the optimizer's wait for it is. The host waits for a step's averages before it copies new weights.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:

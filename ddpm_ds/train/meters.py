@@ -116,11 +116,7 @@ class Meter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held so far, in bytes.
-
-    On CUDA that of tensors on ``device`` (``torch.cuda.max_memory_allocated``); on CPU the largest resident set of the
-    process (``VmHWM``), interpreter and libraries included.
-    """
+    """Return the peak bytes of this process: of tensors on a CUDA ``device``, or its resident set (``VmHWM``)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
@@ -128,20 +124,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the most memory that PyTorch's allocator has reserved on ``device`` so far, in bytes.
+    """Return the peak bytes that PyTorch's allocator has reserved on ``device``: tensors and gaps; 0 on a CPU.
 
-    That is tensors and the gaps between them, kept for the next ones (``torch.cuda.max_memory_reserved``); the CUDA
-    context and the communicators of NCCL come on top. 0 on a CPU, on which nothing is reserved.
+    The CUDA context and the communicators of NCCL come on top.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
-    """Combine the ranks' intervals; collective over all ranks, each gets the same answer.
+    """Combine the ranks' intervals: mean loss, longest data wait, slowest clock. Collective.
 
-    It has the loss over all replicas, the images of the whole batch, the longest data wait and the slowest clock. Only
-    the stage with the last layer knows a loss; its replicas saw equal numbers of images, and the ranks of a tensor
-    group the same ones.
+    Only the stage with the last layer knows a loss; its replicas saw equal numbers of images.
     """
     device = engine.device
     waits = [interval.data_wait_seconds, interval.seconds]

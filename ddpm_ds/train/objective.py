@@ -2,12 +2,12 @@
 and the held-out loss by noise level.
 
 Parts of a step depend only on image indices, so that the first and the last stage draw the same, and a resumed run
-continues as if it had never stopped. The held-out loss is of whatever predicts: a pipeline between two steps, or
-trained weights alone. Its images are read in parts of one size, and each call of the U-Net is one part at one level::
+continues as if it had never stopped. A pipeline between two steps, or trained weights alone, have a held-out loss. Its
+images are read in parts of one size, and each call of the U-Net is one part at one level::
 
     call 0: t10, part 0   call 1: t10, part 1   ...   call P: t20, part 0   ...   call 9 P - 1: t90, part P - 1
 
-Whoever predicts takes any share of the calls, ``unet(*inputs(i))``, and adds each prediction to its sums.
+A replica takes any share of the calls, ``unet(*inputs(i))``, and adds each prediction to its sums.
 """
 
 import functools
@@ -64,8 +64,8 @@ class Noised(NamedTuple):
 class Denoising:
     """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec.
 
-    ``statistics`` are those of the data-set cache, by field, ``constants`` (C, H, W) its constant fields, and ``empty``
-    the encoded empty text of a run with captions, or what encodes it. ``seed`` replaces that of the spec.
+    ``statistics`` are the data-set cache's, by field, ``constants`` (C, H, W) its constant fields, and ``empty`` the
+    encoded empty text of a run with captions, or its encoders. ``seed`` replaces the spec's.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Denoising:
 
     @functools.cached_property
     def _text(self) -> Text:
-        """Text of training images; first asked for where text is read, so that other ranks load no encoders."""
+        """Text of training images; ranks that never read it load no encoders."""
         empty, text = self._empty, self._spec.data.text
         assert empty is not None and text is not None, "a run with captions has both"
         if isinstance(empty, TextEncoders):
@@ -109,42 +109,38 @@ class Denoising:
         stored, size = batch.images.shape[2:], self._size(batch)
         draws = self._diffusion.draws(batch.index, (*batch.images.shape[:2], *size), *self._conditions.draws())
         moves = self._diffusion.moves(draws, stored, size, spec.data.horizontal_flips)
-        x0 = self._clean(batch, moves)
+        x0, mask = self._moved(batch, moves)
         t, eps = self._diffusion.draw(draws, x0.shape)
         labels = None
         if spec.unet.classes is not None:
             labels = self._diffusion.drop_labels(batch.labels, draws, spec.train.label_drop, spec.unet.classes)
         given = Given(batch.condition, batch.vector, draws, moves, trained=True)
         pooled = None if batch.pooled is None else self._text.pooled(batch.pooled, batch.index)
-        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, described(pooled, batch.sizes))
+        return Noised(x0, t, eps, labels, batch.index, mask, given, described(pooled, batch.sizes))
 
     def held_out(self, micro_batch: MicroBatch, time: float, stream: int) -> Noised:
-        """Turn stored images into what a held-out loss is measured on: their centres, with the noise of a ``stream`` at
-        the timestep or noise level ``time``, and nothing else that is random but rectangles that are cut out.
+        """Turn stored images into their centres, with the noise of a ``stream`` at a timestep or noise level; nothing
+        else is random but rectangles that are cut out.
         """
         spec, batch = self._spec, micro_batch.each(lambda tensor: tensor.to(self._device, non_blocking=True))
         diffusion, moves = self._diffusion, Moves(self._size(batch))
-        x0 = self._clean(batch, moves)
+        x0, mask = self._moved(batch, moves)
         t = torch.full_like(batch.index, time, dtype=diffusion.levels.dtype)
         eps = keyed.normal(diffusion.seed, stream, batch.index, x0[0].numel()).view_as(x0)
         eps = eps.contiguous(memory_format=torch.channels_last)
         labels = None if spec.unet.classes is None else batch.labels
         draws = Draws(diffusion.seed, batch.index, {Stream.CUT: 4})
         given = Given(batch.condition, batch.vector, draws, moves, trained=False)
-        text = described(batch.pooled, batch.sizes)
-        return Noised(x0, t, eps, labels, batch.index, self._mask(batch, moves), given, text)
+        return Noised(x0, t, eps, labels, batch.index, mask, given, described(batch.pooled, batch.sizes))
 
     def _size(self, batch: MicroBatch) -> tuple[int, int]:
-        """Return height and width of the images as they are learned."""
         height, width = batch.images.shape[2:]
         return self._spec.data.size if self._spec.data.buckets is None else (height, width)
 
-    def _clean(self, batch: MicroBatch, moves: Moves) -> Tensor:
-        return self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
-
-    @staticmethod
-    def _mask(batch: MicroBatch, moves: Moves) -> Tensor | None:
-        return None if batch.mask is None else moves.of(batch.mask)
+    def _moved(self, batch: MicroBatch, moves: Moves) -> tuple[Tensor, Tensor | None]:
+        """Return x0 and the mask."""
+        x0 = self._scale.to_unit(moves.of(moves.signed(batch.images, self._negated)))
+        return x0, None if batch.mask is None else moves.of(batch.mask)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
         """Return (x_t, t[, labels][, level][, vector]), x_t with its condition's channels."""
@@ -156,9 +152,8 @@ class Denoising:
         text = () if prepared.text is None else (prepared.text,)
         if given is None:
             return (x_t, t, *labels, *text)
-        condition, *told = self._conditions.channels(x0, given)
-        told += text
-        return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *told)
+        condition, *others = self._conditions.channels(x0, given)
+        return (torch.cat((x_t, condition), dim=1) if condition.shape[1] else x_t, t, *labels, *others, *text)
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the mean loss of the micro-batch, an fp32 scalar."""
@@ -170,8 +165,9 @@ class Denoising:
 
 
 def fields_read(spec: RunSpec, *, first: bool, last: bool, text: bool) -> frozenset[str]:
-    """Return the fields of the cache that a rank reads which holds the ``first`` stage, the ``last``, both, or layers
-    that read ``text``: a condition is read where it is used, and never sent.
+    """Return the fields of the cache that a rank reads: each is read where it is used, and never sent.
+
+    The rank may have the ``first`` stage, the ``last``, and layers that read ``text``.
     """
     data, condition = spec.data, spec.data.condition or ConditionSpec()
     pooled = first and spec.unet.text is not None and spec.unet.text.pooled_channels is not None
@@ -204,10 +200,9 @@ def replica_batches(
     text: bool = False,
     encoders: TextEncoders | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of one of ``replicas``, of the layout's sizes, on the device of a rank that holds
-    the ``first`` stage, the ``last``, or both, or layers that read ``text``; see
-    :func:`ddpm_ds.data.loader.micro_batches`. ``encoders`` encode captions that are stored as the numbers of their
-    tokens.
+    """Yield the endless micro-batches of one of ``replicas`` on a rank's device, with the :func:`fields_read`.
+
+    See :func:`ddpm_ds.data.loader.micro_batches`. ``encoders`` encode captions that are stored as tokens.
     """
     batches = micro_batches(
         store,
@@ -228,9 +223,7 @@ def replica_batches(
 
 
 def encoders_of(spec: RunSpec, device: torch.device) -> TextEncoders | None:
-    """Return the encoders of captions that are stored as the numbers of their tokens, which are loaded at their first
-    use; None if there are none.
-    """
+    """Return the encoders of captions that are stored as tokens, loaded at their first use; None if there are none."""
     text = spec.data.text
     return TextEncoders.open(text, device) if text is not None and text.stored == "ids" else None
 
@@ -261,10 +254,9 @@ def learning_rate(spec: RunSpec, images: float) -> float:
 
 
 def rate_of(spec: RunSpec) -> Callable[[int, int], float] | None:
-    """Return a function from the images seen before a step and the images in it to its learning rate.
+    """Return a function from the images before a step and in it to its learning rate; None if DeepSpeed decides.
 
-    It is the rate at the middle of the step's images, so that neither the first step of a warm-up nor the last of a
-    decay has rate 0. Returns None if DeepSpeed's scheduler decides.
+    It is the rate at the middle of the step's images: no step of a warm-up or decay has rate 0.
     """
     if spec.optimizer.decay is None:
         return None
@@ -285,12 +277,10 @@ class _Part(NamedTuple):
 
 
 class HeldOutLoss:
-    """Loss on the ``positions`` of a data-set cache, up to ``images`` at a time, on the centres of images that are
-    cropped in training, and of buckets of aspect at the size of each; ``encoders`` encode text that is stored as the
-    numbers of its tokens.
+    """Loss on the ``positions`` of a data-set cache, up to ``images`` at a time; ``encoders`` encode stored tokens.
 
-    It is the distance that training minimises, without flips, dropped conditions, weights and perturbed inputs, so that
-    runs which differ in those can be compared. Masked pixels don't count.
+    It is the distance that training minimises, without crops, flips, dropped conditions, weights and perturbed inputs,
+    so that runs which differ in those can be compared. Masked pixels don't count.
     """
 
     def __init__(
@@ -352,9 +342,9 @@ class HeldOutLoss:
             sums[len(self._quantiles) :] += (of_channels * counts[:, None]).sum(dim=0) / len(self._quantiles)
 
     def values(self, sums: Tensor) -> dict[str, float]:
-        """Return ``eval/loss``, which is the mean of ``validation/loss_t10`` to ``loss_t90``, and these, from the sums
-        of all calls; a regression has the first alone. Fields and latents also have ``validation/loss_channel_NAME`` of
-        each channel.
+        """Return ``eval/loss``, the mean of ``validation/loss_t10`` to ``loss_t90``, and these but for a regression.
+
+        Fields and latents also have ``validation/loss_channel_NAME`` of each channel.
         """
         quantiles, found = self._quantiles, (sums / self._count).tolist()
         losses, of_channels = found[: len(quantiles)], found[len(quantiles) :]
@@ -369,9 +359,7 @@ class HeldOutLoss:
         return self._parts[call % len(self._parts)]
 
     def _micro_batches(self, store: DatasetCache, positions: Indices) -> Iterator[_Part]:
-        """Yield the micro-batches, each of one size; the last one of a size is filled up with images that don't
-        count.
-        """
+        """Yield micro-batches of one size; a size's last one is filled up with images that don't count."""
         start = 0
         for cache, stored in zip(store.caches, store.by_bucket(positions), strict=True):
             for first in range(0, len(stored), self.images):
@@ -381,7 +369,6 @@ class HeldOutLoss:
             start += len(stored)
 
     def _read(self, part: _Part, names: Sequence[str]) -> MicroBatch:
-        """Return the fields of these names of one part."""
         found = {name: torch.from_numpy(part.store.fields[name].read(part.positions)) for name in names}
         images = found.pop("images", torch.empty(len(part.positions), 0))
         labels = torch.from_numpy(part.store.labels[part.positions])
@@ -390,9 +377,7 @@ class HeldOutLoss:
 
 
 def channel_names(data: DataSpec) -> list[str]:
-    """Return the names under which the held-out loss of each channel is tracked, numbers unless each channel is a
-    variable of its own; none for pictures, whose channels are colours.
-    """
+    """Return names for the held-out loss of each channel: its variable or number; none for colours of pictures."""
     if data.channels <= 3 and not data.are_fields:
         return []
     names = data.variables if len(data.variables) == data.channels else map(str, range(data.channels))

@@ -41,8 +41,7 @@ SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such file
 class InitialWeights:
     """Open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
 
-    ``shapes`` are the shapes of all parameters by global name; names, shapes, and whether all values are finite in
-    ``dtype``, that of the run's weights, are checked at once.
+    It is checked at once: names, ``shapes``, and that all values are finite in the run's ``dtype``.
 
     Raises:
         SpecError: the file can't be read, is of another U-Net, or has values that can't be trained; one line.
@@ -82,15 +81,13 @@ class InitialWeights:
         return rows.flatten()[first - low * row : stop - low * row].to(torch.float32, copy=True)
 
     def read_part(self, name: str, shard: Shard | None, start: int, length: int) -> Tensor:
-        """Return ``length`` values of a rank's part of a flattened parameter, from the part's element ``start`` on, as
-        :meth:`read` does; None is the whole.
-        """
+        """Return ``length`` values of a rank's part (None: the whole) of a flattened parameter, from ``start`` on."""
         return read_part(partial(self.read, name), shard, start, length)
 
     def _of_another_unet(self, what: str) -> SpecError:
         return SpecError(
-            f"train.initial_weights = {self.path} is of another U-Net than the section unet: {what}; use the spec "
-            f"that came with it, or null"
+            f"train.initial_weights = {self.path} is of another U-Net than the section unet: {what}; use its own spec, "
+            "or null"
         )
 
 
@@ -117,8 +114,6 @@ MAY_CHANGE = (
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
 NUMBERS = ("fp16", "bf16", "data_types", "gradient_clipping", "optimizer", "scheduler")
 """Keys of the DeepSpeed JSON on which the numbers of a run depend beyond rounding."""
-
-
 MOST_CHANGES = 5
 """Maximum settings that a message names; a checkpoint with more differences is of another run."""
 
@@ -134,7 +129,7 @@ class Claim(NamedTuple):
 def gather_in(rendezvous: Rendezvous) -> Gather:
     """Return a collective that works before there is a process group."""
     topics = itertools.count()
-    return lambda value: [said["value"] for said in rendezvous.agree(f"checkpoints/{next(topics)}", {"value": value})]
+    return lambda value: [one["value"] for one in rendezvous.agree(f"checkpoints/{next(topics)}", {"value": value})]
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
@@ -160,9 +155,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 
 
 def images_learned(run_dir: Path, resume: str) -> dict[str, str] | None:
-    """Return the checksums of the images of the newest checkpoint that :func:`find_checkpoint` may find; None if there
-    is none.
-    """
+    """Return the checksums of the images of the newest checkpoint that :func:`find_checkpoint` may find, if any."""
     path = run_dir if resume == "auto" else Path(resume)
     with contextlib.suppress(OSError, ValueError):  # of a path that is refused later
         folder = checkpoints_of(path)
@@ -176,34 +169,30 @@ def find_checkpoint(run_dir: Path, resume: str, log: Callable[[str], None]) -> C
     """Return the checkpoint to resume from, its checksums verified; None starts from the beginning.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint or of another
-    run's folder, of which it is the newest good one. A run that began from another's path and has saved since goes on
-    from its own newest, so that the same command can be started again.
+    run's folder. A run that began from such a path and has saved since goes on from its own newest, so that the same
+    command can be started again.
 
     Raises:
         CheckpointError: the path is no good checkpoint, or the folder has checkpoints and none is good.
     """
     if resume == "never":
         return None
-    if resume == "auto":
-        return newest(checkpoints_of(run_dir), log, progress=True)
-    path = Path(resume)
-    if fault := path_fault(checkpoints_of(path)):
-        raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
-    if _has_saved_since(run_dir, path):
-        log(f"{run_dir} began from {path} and has saved since: it goes on from its own checkpoints")
-        return newest(checkpoints_of(run_dir), log, progress=True)
-    if checkpoints_of(path).is_dir():
-        found = newest(checkpoints_of(path), log, progress=True)
-        if found is None:
-            raise CheckpointError(f"--resume {path}: this run has no checkpoint yet; name one that has saved")
-        return found
-    return whole(path, progress=True)
+    path, own = Path(resume), resume == "auto"
+    if not own:
+        if fault := path_fault(checkpoints_of(path)):
+            raise CheckpointError(f"--resume {path} can't be used ({fault}); name a checkpoint or a run's folder")
+        if own := _has_saved_since(run_dir, path):
+            log(f"{run_dir} began from {path} and has saved since: it goes on from its own checkpoints")
+        elif not checkpoints_of(path).is_dir():
+            return whole(path, progress=True)
+    found = newest(checkpoints_of(run_dir if own else path), log, progress=True)
+    if found is None and not own:
+        raise CheckpointError(f"--resume {path}: this run has no checkpoint yet; name one that has saved")
+    return found
 
 
 def _has_saved_since(run_dir: Path, path: Path) -> bool:
-    """Return whether a start in a run's folder has resumed from ``path``, a checkpoint of another run or the other
-    run's folder, and the run has been saved since.
-    """
+    """Return whether a start in a run's folder has resumed from another run's ``path``, and was saved since."""
     own, began = checkpoints_of(run_dir), []
     try:
         path = path.resolve()
@@ -214,16 +203,8 @@ def _has_saved_since(run_dir: Path, path: Path) -> bool:
             if path in ((source := Path(record.get("path", ""))), source.parent.parent):
                 began.append(datetime.fromisoformat(record["at"]))
         return bool(began) and read_manifest(own / names(own)[-1]).created > max(began)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        CheckpointError,
-    ):  # none, or damaged
-        return False
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, CheckpointError):
+        return False  # no records or checkpoints, or damaged ones
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -243,7 +224,7 @@ def check_resume(
     data_sha256: Mapping[str, str],
     run_dir: Path,
 ) -> list[str]:
-    """Return the changes since the checkpoint, which may be of another run than ``run_dir``, all of them allowed.
+    """Return the allowed changes since the checkpoint, which may be of another run than ``run_dir``.
 
     Raises:
         CheckpointError: the spec trains something else, or the images are others.
@@ -270,14 +251,11 @@ def check_resume(
 def remove_abandoned_points(
     run_dir: Path, checkpoint: CompleteCheckpoint | None, spec: RunSpec, ds_config: Mapping[str, Any]
 ) -> str | None:
-    """Remove the points and pictures after the checkpoint if the folder's last start trained something else; rank 0
-    calls this before the run is recorded.
+    """Remove the points and pictures after the checkpoint if the folder's last start trained something else; return a
+    line about it, or None. Rank 0 calls this before the run is recorded.
 
-    They would stay in the run's curves, since steps that are logged already are not logged again: such as those of
-    numbers that went bad, after which a setting was changed. Without a checkpoint, the run becomes a new one of MLflow.
-
-    Returns:
-        A line for the user, or None if nothing had to be removed.
+    They would stay in the run's curves, since steps are logged once: such as numbers that went bad before a setting was
+    changed. Without a checkpoint, the run becomes a new one of MLflow.
     """
     try:
         folder = RunFolder(run_dir)

@@ -68,9 +68,7 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
 
 
 def described(plan: RunPlan, data_sha256: dict[str, str], fields: FieldFacts | None = None) -> Description:
-    """Return what every checkpoint of a run says of it, before its first image; the checksums and ``fields`` are of the
-    data-set cache.
-    """
+    """Return a run's description, before its first image; the checksums and ``fields`` are of the data-set cache."""
     return Description(
         images=0,
         step=0,
@@ -86,8 +84,8 @@ def described(plan: RunPlan, data_sha256: dict[str, str], fields: FieldFacts | N
 class Saver:
     """Saver of this rank's share of checkpoints of a run in ``run_dir``; all methods are collective.
 
-    ``keeping`` says which checkpoints stay, ``about`` what each says of the run; ``log`` shows a line on rank 0.
-    ``store`` is that of :func:`ddpm_ds.processes.watchdog.make_store`.
+    ``keeping`` says which checkpoints stay, ``about`` describes the run; ``log`` shows a line on rank 0. ``store`` is
+    of :func:`ddpm_ds.processes.watchdog.make_store`.
     """
 
     def __init__(
@@ -102,9 +100,7 @@ class Saver:
         store: dist.Store | None = None,
     ) -> None:
         self._engine, self._ema, self._about = engine, ema, about
-        self._folder = checkpoints_of(run_dir)
-        self._log = log
-        rank = dist.get_rank()
+        self._folder, self._log, rank = checkpoints_of(run_dir), log, dist.get_rank()
         self._writer = Writer(
             self._folder,
             rank,
@@ -187,11 +183,9 @@ class Saver:
             self._log(f"Adam's moments of weights are {how}")
         insides.refresh_weights(engine)
 
-        engine.images_seen = state.images_seen
-        engine.skipped_images = state.skipped_images
-        engine.global_samples = state.images_seen
+        engine.images_seen = engine.global_samples = state.images_seen
+        engine.skipped_images, engine.skipped_steps = state.skipped_images, state.skipped_steps
         engine.global_steps = state.steps
-        engine.skipped_steps = state.skipped_steps
         for group in engine.basic_optimizer.param_groups:
             group["lr"] = state.learning_rate
         if engine.lr_scheduler is not None and state.lr_scheduler is not None:
@@ -201,9 +195,8 @@ class Saver:
         self.rollbacks = state.rollbacks
 
     def roll_back(self, trouble: str, limit: int) -> str:
-        """Go back to the newest checkpoint and skip the images seen since, at most ``limit`` times in a run.
-
-        Returns what was done, in a line that begins with the ``trouble``.
+        """Go back to the newest checkpoint and skip the images seen since, at most ``limit`` times in a run; return a
+        line that begins with the ``trouble``.
 
         Raises:
             BadNumbersError: it was done often enough, or there is no checkpoint to go back to.
@@ -219,8 +212,8 @@ class Saver:
         self.load(checkpoint)
         self.rollbacks = rollbacks
         engine.skipped_images = bad_until - engine.images_seen
-        done = f"rolled back to {checkpoint.path.name}, leaving out the images since"
-        return f"{trouble}; {done} (rollback {rollbacks} of {limit})"
+        where = f"rolled back to {checkpoint.path.name}, leaving out the images since"
+        return f"{trouble}; {where} (rollback {rollbacks} of {limit})"
 
     def before_now(self) -> CompleteCheckpoint | None:
         """Return the newest good checkpoint up to now; later ones were abandoned by a rollback or resume."""

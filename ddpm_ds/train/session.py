@@ -1,6 +1,5 @@
 """Training of a started run on one process: build the engine, record, and the loop: step, average, log, validate and
-save; roll back or stop if the numbers are bad. A rehearsal is a few steps and one picture, to learn their time and
-memory.
+save; roll back or stop if the numbers are bad. A rehearsal is a few steps and one picture, timed.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -24,7 +24,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import CONSTANTS
 from ddpm_ds.data.captions import PROMPTS
 from ddpm_ds.data.held_out import checksums_of
-from ddpm_ds.data.loader import failures_said
+from ddpm_ds.data.loader import MicroBatch, failures_said
 from ddpm_ds.data.order import BucketOrder
 from ddpm_ds.data.text import TextEncoders
 from ddpm_ds.device import wait_for_device
@@ -38,7 +38,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS, UnetPipelineEngine
 from ddpm_ds.pipeline.messages import all_gather_objects, runs_behind
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
-from ddpm_ds.planning import RunPlan
+from ddpm_ds.predict.decisions import planned_again
 from ddpm_ds.predict.layouts import encoding_ranks, layers_for
 from ddpm_ds.processes.ranks import for_good
 from ddpm_ds.processes.requests import Requests
@@ -67,8 +67,7 @@ REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_image
 class Rehearsal(Observer):
     """Observer that ends a run after ``steps`` timed steps, and writes their seconds and all ranks' peak memory.
 
-    Before the first timed step the optimizer has updated the weights, for which it allocates its moments, and the
-    pipeline has sent its first messages, which it does in another way.
+    Earlier steps allocate the optimizer's moments and send the pipeline's first messages, which takes longer.
     """
 
     def __init__(self, engine: UnetPipelineEngine, run_dir: Path, steps: int, checkpoint_interval: int) -> None:
@@ -111,7 +110,7 @@ class Training:
     macs: int
     """Multiply-accumulates of one image's forward."""
     engine: UnetPipelineEngine
-    batches: Callable[[], Iterator[Any] | None]
+    batches: Callable[[], Iterator[MicroBatch] | None]
     """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
     saver: Saver | None
     """None in a rehearsal, which saves nothing."""
@@ -128,9 +127,9 @@ class Training:
 def train(run: Training) -> Interval:
     """Train until the run has ended; return the last interval of the loss curve.
 
-    Raises:
-        BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.
-        Preempted: the run was asked to stop, or its launcher is gone, and it is saved; on all ranks alike.
+    Raises, on all ranks alike:
+        BadNumbersError: the policy is to stop, or the run was rolled back often enough.
+        Preempted: the run was asked to stop, or its launcher is gone, and it is saved.
     """
     engine, spec = run.engine, run.spec
     run.validation.before_first_step()
@@ -156,7 +155,8 @@ def train(run: Training) -> Interval:
         read = save or is_due(spec.logging.log_every_images, before, seen)
         trouble = _scale_floor(engine) if read or engine.global_steps % FLOOR_STEPS == 0 else None
         if read and not trouble:
-            interval = _log(run, meter)
+            interval = gather(meter.read(), engine)  # waits for the device, and for the other ranks
+            run.recorder.point(metrics(interval, engine, run.macs), engine.global_steps, fp16=engine.fp16_enabled())
             trouble = _bad_loss(run, interval, done)
         if trouble:
             if spec.bad_numbers.policy == "stop" or run.saver is None:
@@ -168,7 +168,7 @@ def train(run: Training) -> Interval:
             meter = Meter()
             batches = meter.timed(run.batches())
             continue
-        if run.validation.due(before, done):  # before the save: a run that dies in between draws again
+        if any(run.validation.due(before, done)):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("sampling"):
                 run.validation.after_step(before, done)
             asked = run.requests.poll()  # a signal may have come meanwhile
@@ -183,21 +183,10 @@ def train(run: Training) -> Interval:
         if done:
             return interval
         if asked.abandoned:
-            raise LauncherLostError(
-                f"what started {asked.abandoned} is gone: all ranks have saved and stopped after "
-                f"{seen:,} images; the run can be resumed"
-            )
+            gone = f"what started {asked.abandoned} is gone: all ranks have saved and stopped after {seen:,} images"
+            raise LauncherLostError(f"{gone}; the run can be resumed")
         if asked.stop:
             raise Preempted(f"asked to stop after {seen:,} images")
-
-
-def _log(run: Training, meter: Meter) -> Interval:
-    """Make one log point; waits for the device, and for the other ranks."""
-    engine = run.engine
-    interval = gather(meter.read(), engine)
-    values = metrics(interval, engine, run.macs)
-    run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
-    return interval
 
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:
@@ -213,8 +202,7 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
 def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
     """Describe the problem with the last interval's loss, or return None.
 
-    In fp16 the scaler skips a step whose loss is not finite, so only its floor is checked, unless the run is ``done``:
-    it must not succeed without a finite loss in its last interval.
+    In fp16 steps whose loss is not finite are skipped; only a run that is ``done`` needs one that is finite.
     """
     after = f"after {run.engine.images_seen:,} images; {REMEDIES}"
     if done and not math.isfinite(interval.loss):
@@ -224,9 +212,8 @@ def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
     factor = run.spec.bad_numbers.spike_factor
     usual = sum(run.recent) / max(len(run.recent), 1)
     if factor and len(run.recent) == SPIKE_POINTS and interval.loss > factor * usual:
-        return (
-            f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before, {after}"
-        )
+        high = f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before"
+        return f"{high}, {after}"
     if math.isfinite(interval.loss):
         run.recent.append(interval.loss)
     return None
@@ -234,14 +221,12 @@ def _bad_loss(run: Training, interval: Interval, done: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """Run that is over and saved, and still recorded."""
+    """Run that is over and saved, and still recorded; with its last loss and the images since its start."""
 
     engine: UnetPipelineEngine
     recorder: Recorder
     loss: float
-    """Loss of the last point."""
     images: int
-    """Images that this process has trained on, with the other ranks."""
 
 
 @contextlib.contextmanager
@@ -255,15 +240,14 @@ def run_training(
 ) -> Iterator[Ended | None]:
     """Train a run that has started (:func:`ddpm_ds.train.start.started`) to its end; every rank enters this.
 
-    The body finishes the record (:meth:`Recorder.finish`); it gets None if there is nothing to finish: the run had seen
-    all its images before, or it was a rehearsal.
+    The body finishes the record (:meth:`Recorder.finish`), unless it gets None: of a rehearsal, or a run that had seen
+    all its images before.
 
     ``progress`` is None on all ranks but 0. ``files`` are texts to keep in the run's folder, by file name. ``sender``
-    is the child that will send what is recorded; None records nothing.
+    is the child that sends the record; None records nothing.
 
     Raises:
-        BadNumbersError: the loss or the loss scale makes it pointless to continue.
-        Preempted: the run was asked to stop, and is saved.
+        BadNumbersError, Preempted: see :func:`train`.
         PeerLostError: another rank is gone.
     """
     plan, device, (store, among) = prepared.plan, prepared.device, prepared.images
@@ -297,29 +281,27 @@ def run_training(
         if plan.ds.config.graphs == "auto" and asked.steps is None and device.type == "cuda":
             engine.graph.say_why_eager()
         if encoders is not None:
-            recorder.log(said_of(encoders, plan))
+            each = gib(encoders.parameters * (2 if device.type == "cuda" else 4))
+            ranks = ", ".join(map(str, encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)))
+            recorder.log(f"captions are encoded while training, by encoders of {each} on each of these stages: {ranks}")
         yield _train(prepared, engine, ema, recorder, watchdog, asked, encoders)
 
 
-def said_of(encoders: TextEncoders, plan: RunPlan) -> str:
-    """Return a line about the ranks of a pipeline that encode captions."""
-    assert encoders.device is not None
-    each = gib(encoders.parameters * (2 if encoders.device.type == "cuda" else 4))
-    ranks = encoding_ranks(plan.layers, plan.bounds, plan.ds.layout.schedule)
-    where = ", ".join(map(str, ranks))
-    return f"captions are encoded while training, by encoders of {each} on each of these stages: {where}"
-
-
 def _recorded(
-    prepared: Prepared,
-    asked: Asked,
-    line: ProgressLine,
-    files: Mapping[str, str],
-    sender: Popen[bytes],
+    prepared: Prepared, asked: Asked, line: ProgressLine, files: Mapping[str, str], sender: Popen[bytes]
 ) -> contextlib.AbstractContextManager[Recorder]:
-    """Return what records the run on rank 0."""
-    plan, store = prepared.plan, prepared.images.store
+    """Record the run, on rank 0."""
+    plan, store, device = prepared.plan, prepared.images.store, prepared.device
     spec, config = plan.spec.model_dump(mode="json"), plan.ds.as_json()
+    derived: dict[str, object] = {
+        **plan.ds.layout.sizes,
+        "parameters": plan.parameters,
+        "forward_gflops_per_image": 2 * plan.macs / 1e9,
+        "steps": plan.steps,
+        "precision": plan.ds.precision,
+        "zero_stage": plan.ds.layout.zero_stage,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+    }
     kept: dict[str, str | bytes] = {
         SPEC: yaml.safe_dump(spec, sort_keys=False),
         DS_CONFIG: json.dumps(config, indent=2) + "\n",
@@ -337,7 +319,7 @@ def _recorded(
         line,
         plan.spec,
         files=kept,
-        settings={**spec, "ds_config": config, "derived": _derived(plan, prepared.device)},
+        settings={**spec, "ds_config": config, "derived": derived},
         tags={"world_size": str(plan.ds.layout.world_size), "stage_cuts": json.dumps(plan.bounds[1:-1])},
         dataset={"name": f"{images}-{store.meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
         checkpoint=prepared.checkpoint.path if prepared.checkpoint else None,
@@ -348,17 +330,56 @@ def _recorded(
     )
 
 
-def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
-    """Return settings that follow from spec, JSON and machine."""
-    return {
-        **plan.ds.layout.sizes,
-        "parameters": plan.parameters,
-        "forward_gflops_per_image": 2 * plan.macs / 1e9,
-        "steps": plan.steps,
-        "precision": plan.ds.precision,
-        "zero_stage": plan.ds.layout.zero_stage,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-    }
+def _batches(
+    prepared: Prepared, engine: UnetPipelineEngine, encoders: TextEncoders | None
+) -> Iterator[MicroBatch] | None:
+    """Return this replica's micro-batches from the engine's progress on; None on a stage without data."""
+    if not engine.reads_data:
+        return None
+    store, among = prepared.images
+    return replica_batches(
+        prepared.plan.spec,
+        prepared.plan.ds.layout,
+        store,
+        engine.device,
+        replicas=engine.dp_world_size,
+        replica=engine.grid.get_data_parallel_id(),
+        among=among,
+        start_images=engine.next_index,
+        first=engine.is_first_stage(),
+        last=engine.stage_id == engine.loss_stage,
+        text=bool(engine.readers),
+        encoders=encoders,
+    )
+
+
+def _loaded(prepared: Prepared, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, watchdog: Watchdog) -> Saver:
+    """Return the saver of a run, which has loaded its checkpoint or initial weights."""
+    plan, store = prepared.plan, prepared.images.store
+    about = described(plan, checksums_of(store, prepared.held_out.store), store.meta.facts)
+    folder, keeping = prepared.claim.run_dir, plan.spec.checkpoint
+    saver = Saver(engine, ema, folder, keeping, about, log=recorder.log, store=watchdog.store)
+    if prepared.checkpoint is not None:
+        saver.load(prepared.checkpoint)
+    elif prepared.initial is not None:
+        saver.start_from(prepared.initial)
+    return saver
+
+
+def _observers(prepared: Prepared, engine: UnetPipelineEngine, recorder: Recorder, asked: Asked) -> Observers:
+    plan, run_dir = prepared.plan, prepared.claim.run_dir
+    flops, precision = plan.ds.config.flops_profiler, plan.ds.precision
+    replan = None
+    if plan.ds.config.pipeline.replan and plan.ds.layout.schedule == "planned":
+        replan = partial(planned_again, plan.predictor(), plan.ds.layout, plan.bounds)
+    return Observers(
+        [
+            FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),
+            Timeline(engine, asked.trace_steps, run_dir / "trace", recorder, precision, plan.macs, replan),
+            KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
+            PauseClock(run_dir if dist.get_rank() == 0 else None),
+        ]
+    )
 
 
 def _train(
@@ -371,104 +392,66 @@ def _train(
     encoders: TextEncoders | None,
 ) -> Ended | None:
     """Load the checkpoint and train to the end."""
-    plan, spec, layout = prepared.plan, prepared.plan.spec, prepared.plan.ds.layout
-    run_dir, (store, among) = prepared.claim.run_dir, prepared.images
-    rehearsal, saver = None, None
-    if asked.steps is not None:
-        rehearsal = Rehearsal(engine, run_dir, asked.steps, layout.interval)
+    plan, spec, run_dir = prepared.plan, prepared.plan.spec, prepared.claim.run_dir
+    rehearsal = saver = None
     with watchdog.blamed(), watchdog.pause():
-        if rehearsal is None:
-            saver = Saver(
-                engine,
-                ema,
-                run_dir,
-                spec.checkpoint,
-                described(plan, checksums_of(store, prepared.held_out.store), store.meta.facts),
-                log=recorder.log,
-                store=watchdog.store,
-            )
-            if prepared.checkpoint is not None:
-                saver.load(prepared.checkpoint)
-            elif prepared.initial is not None:
-                saver.start_from(prepared.initial)
-        flops, precision, macs = plan.ds.config.flops_profiler, plan.ds.precision, plan.macs
-        trace = run_dir / "trace"
-        replan = plan.replanned if plan.ds.config.pipeline.replan and layout.schedule == "planned" else None
-        observer: Observer = rehearsal or Observers(
-            [
-                FlopsProfile(engine, plan.whole_layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-                Timeline(engine, asked.trace_steps, trace, recorder, precision, macs, replan),
-                KernelProfile(engine, asked.profile_kernels, run_dir / "kernels", recorder),
-                PauseClock(run_dir if dist.get_rank() == 0 else None),
-            ]
-        )
-    first = engine.images_seen
-    if first >= spec.train.images:
+        if asked.steps is not None:
+            rehearsal = Rehearsal(engine, run_dir, asked.steps, plan.ds.layout.interval)
+        else:
+            saver = _loaded(prepared, engine, ema, recorder, watchdog)
+        observer = rehearsal or _observers(prepared, engine, recorder, asked)
+    if (first := engine.images_seen) >= spec.train.images:
         ignore(STOP_SIGNALS)  # it is done already
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
         return None
     requests = Requests(run_dir, spec.checkpoint.every_minutes, watchdog.names)
-    holds_out = len(prepared.held_out.positions) > 0
-    losses = None
-    if holds_out:
+    losses, drawn_for = None, prepared.images
+    if len(prepared.held_out.positions):
         losses = HeldOutLoss(spec, engine.device, *prepared.held_out, encoders, images=engine.micro_batch_size)
-    prompts = prompts_of(spec, prepared.prompts, engine.device)
-    drawn_for = prepared.held_out if holds_out else prepared.images
+        drawn_for = prepared.held_out
 
     def stops() -> bool:
         return requests.poll().stop
 
+    prompts = prompts_of(spec, prepared.prompts, engine.device)
     previews = Previews(spec, engine, watchdog, *drawn_for, prompts, stops)
-    validation = Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops)
-
-    def batches() -> Iterator[Any] | None:
-        """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
-        if not engine.reads_data:
-            return None
-        return replica_batches(
-            spec,
-            layout,
-            store,
-            engine.device,
-            replicas=layout.replicas,
-            replica=engine.grid.get_data_parallel_id(),
-            among=among,
-            start_images=engine.next_index,
-            first=engine.is_first_stage(),
-            last=engine.stage_id == engine.loss_stage,
-            text=bool(engine.readers),
-            encoders=encoders,
-        )
-
-    def finish() -> None:
-        """Let no rank leave before the last checkpoint is on the disk.
-
-        Raises:
-            OutputError: it could not be written.
-        """
-        try:
-            with watchdog.pause(), recorder.doing("writing the last checkpoint"):
-                if saver is not None:
-                    saver.check_saved()
-                dist.barrier()
-        finally:
-            engine.graph.drop()  # NCCL would wait for it when its groups are destroyed
-            watchdog.stop()
-            requests.close(leaving=True)
-
-    ended = rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images
-    run = Training(spec, macs, engine, batches, saver, requests, watchdog, validation, observer, recorder, ended)
+    run = Training(
+        spec,
+        plan.macs,
+        engine,
+        partial(_batches, prepared, engine, encoders),
+        saver,
+        requests,
+        watchdog,
+        Validation(spec, engine, ema, losses, previews, watchdog, recorder, stops),
+        observer,
+        recorder,
+        rehearsal.ended if rehearsal is not None else lambda: engine.images_seen >= spec.train.images,
+    )
     try:
         sending = system_metrics(run_dir)
         with watchdog.blamed(), disk_errors_said(run_dir), sending, failures_said():
             last = train(run)
     except BadNumbersError:
         with contextlib.suppress(OutputError):  # of a run that is over in any case
-            finish()
+            _finish(run)
         raise
     except Preempted:
-        finish()
+        _finish(run)
         raise
-    finish()
+    _finish(run)
     return Ended(engine, recorder, last.loss, engine.images_seen - first) if rehearsal is None else None
+
+
+def _finish(run: Training) -> None:
+    """Let no rank leave before the last checkpoint is on the disk; raises OutputError if it could not be written."""
+    try:
+        with run.watchdog.pause(), run.recorder.doing("writing the last checkpoint"):
+            if run.saver is not None:
+                run.saver.check_saved()
+            dist.barrier()
+    finally:
+        run.engine.graph.drop()  # NCCL would wait for it when its groups are destroyed
+        run.watchdog.stop()
+        run.requests.close(leaving=True)

@@ -77,7 +77,7 @@ class Asked:
     """Time for all ranks to meet."""
     hang_seconds: float
     dead_seconds: float
-    """Time without a step, and without a sign of life, after which a rank is lost (docs/exit_codes.md)."""
+    """Time without a step, and without a sign of life, after which a rank is lost."""
     memory_budget: int | None
     """Most bytes that PyTorch may take of a GPU; None is all of it."""
 
@@ -92,7 +92,6 @@ class Prepared:
     images: Part
     """Images that are trained on."""
     held_out: Part
-    """Images that are held out, if any are."""
     claim: Claim
     checkpoint: CompleteCheckpoint | None
     """Checkpoint that the run resumes from; None starts anew."""
@@ -125,20 +124,14 @@ def started(
         prepared = _prepared(plan, run_dir, device, asked, rendezvous, progress)
     with process_group(group_timeout(asked.hang_seconds, asked.dead_seconds)):
         rendezvous.close()
-        places = prepared.plan.grid()
-        parts = (places.coordinates(rank) for rank in range(dist.get_world_size()))
-        names = [
-            rendezvous.name(rank, stage, part if places.tensor > 1 else None)
-            for rank, (stage, _, part) in enumerate(parts)
-        ]
-        with Watchdog(
-            dist.get_rank(),
-            names,
-            make_store(dist.get_rank(), len(names)),
-            dead_seconds=asked.dead_seconds,
-            hang_seconds=asked.hang_seconds,
-            work=DeviceWork.of(device),
-        ) as watchdog:
+        places, own_rank = prepared.plan.grid(), dist.get_rank()
+        names = []
+        for rank in range(dist.get_world_size()):
+            stage, _, part = places.coordinates(rank)
+            names.append(rendezvous.name(rank, stage, part if places.tensor > 1 else None))
+        store, work = make_store(own_rank, len(names)), DeviceWork.of(device)
+        dead, hang = asked.dead_seconds, asked.hang_seconds
+        with Watchdog(own_rank, names, store, dead_seconds=dead, hang_seconds=hang, work=work) as watchdog:
             with watchdog.blamed(), watchdog.pause(), doing("planning the pipeline"):
                 prepared = replace(prepared, plan=cut_and_ordered(prepared.plan, device))
             yield prepared, watchdog
@@ -146,12 +139,7 @@ def started(
 
 
 def _prepared(
-    plan: RunPlan,
-    run_dir: Path,
-    device: torch.device,
-    asked: Asked,
-    rendezvous: Rendezvous,
-    progress: ProgressLine | None,
+    plan: RunPlan, run_dir: Path, device: torch.device, asked: Asked, rendezvous: Rendezvous, line: ProgressLine | None
 ) -> Prepared:
     """Check this rank's files, device and images against those of the others, and claim the run's folder."""
     rank = rendezvous.rank
@@ -164,7 +152,7 @@ def _prepared(
     check_steps(plan.spec)
     first_on_host = int(os.environ["LOCAL_RANK"]) == 0
     gather = gather_in(rendezvous)
-    store, apart = prepare_all(
+    store, held_out = prepare_all(
         plan.spec.data,
         progress=first_on_host,
         together=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -172,25 +160,24 @@ def _prepared(
         learned=next(filter(None, gather(images_learned(run_dir, asked.resume) if first_on_host else None)), None),
         group=plan.spec.bucket_group or 1,
     )
-    check_store(store, plan.spec, apart)
-    checksums = checksums_of(store, apart)
-    check_same_images(rendezvous, checksums)
+    check_store(store, plan.spec, held_out)
+    checksums = checksums_of(store, held_out)
+    remedy = "give all hosts the same images, or a data.store_root that all of them see"
+    _check(rendezvous, "prepared images: ", rendezvous.agree("images", checksums), remedy)
     plan = decided(plan.on_hosts(rendezvous.hosts), device)
-    log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
+    log: Callable[[str], None] = line.log if line is not None else lambda text: None
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
     checkpoint = agreed(partial(find_checkpoint, claim.run_dir, asked.resume, log), rank, gather)
-    changed: list[str] = []
-    initial = None
+    changed, initial = list[str](), None
     if checkpoint is not None:
         changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), checksums, claim.run_dir)
         log(f"resuming from {checkpoint.path}")
         for change in changed:
             log(f"  changed since: {change}")
     elif plan.spec.train.initial_weights is not None:
-        initial = InitialWeights(
-            plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
-        )
-    images = parts(plan.spec.data, store, apart)
+        shapes, dtype = parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
+        initial = InitialWeights(plan.spec.train.initial_weights, shapes, dtype)
+    images = parts(plan.spec.data, store, held_out)
     prompts = _prompts(plan.spec, *images, claim.run_dir, device, log) if rank == 0 else None
     rendezvous.agree("ready", {})
     if rank == 0:
@@ -205,7 +192,7 @@ def _prepared(
 def _prompts(
     spec: RunSpec, images: Part, held_out: Part, run_dir: Path, device: torch.device, log: Callable[[str], None]
 ) -> EncodedPrompts | None:
-    """Return the prompts of the pictures, those that are kept with the run if it is resumed."""
+    """Return the prompts of the pictures; a resumed run keeps its own."""
     if spec.data.text is None or spec.samples.every_images is None:
         return None
     prompts = spec.samples.prompts
@@ -221,29 +208,26 @@ def _prompts(
     return EncodedPrompts.of(spec.data.text, prompts, device, log)
 
 
-def check_store(store: DatasetCache, spec: RunSpec, apart: DatasetCache | None = None) -> None:
-    """Refuse images that the spec's U-Net does not fit; ``apart`` is the cache of held-out images.
+def check_store(store: DatasetCache, spec: RunSpec, held_out: DatasetCache | None = None) -> None:
+    """Refuse images that the spec's U-Net does not fit; ``held_out`` is the cache of held-out images.
 
     Raises:
-        SpecError: the numbers or names of classes differ, too many images are held out, or pictures of decoded latents
-            would be too large.
+        SpecError: classes differ, too many images are held out, or pictures of decoded latents would be too large.
     """
-    apart = store if apart is None else apart
+    held_out = store if held_out is None else held_out
     try:
         check_picture(spec.samples, pixels_of(spec.data).size)
     except ValueError as error:
         raise SpecError(str(error)) from None
-    parts(spec.data, store, apart)
+    parts(spec.data, store, held_out)
     classes, asked = len(store.meta.classes), spec.unet.classes
     if asked not in (None, classes):
         if store.meta.classes == (".",):
-            where = SOURCES[spec.data.source].labels
-            raise SpecError(
-                f"unet.classes = {asked}, but the images have no labels; {where}, or --set unet.classes=null"
-            )
+            fix = f"{SOURCES[spec.data.source].labels}, or --set unet.classes=null"
+            raise SpecError(f"unet.classes = {asked}, but the images have no labels; {fix}")
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
-    if asked is not None and apart.meta.classes != store.meta.classes:
-        both = enumerate(itertools.zip_longest(apart.meta.classes, store.meta.classes, fillvalue="missing"))
+    if asked is not None and held_out.meta.classes != store.meta.classes:
+        both = enumerate(itertools.zip_longest(held_out.meta.classes, store.meta.classes, fillvalue="missing"))
         number, theirs, ours = next((number, *names) for number, names in both if names[0] != names[1])
         raise SpecError(
             f"data.held_out_path = {spec.data.held_out_path}: class {number} is {one_line(theirs)}, and that of "
@@ -255,75 +239,60 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
     """Check that all ranks would run the same; collective. ``device`` is the type of this rank's device.
 
     Raises:
-        HostError: a rank differs from rank 0; the message says how, and the fix.
+        HostError: a rank differs from rank 0.
         PeerLostError: a rank did not join.
     """
     documents = {str(plan.spec_path): plan.spec.model_dump(mode="json"), str(plan.ds_path): plan.ds.as_json()}
     about = facts(documents) | {"chosen ": {"cuts": list(plan.bounds[1:-1]), "device": device}}
     remedies = REMEDIES | {"chosen ": "give -p and --device, so that no host has to choose"}
-    said = rendezvous.agree("start", about)
+    answers = rendezvous.agree("start", about)
     for title in about:
         remedy = remedies.get(title, "give all hosts the same file, --set and -p")
-        _check(rendezvous, title, [one.get(title, {}) for one in said], remedy)
+        _check(rendezvous, title, [one.get(title, {}) for one in answers], remedy)
 
 
 def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
-    """Check that each rank has its own GPU; collective. Does nothing on a CPU.
-
-    Returns:
-        A line for the user if the ranks' GPUs are of different models, else None.
+    """Check that each rank has its own GPU; return a line if they are of several models. Collective.
 
     Raises:
-        HostError: ranks share a GPU, or their settings of NCCL differ; the message says which, and the fix.
+        HostError: ranks share a GPU, or their settings of NCCL differ.
         PeerLostError: a rank is lost.
     """
     if device.type != "cuda":
         return None
     gpu = torch.cuda.get_device_properties(device)
     settings = {name: os.environ.get(name) for name in MESSAGE_ENVIRONMENT if name.startswith("NCCL_")}
-    said = rendezvous.agree(
-        "gpus", {"id": str(gpu.uuid), "model": f"{gpu.name} {gib(gpu.total_memory)}", "settings": settings}
-    )
-    _check(rendezvous, "", [one["settings"] for one in said], "set it alike everywhere, in .deepspeed_env for example")
+    own = {"id": str(gpu.uuid), "model": f"{gpu.name} {gib(gpu.total_memory)}", "settings": settings}
+    all_gpus = rendezvous.agree("gpus", own)
+    remedy = "set it alike everywhere, in .deepspeed_env for example"
+    _check(rendezvous, "", [one["settings"] for one in all_gpus], remedy)
     owners: dict[str, int] = {}
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(all_gpus):
         if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
             raise HostError(
                 f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} share one GPU "
                 f"({one['model']}, {one['id']}), and NCCL needs one for each rank; start a host once, with as many "
                 "processes as GPUs"
             )
-    models = Counter(one["model"] for one in said)
+    models = Counter(one["model"] for one in all_gpus)
     if len(models) == 1:
         return None
     named = ", ".join(f"{count} x {model}" for model, count in models.items())
     return f"GPUs of several models ({named}): each step waits for the slowest, and the smallest has to hold its stage"
 
 
-def check_same_images(rendezvous: Rendezvous, sha256: Mapping[str, str]) -> None:
-    """Check that all hosts have prepared the same images.
+def _check(rendezvous: Rendezvous, title: str, answers: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    def short(value: str | None) -> str:
+        return "unset" if value is None else value[:12] if len(value) == 64 else value  # of a checksum the first digits
 
-    Raises:
-        HostError: a host's data-set cache has other checksums than rank 0's.
-        PeerLostError: a rank is lost.
-    """
-    remedy = "give all hosts the same images, or a data.store_root that all of them see"
-    _check(rendezvous, "prepared images: ", rendezvous.agree("images", dict(sha256)), remedy)
-
-
-def _check(rendezvous: Rendezvous, title: str, said: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    first = flatten(said[0])
-    for rank, other in enumerate(map(flatten, said)):
-        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        if differing:
-            named = "; ".join(
-                f"{title}{key} is {_short(other.get(key))}, not {_short(first.get(key))}"
-                for key in differing[:MOST_NAMED]
-            )
-            more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-            raise HostError(f"{rendezvous.host_of(rank)} differs from {rendezvous.host_of(0)}: {named}{more}; {remedy}")
-
-
-def _short(value: str | None) -> str:
-    """Return a value for a message; a checksum is cut to its first digits."""
-    return "unset" if value is None else value[:12] if len(value) == 64 else value
+    first = flatten(answers[0])
+    for rank, other in enumerate(map(flatten, answers)):
+        found = [
+            f"{title}{key} is {short(other.get(key))}, not {short(first.get(key))}"
+            for key in {**first, **other}
+            if first.get(key) != other.get(key)
+        ]
+        if found:
+            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            named = f"{'; '.join(found[:MOST_NAMED])}{more}"
+            raise HostError(f"{rendezvous.host_of(rank)} differs from {rendezvous.host_of(0)}: {named}; {remedy}")

@@ -4,11 +4,11 @@ Both use the averaged weights and run through the pipeline: replicas share the i
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -56,9 +56,8 @@ class Previews:
     """The first ``samples.count`` images of the sampler of an engine's run: those of ``ddpm-ds sample`` with its own
     seed.
 
-    A run with a condition of each image draws members for the images at the first of the ``positions`` of its data-set
-    cache ``store``, which first stages read. Members of residuals are residuals. A run with text draws for ``prompts``,
-    which every rank has whose layers read them. ``stops`` is asked every few evaluations of the U-Net.
+    A run with a condition of each image draws members for the first of the ``positions`` of its data-set cache
+    ``store``, which first stages read. A run with text draws for ``prompts``, on every rank whose layers read them.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class Previews:
         stops: Stops = lambda: False,
     ) -> None:
         self._spec, self._engine, self._watchdog, self._store = spec, engine, watchdog, store
-        self._stops = stops
-        self._prompts = prompts
+        self._stops, self._prompts = stops, prompts
         data, device = spec.data, engine.device
         statistics = store.meta.statistics if store is not None and data.are_fields else {}
         self._scale = Scale.of(data.normalise, statistics.get("images"), device, pictures=not data.are_fields)
@@ -102,25 +100,29 @@ class Previews:
         replica = engine.grid.get_data_parallel_id()
         drawings = []
         for number in range(rounds) if engine.is_first_stage() or self._prompts is not None else ():
-            index = torch.arange(images) + (number * replicas + replica) * images
-            drawings.append(self._drawing(sampler, index))
+            drawings.append(self._drawing(sampler, torch.arange(images) + (number * replicas + replica) * images))
         # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
         for guided, group in itertools.groupby(range(len(sampler.guided)), sampler.guided.__getitem__):
             visits = [*group]
+
+            def context(number: int, visit: int = visits[0]) -> Tensor | None:
+                return drawings[number % rounds].context(visit)
+
             pipeline = ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1))
             for some in _parts(visits, self._stops):
                 pipeline.run(
                     rounds * len(some),
                     lambda number: drawings[number % rounds].inputs(),
                     lambda number, prediction: drawings[number % rounds].take(prediction),
-                    context=functools.partial(_context, drawings, visits[0]),
+                    context=context,
                     depth=rounds,
                     progress=self._watchdog.progress,
                 )
         if not engine.is_first_stage() or engine.module.tensor.rank > 0:  # a tensor group has drawn the same
             return None
         with self._watchdog.pause():  # an autoencoder may take long
-            mine = self._finished(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
+            mine = torch.cat([drawing.images() for drawing in drawings])  # (rounds x images, C, H, W)
+            mine = self._scale.to_physical(mine) if spec.data.are_fields else self._to_pixels(mine)
         mine = mine.contiguous().unflatten(0, (rounds, images))  # NCCL refuses images that are channels-last in 5 dims
         everyone = [torch.empty_like(mine) for _ in range(replicas)]
         dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
@@ -128,7 +130,7 @@ class Previews:
         return self._beside(drawn) if dist.get_rank() == 0 else None
 
     def _drawing(self, sampler: Sampler, index: Tensor) -> Drawing:
-        """Begin the images with the numbers ``index`` (N,); those beyond the last are for its input."""
+        """Begin the images with the numbers ``index`` (N,); numbers beyond the last are for its input."""
         data, classes, device = self._spec.data, self._spec.unet.classes, self._engine.device
         condition = dropped = None
         labels = None if classes is None else index % classes
@@ -137,7 +139,8 @@ class Previews:
             condition = self._condition(inputs)
             dropped = self._conditions.dropped(condition)
             if labels is not None and self._conditions.reads:
-                labels = torch.from_numpy(self._stored.labels[self._at(inputs)])
+                store, at = self._stored(inputs)
+                labels = torch.from_numpy(store.labels[at])
         index = index.to(device)
         if self._prompts is not None:
             condition, dropped = self._prompts.beside(condition, index)
@@ -153,29 +156,20 @@ class Previews:
         )
 
     def _condition(self, inputs: Tensor) -> Condition:
-        """Return the conditions of the inputs with these numbers (N,)."""
         assert self._conditions is not None
         fields = {name: self._field(name, inputs) for name in self._conditions.reads}
         return self._conditions.at_rest(fields, inputs.to(self._engine.device), self._scale)
 
     def _field(self, name: str, inputs: Tensor) -> Tensor:
-        return torch.from_numpy(self._stored.fields[name].read(self._at(inputs))).to(self._engine.device)
+        store, at = self._stored(inputs)
+        return torch.from_numpy(store.fields[name].read(at)).to(self._engine.device)
 
-    def _at(self, inputs: Tensor) -> Indices:
-        assert self._positions is not None
-        found: Indices = self._positions[inputs.numpy()]
-        return found
-
-    @property
-    def _stored(self) -> DatasetCache:
-        assert self._store is not None, "a run with conditions has one"
-        return self._store
-
-    def _finished(self, images: Tensor) -> Tensor:
-        return self._scale.to_physical(images) if self._spec.data.are_fields else self._to_pixels(images)
+    def _stored(self, inputs: Tensor) -> tuple[DatasetCache, Indices]:
+        assert self._store is not None and self._positions is not None, "a run with conditions has both"
+        return self._store, self._positions[inputs.numpy()]
 
     def _beside(self, drawn: Tensor) -> Drawn:
-        """Return drawn images with what they were drawn for."""
+        """Return drawn images with their conditions."""
         names = self._names("images") if self._spec.data.are_fields else ()
         if self._conditions is None or not self._conditions.reads:
             return Drawn(drawn, channels=names, prompts=() if self._prompts is None else self._prompts.texts)
@@ -185,20 +179,12 @@ class Previews:
         return Drawn(drawn, self.members, shown, truths, names, self._names("condition"))
 
     def _names(self, name: str) -> tuple[str, ...]:
-        fields = self._stored.meta.fields
+        fields = {} if self._store is None else self._store.meta.fields
         return fields[name].channels if name in fields else ()
 
 
-def _context(drawings: Sequence[Drawing], visit: int, number: int) -> Tensor | None:
-    """Return what call ``number`` reads, where the ``drawings`` take turns at visits that are guided like ``visit``."""
-    return drawings[number % len(drawings)].context(visit)
-
-
 def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.device) -> Prompts | None:
-    """Return the prompts of the pictures of a run, of which rank 0 has what is ``encoded``; None if there are none.
-
-    Collective over all ranks: each may hold layers that read text.
-    """
+    """Return the prompts of a run's pictures, ``encoded`` on rank 0; None if there are none. Collective."""
     unet, text = spec.unet.text, spec.data.text
     if unet is None or text is None or spec.samples.every_images is None:
         return None
@@ -220,20 +206,16 @@ def prompts_of(spec: RunSpec, encoded: EncodedPrompts | None, device: torch.devi
 def measured(
     held_out: HeldOutLoss, engine: UnetPipelineEngine, watchdog: Watchdog, stops: Stops = lambda: False
 ) -> dict[str, float]:
-    """Return the held-out loss of an engine, whose replicas share the calls, by the names of
-    :meth:`HeldOutLoss.values`.
+    """Return the values of a held-out loss on an engine, whose replicas share the calls.
 
-    Collective over all ranks; all first stages get the numbers, the others an empty dictionary. Only first stages read
-    images and what belongs to them, and text the ranks whose layers read it.
+    Collective over all ranks; first stages read the images and get the values, others an empty dictionary.
 
     Raises:
         Stopped: the run is asked to stop.
     """
     replica, replicas = engine.grid.get_data_parallel_id(), engine.dp_world_size
-    sums, module = held_out.zeros(), engine.module
+    sums, module, pipeline = held_out.zeros(), engine.module, ForwardPipeline(engine, held_out.images)
     sized = len(module.sized_layers) > 1
-
-    pipeline = ForwardPipeline(engine, held_out.images)
 
     def run(calls: Sequence[int]) -> None:
         pipeline.run(
@@ -254,59 +236,43 @@ def measured(
     return held_out.values(sums)
 
 
+@dataclass(frozen=True)
 class Validation:
-    """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks.
+    """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks."""
 
-    ``held_out`` is None if no images are held out.
-    """
+    spec: RunSpec
+    engine: UnetPipelineEngine
+    ema: Ema
+    held_out: HeldOutLoss | None
+    """None if no images are held out."""
+    previews: Previews
+    watchdog: Watchdog
+    recorder: Recorder
+    stops: Stops
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        engine: UnetPipelineEngine,
-        ema: Ema,
-        held_out: HeldOutLoss | None,
-        previews: Previews,
-        watchdog: Watchdog,
-        recorder: Recorder,
-        stops: Stops = lambda: False,
-    ) -> None:
-        self._spec, self._engine, self._ema = spec, engine, ema
-        self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
-        self._previews, self._stops = previews, stops
-
-    def due(self, before: int, done: bool) -> bool:
-        """Return whether samples or the held-out loss are due after the step from ``before`` images on."""
-        return any(self._due(before, done))
-
-    def _due(self, before: int, done: bool) -> tuple[bool, bool]:
-        """Return whether samples are due, and whether the held-out loss is."""
-        spec, seen = self._spec, self._engine.images_seen
-        losses = self._held_out is not None and is_due(spec.evaluation.every_images, before, seen, done)
+    def due(self, before: int, done: bool) -> tuple[bool, bool]:
+        """Return whether samples, and whether the held-out loss are due after the step from ``before`` images on."""
+        spec, seen = self.spec, self.engine.images_seen
+        losses = self.held_out is not None and is_due(spec.evaluation.every_images, before, seen, done)
         return is_due(spec.samples.every_images, before, seen, done), losses
 
     def after_step(self, before: int, done: bool) -> None:
-        """Draw the samples and measure the loss that are due after the step from ``before`` images on, unless the run
-        is asked to stop meanwhile.
-        """
+        """Draw the samples and measure the loss that are due, unless the run is asked to stop meanwhile."""
         begin = time.perf_counter()
-        samples, losses = self._due(before, done)
+        samples, losses = self.due(before, done)
         with self._averaged():
             if samples:
                 self._draw(begin)
-            if losses and self._held_out is not None:
+            if losses and self.held_out is not None:
                 begin_measuring = time.perf_counter()
-                with self._recorder.doing("measuring the held-out loss"):
-                    values = measured(self._held_out, self._engine, self._watchdog, self._stops)
+                with self.recorder.doing("measuring the held-out loss"):
+                    values = measured(self.held_out, self.engine, self.watchdog, self.stops)
                 values["usage/evaluation_seconds"] = time.perf_counter() - begin_measuring
-                self._recorder.evaluation(values, self._engine.global_steps)
+                self.recorder.evaluation(values, self.engine.global_steps)
 
     def before_first_step(self) -> None:
-        """Draw the samples of the initial weights, unless samples are off or the run is resumed.
-
-        It costs as much as any other samples, and changes no number of the run: every draw is keyed by its image.
-        """
-        if self._spec.samples.every_images is not None and not self._engine.global_steps:
+        """Draw the samples of the initial weights, unless samples are off or the run is resumed."""
+        if self.spec.samples.every_images is not None and not self.engine.global_steps:
             begin = time.perf_counter()
             with self._averaged():
                 self._draw(begin)
@@ -315,13 +281,13 @@ class Validation:
     def _averaged(self) -> Iterator[None]:
         """Use the averaged weights inside this context, which ends early if the run is asked to stop."""
         try:
-            with self._ema.applied():
+            with self.ema.applied():
                 yield
         except Stopped:
-            self._recorder.log("asked to stop: pictures and held-out loss of this point are left out")
+            self.recorder.log("asked to stop: pictures and held-out loss of this point are left out")
 
     def _draw(self, begin: float) -> None:
-        with self._recorder.doing("drawing samples"):
-            drawn = self._previews.draw()
+        with self.recorder.doing("drawing samples"):
+            drawn = self.previews.draw()
         seconds = time.perf_counter() - begin
-        self._recorder.samples(drawn, seconds, self._engine.images_seen, self._engine.global_steps)
+        self.recorder.samples(drawn, seconds, self.engine.images_seen, self.engine.global_steps)

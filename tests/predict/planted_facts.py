@@ -162,6 +162,7 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             "rank": rank * layout.replicas + replica,
             "pipeline_rank": rank,
             "replica": replica,
+            "part": 0,
             **{f"{part}_seconds": getattr(own, f"{part}_seconds") for part in parts},
             "phases": [
                 {
@@ -185,6 +186,9 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
         "micro_batch_images": layout.micro_batch_images,
         "pipeline_ranks": layout.stages,
         "replicas": layout.replicas,
+        "tensor_size": layout.tensor.size,
+        "zero_stage": layout.zero_stage,
+        "precision": facts.job.precision,
         "device": "cpu" if facts.job.on_cpu else "cuda",
         "step_seconds": facts.step_seconds,
         "peak_flops_per_second": facts.peak_flops_per_second,

@@ -45,7 +45,7 @@ def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", Bench().traced())
+    run_dir = write_run(tmp_path / "run", Bench().traced(), precision="fp16")
     config = json.loads((run_dir / "ds_config.json").read_text())
     config["fp16"] = {"enabled": True, "initial_scale_power": 12}
     (run_dir / "ds_config.json").write_text(json.dumps(config))

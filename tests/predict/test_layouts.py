@@ -84,7 +84,7 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
     assert {replace(one, in_flight="auto", checkpoint_interval=0) for one in fewer} < set(planned)
 
 
-def test_usually_two_micro_batches_are_held_for_each_stage_and_three_where_zero_2_reduces_after_each_pass() -> None:
+def test_two_micro_batches_are_kept_for_each_stage_and_three_where_zero_2_reduces_after_each_pass() -> None:
     usual = Layout(4, 2, "planned", 1, 16, 0, 1, False)
     others = (replace(usual, zero_stage=2), replace(usual, zero_stage=2, replicas=1), replace(usual, in_flight=5))
     assert [one.most_held for one in (usual, *others)] == [8, 12, 8, 5]

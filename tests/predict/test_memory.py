@@ -25,7 +25,7 @@ from ddpm_ds.predict.memory import (
 )
 from ddpm_ds.unet.model import parameter_shapes
 from tests.launching import tiny_spec, tiny_text_spec
-from tests.predict.small import EIGHT_BIT, FUSED, small_job
+from tests.predict.small import ADAMW, EIGHT_BIT, FUSED, small_job
 
 ONE = Layout(1, 4, "1f1b", 20, 2, 0, 0, False)
 """One stage, four replicas, two micro-batches of twenty images, whose activations outweigh an optimizer step."""
@@ -65,17 +65,22 @@ def test_bytes_of_a_parameter(
 
 
 @pytest.mark.parametrize(
-    ("precision", "zero", "replicas", "expected"),
+    ("precision", "zero", "replicas", "optimizer", "expected"),
     [
-        ("fp32", 1, 1, 4 + 8),  # Adam steps on the sum
-        ("fp32", 1, 2, 4 + 4 / 2),  # the own half is copied, the sum released, and Adam needs as much again
-        ("fp16", 2, 1, 4 + 8),  # widened, and the sum released
-        ("fp16", 2, 2, (4 + 8) / 2),
-        ("bf16", 0, 1, 2 + 4 + 8),  # the sum is DeepSpeed's and stays
+        ("fp32", 1, 1, ADAMW, 4 + 8),  # Adam steps on the sum
+        ("fp32", 1, 2, ADAMW, 4 + 4 / 2),  # the own half is copied, the sum released, and Adam needs as much again
+        ("fp16", 2, 1, ADAMW, 4 + 8),  # widened, and the sum released
+        ("fp16", 2, 2, ADAMW, (4 + 8) / 2),
+        ("bf16", 0, 1, ADAMW, 2 + 4 + 8),  # the sum is DeepSpeed's and stays
+        ("bf16", 2, 1, EIGHT_BIT, 2 + EIGHT_BIT_INTERMEDIATES),  # widens no gradient
+        ("bf16", 1, 1, FUSED, 2 + 4),  # widens it, and needs no more
     ],
 )
-def test_what_a_step_on_flat_gradients_takes(precision: str, zero: int, replicas: int, expected: float) -> None:
+def test_bytes_of_a_step_on_flat_gradients(
+    precision: str, zero: int, replicas: int, optimizer: dict[str, Any], expected: float
+) -> None:
     config: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    config["optimizer"] = optimizer
     config |= {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1}} if zero else {}
     layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=zero, replicas=replicas)
     found = memory(small_job(**config), layout)
@@ -99,15 +104,6 @@ def test_moments_of_8_bits(precision: str, zero: int, replicas: int) -> None:
     assert found.optimizer == pytest.approx((weights + others + masters) / shared, abs=8)
     usual = memory(small_job(optimizer=FUSED, **config), replace(ONE, zero_stage=zero, replicas=replicas))
     assert found.optimizer < usual.optimizer and found.ema == usual.ema
-
-
-def test_adam_in_8_bits_widens_no_gradient() -> None:
-    """It takes 16 bits and the factor on them, and needs memory for what it steps at a time."""
-    config: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1}}
-    layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=2, replicas=1)
-    found = memory(small_job(optimizer=EIGHT_BIT, **config), layout)
-    update = found.gradients + found.activations + found.buffers
-    assert update == pytest.approx(whole(small_job())[0] * (2 + EIGHT_BIT_INTERMEDIATES), abs=50)
 
 
 def test_communicators_of_a_gpu() -> None:
@@ -138,35 +134,11 @@ def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:
     assert found.host == pytest.approx(whole(job)[0] / 4 * 24, abs=24)
 
 
-def test_activations_of_one_stage_are_those_of_one_micro_batch() -> None:
-    job = small_job()
-    _, elements = whole(job)
-    for images in (20, 60):
-        assert memory(job, replace(ONE, micro_batch_images=images)).activations == images * elements * 4
-
-
 def test_auto_recomputes_where_activations_take_more_than_half_of_the_memory() -> None:
     job = small_job()
     bounds, needed = (0, len(job.layers)), 20 * whole(job)[1] * 4
     assert activation_bytes(job, ONE, bounds) == needed == memory(job).activations
     assert [checkpoint_interval(job, ONE, bounds, size) for size in (2 * needed, 2 * needed - 2)] == [0, 1]
-
-
-def test_without_activations_to_speak_of_the_optimizer_step_is_the_fullest_moment() -> None:
-    job = small_job(zero_optimization={"stage": 1, "reduce_bucket_size": 1})
-    found = memory(job, replace(ONE, micro_batch_images=1, zero_stage=1, replicas=1))
-    assert found.activations == 0
-    # weights; fp32 weights and moments; average; gradients and as much again twice while Adam steps
-    assert found.total == whole(job)[0] * (4 + 12 + 4 + 12)
-
-
-def test_a_fused_step_needs_no_more_than_widening_its_gradient() -> None:
-    """Which needs the sum and the gradient, 2 + 4; then only the gradient is left, beside which others need 8."""
-    config: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}
-    layout = replace(ONE, micro_batch_images=1, checkpoint_interval=1, zero_stage=1, replicas=1)
-    found = memory(small_job(optimizer=FUSED, **config), layout)
-    update = found.gradients + found.activations + found.buffers
-    assert update == pytest.approx(whole(small_job())[0] * (2 + 4), abs=50)
 
 
 def test_fp16_on_a_cpu_keeps_fp32_activations_and_widened_weights() -> None:
@@ -255,12 +227,10 @@ def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
     assert left.skips == 0 and left.beside <= held.beside
 
 
-def test_under_1f1b_a_rank_holds_a_micro_batch_for_itself_and_each_rank_after_it() -> None:
-    assert [moments("1f1b", 8, 4, rank) for rank in range(4)] == [((4 - rank, 0, 0),) for rank in range(4)]
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_fold_is_fullest_at_one_moment_not_the_sum_of_two(ranks: int) -> None:
+    """Under 1F1B a rank holds a micro-batch for itself and for each rank after it."""
+    assert [moments("1f1b", 8, 4, rank) for rank in range(4)] == [((4 - rank, 0, 0),) for rank in range(4)]
     for rank in range(ranks):
         held, seen = [0, 0], []
         for step in program("folded", 4 * ranks, ranks, rank):

@@ -35,13 +35,8 @@ def test_the_fold_has_the_smaller_bubble(ranks: int, micro_batches: int, folded:
 
 def test_one_micro_batch_over_a_slow_link() -> None:
     """1 forward, 4 bytes and 0.5 latency, 2 forward, 4 backward, 2 bytes and 0.5 latency, 3 backward."""
-    ranks = [rank(1, 3, down=4), rank(2, 4, up=2)]
-    found = simulate("1f1b", 1, ranks, lambda source, target: Link(1.0, 0.5), keep_events=True)
+    found = simulate("1f1b", 1, [rank(1, 3, down=4), rank(2, 4, up=2)], lambda source, target: Link(1.0, 0.5))
     assert found.step_seconds == pytest.approx(1 + 4.5 + 2 + 4 + 2.5 + 3)
-    assert [(event.instruction, event.start, event.end) for event in found.events[1]] == [
-        ("ForwardPass", 5.5, 7.5),
-        ("BackwardPass", 7.5, 11.5),
-    ]
     assert found.busy_seconds == (4, 6) and found.wait_seconds == (13, 11)
 
 
@@ -63,7 +58,7 @@ def test_messages_of_a_direction_queue_and_those_of_the_other_do_not() -> None:
     ]
 
 
-def test_a_fast_and_a_slow_link_are_told_apart() -> None:
+def test_each_link_has_its_own_speed() -> None:
     links = {(1, 2): Link(1.0), (2, 1): Link(1.0)}  # slow in the middle
     found = simulate("1f1b", 1, [rank(1, 1, 100, 100)] * 4, lambda *ends: links.get(ends, Link(100.0)))
     assert found.step_seconds == pytest.approx(8 + 2 * (1 + 100 + 1))

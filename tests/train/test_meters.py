@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.meters import (
-    Interval,
-    Meter,
-    metrics,
-    peak_memory_bytes,
-    peak_reserved_bytes,
-)
+from ddpm_ds.train.meters import Interval, Meter, metrics, peak_memory_bytes, peak_reserved_bytes
 
 
 def ticks(*times: float) -> Callable[[], float]:
@@ -46,38 +40,27 @@ def test_pauses_are_left_out_of_an_interval_and_steps_that_the_device_still_comp
         raise RuntimeError("a pause may end so")
     assert meter.read().seconds == 10.0
     assert meter.so_far().seconds == 1.0, "the next interval begins where this one ends"
-    meter = Meter()
-    meter.step(torch.zeros((), device="meta"), images=2)
-    with pytest.raises(NotImplementedError, match="meta"), meter.paused():  # it waits for the device
-        pass
-
-
-def test_a_step_does_not_keep_the_tensor_it_was_given() -> None:
-    meter = Meter()
-    loss = torch.tensor(1.0)
-    meter.step(loss, images=1)
-    loss.fill_(5.0)
-    assert meter.read().loss == 1.0
 
 
 def test_losses_that_are_not_finite_are_counted_and_kept_out_of_the_mean() -> None:
-    meter = Meter()
+    meter, loss = Meter(), torch.tensor(0.0)
     for value in (1.0, math.inf, math.nan, 3.0):
-        meter.step(torch.tensor(value), images=2)
+        meter.step(loss.fill_(value), images=2)  # the meter keeps no tensor that it is given
     interval = meter.read()
     assert (interval.loss, interval.non_finite_steps, interval.images) == (2.0, 2, 8)
     meter.step(torch.tensor(math.nan), images=2)
     assert math.isnan(meter.read().loss)
 
 
-def test_a_step_reads_nothing_from_the_device() -> None:
+def test_a_step_reads_nothing_from_the_device_but_pauses_and_log_points_wait_for_it() -> None:
     """The meta device has no values: whatever looks at one raises."""
     meter = Meter()
-    loss = torch.zeros((), device="meta")
     for _ in range(3):
-        meter.step(loss, images=2)
+        meter.step(torch.zeros((), device="meta"), images=2)
     with pytest.raises(NotImplementedError, match="meta"):
         meter.read()
+    with pytest.raises(NotImplementedError, match="meta"), meter.paused():
+        pass
 
 
 def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +20,11 @@ from ddpm_ds.data.captions import PROMPTS, EncodedPrompts
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.train.validation import Previews
-from ddpm_ds.unet.tensor_group import ALONE
 from tests.evaluate.conditioned import COUNT, HELD_OUT, arrays, field_spec, sections_of
 from tests.forking import READS_TEXT
 from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec, write_json
 from tests.train.ranks import measured_losses, recorded_losses
-from tests.train.validation_worker import WATCHDOG
+from tests.train.validation_worker import WATCHDOG, engine_of
 
 MEMBERS = 4
 CAPTIONS = ("a red circle", "a blue square", "a circle")
@@ -38,13 +36,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def train(folder: Path, spec: RunSpec, processes: int) -> Path:
-    """Train a run and return its folder."""
+def train(folder: Path, spec: RunSpec, processes: int, stages: int | None = None) -> Path:
+    """Train a run, by default on as many stages as processes, and return its folder."""
     place_empty_store(folder)
     file = folder / "spec.yaml"
     file.write_text(yaml.safe_dump({"name": "tiny", **json.loads(json.dumps(sections_of(spec)))}))
     config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
-    config["pipeline"] = {**config.get("pipeline", {}), "stages": processes}
+    config["pipeline"] = {**config.get("pipeline", {}), "stages": stages or processes}
     words = ["--deepspeed_config", str(write_json(folder / "ds.json", config)), "--spec", str(file)]
     done = run_ranks(
         processes,
@@ -85,19 +83,6 @@ def test_a_picture_of_training_is_that_of_the_checkpoint_on_its_own(
     assert (np.abs(drawn.astype(int) - alone) > 3).mean() < 0.01
 
 
-def engine_of(micro_batch: int = 7) -> Any:
-    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
-    return SimpleNamespace(
-        micro_batch_size=micro_batch,
-        num_stages=1,
-        dp_world_size=1,
-        grid=grid,
-        device=torch.device("cpu"),
-        is_first_stage=lambda: True,
-        module=SimpleNamespace(tensor=ALONE),
-    )
-
-
 @pytest.mark.parametrize(
     ("count", "available", "drawn", "members"), [(20, 5, 20, 4), (9, 5, 9, 3), (7, 5, 5, 1), (64, 5, 20, 4)]
 )
@@ -106,17 +91,17 @@ def test_as_many_images_as_asked_for_are_shared_by_the_inputs(
 ) -> None:
     spec = field_spec(tmp_path, samples={"count": count})
     store: DatasetCache = prepare(spec.data)
-    previews = Previews(spec, cast(Any, engine_of()), WATCHDOG, store, split(COUNT, HELD_OUT)[1][:available])
+    previews = Previews(spec, engine_of(7), WATCHDOG, store, split(COUNT, HELD_OUT)[1][:available])
     assert (previews.count, previews.members) == (drawn, members)
     regression = field_spec(tmp_path, samples={"count": count}, diffusion={"objective": "regression"})
-    previews = Previews(regression, cast(Any, engine_of()), WATCHDOG, store, split(COUNT, HELD_OUT)[1])
+    previews = Previews(regression, engine_of(7), WATCHDOG, store, split(COUNT, HELD_OUT)[1])
     assert previews.members == 1
 
 
 def test_what_is_shown_beside_is_what_was_given_and_the_truth(tmp_path: Path) -> None:
     spec = field_spec(tmp_path, samples={"count": 12})
     store, positions = prepare(spec.data), split(COUNT, HELD_OUT)[1]
-    previews = Previews(spec, cast(Any, engine_of()), WATCHDOG, store, positions)
+    previews = Previews(spec, engine_of(7), WATCHDOG, store, positions)
     beside = previews._beside(torch.zeros(12, 2, 8, 12))
     found = arrays()
     assert beside.truths is not None and beside.given is not None

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import CompleteCheckpoint, images_of
-from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_points
@@ -70,11 +68,6 @@ def courses(grid: str, trained: Callable[[str], Courses]) -> Courses:
     return trained(grid)
 
 
-def whole(reader: Reader, kind: str) -> Tensor:
-    """One kind of value of all parameters."""
-    return torch.cat([reader.read(kind, name) for name in reader.manifest.parameters])
-
-
 def equal_or_both_nan(one: float, other: float, tolerance: float = 0.0) -> bool:
     return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
 
@@ -88,7 +81,10 @@ def differences(courses: Courses, course: str, source: str, rounding: str) -> li
             found.append(f"loss {loss} instead of {expected} in step {step} after")
     end, expected_end = courses.end(course, source), courses.end(source)
     for kind in KINDS:
-        values, wanted = whole(end, kind), whole(expected_end, kind)
+        values, wanted = (
+            torch.cat([reader.read(kind, name) for name in reader.manifest.parameters])
+            for reader in (end, expected_end)
+        )
         if not (error := ((values - wanted).norm() / wanted.norm()).item()) <= tolerances[kind.partition("-")[0]]:
             found.append(f"{kind} is off by {error:.1e} of its norm")
     state, wanted_state = (reader.state.model_dump(exclude={"loss_scaler"}) for reader in (end, expected_end))
@@ -147,12 +143,16 @@ def test_the_logged_rate_is_that_with_which_the_optimizer_stepped(
     assert courses.end(course).state.skipped_steps == (2 if precision == "fp16" else 0)
 
 
+def checkpoint_at(path: Path, **sha256: str) -> CompleteCheckpoint:
+    """A checkpoint of a tiny run."""
+    manifest = SimpleNamespace(spec=tiny_spec().model_dump(mode="json"), data_sha256=sha256, ds_config={})
+    return cast(CompleteCheckpoint, SimpleNamespace(path=path, manifest=manifest))
+
+
 def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -> None:
     """In its own folder a run needs another one; with --resume from elsewhere it has that already."""
     for of, advice in (("own", "use another --run-dir"), ("other", "leave --resume out")):
-        path = checkpoints_of(tmp_path / of) / "step_00000002"
-        manifest = SimpleNamespace(spec=tiny_spec().model_dump(mode="json"), data_sha256={"train": "0"}, ds_config={})
-        checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=path, manifest=manifest))
+        checkpoint = checkpoint_at(checkpoints_of(tmp_path / of) / "step_00000002", train="0")
         for after, images in ((tiny_spec(train={"seed": 7}), {"train": "0"}), (tiny_spec(), {"train": "1"})):
             with pytest.raises(CheckpointError, match=f"to train a new run, {advice}$"):
                 check_resume(checkpoint, after, {}, images, tmp_path / "own")
@@ -160,14 +160,11 @@ def test_a_new_run_is_advised_in_a_way_that_has_not_been_tried(tmp_path: Path) -
 
 @pytest.mark.parametrize("changed", [5, 6])
 def test_more_than_five_other_settings_are_another_run(changed: int) -> None:
-    before = tiny_spec().model_dump(mode="json")
-    manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
-    checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
     others = {"seed": 7, "batch_images": 48}
     optimizer = {"learning_rate": 0.5, "warmup_images": 3, "decay": "cosine", "decay_to": 0.5}
     after = tiny_spec(train=others, optimizer=dict(list(optimizer.items())[: changed - len(others)]))
     with pytest.raises(CheckpointError) as refused:
-        check_resume(checkpoint, after, {}, {}, Path())
+        check_resume(checkpoint_at(Path("older")), after, {}, {}, Path())
     named = f"older is of another run, with {changed} other settings; to train a new run, leave --resume out"
     assert (str(refused.value) == named) == (changed > 5) and ("train.seed: " in str(refused.value)) == (changed <= 5)
 
@@ -216,7 +213,6 @@ def test_what_a_start_with_other_settings_recorded_after_the_checkpoint_is_remov
 
 @in_each_precision
 def test_every_layout_is_the_same_run(grid: str, precision: str, courses: Courses) -> None:
-    """Else what is said of pairs above would say little."""
     for layout in GRIDS[grid][precision]:
         losses, expected = courses.losses(f"{layout}-{precision}"), courses.losses(f"1x1-{precision}")
         assert all(map(equal_or_both_nan, losses, expected, itertools.repeat(TOLERANCES[precision]["loss"])))

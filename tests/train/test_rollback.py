@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from pathlib import Path
@@ -88,15 +89,39 @@ def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
     assert in_fp16(21.0, 0) is not None, "nor are points whose steps were all skipped"
 
 
-def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that does so beyond --hang-seconds does not hang."""
-    engine = SimpleNamespace(images_seen=0, global_steps=0)
-    engine.train_batch_size, engine.fp16_enabled = lambda: 8, lambda: False
+def trained(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, saver: Mock, bad: int, **others: Any) -> Any:
+    """Train three steps without a pipeline, whose loss is not finite in step ``bad``; return the engine."""
+    engine: Any = SimpleNamespace(images_seen=0, global_steps=0, fp16_enabled=lambda: False)
+    engine.train_batch_size = lambda: 8
 
     def train_batch(batches: object) -> torch.Tensor:
         engine.images_seen, engine.global_steps = engine.images_seen + 8, engine.global_steps + 1
-        return torch.tensor(math.nan if engine.global_steps == 2 else 1.0)
+        return torch.tensor(math.nan if engine.global_steps == bad else 1.0)
 
+    engine.train_batch = train_batch
+    monkeypatch.setattr(session, "gather", lambda interval, engine: interval)
+    monkeypatch.setattr(session, "metrics", lambda interval, engine, macs: {})
+    run: dict[str, Any] = {
+        "spec": tiny_spec(
+            train={"images": 24, "batch_images": 8},
+            checkpoint={"every_images": 8, "every_minutes": None},
+            bad_numbers={"policy": "rollback"},
+        ),
+        "macs": 0,
+        "batches": lambda: None,
+        "requests": Mock(**{"poll.return_value": SaveOrStop()}),
+        "validation": Mock(**{"due.return_value": (False, False)}),
+        "observer": Observers(),
+        "recorder": Recorder(),
+        "ended": lambda: engine.images_seen >= 24,
+    }
+    with contextlib.suppress(Preempted):
+        session.train(Training(engine=engine, saver=saver, watchdog=watchdog, **run | others))
+    return engine
+
+
+def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does so beyond --hang-seconds does not hang."""
     watchdog, saver = Watchdog(0, ["rank 0"], None), Mock(rollbacks=1)
     paused: list[tuple[str, int]] = []
     for name in ("save", "roll_back"):
@@ -106,53 +131,17 @@ def test_reading_and_writing_checkpoints_takes_as_long_as_the_disk_needs(monkeyp
             return 0.0
 
         getattr(saver, name).side_effect = noted
-    engine.train_batch = train_batch
-    monkeypatch.setattr(session, "gather", lambda interval, engine: interval)
-    monkeypatch.setattr(session, "metrics", lambda interval, engine, macs: {})
-    spec = tiny_spec(
-        train={"images": 24, "batch_images": 8},
-        checkpoint={"every_images": 8, "every_minutes": None},
-        bad_numbers={"policy": "rollback"},
-    )
-    others = {
-        "spec": spec,
-        "macs": 0,
-        "batches": lambda: None,
-        "requests": Mock(**{"poll.return_value": SaveOrStop()}),
-        "validation": Mock(**{"due.return_value": False}),
-        "observer": Observers(),
-        "recorder": Recorder(),
-        "ended": lambda: engine.images_seen >= 24,
-    }
-    session.train(Training(engine=cast(Any, engine), saver=saver, watchdog=watchdog, **cast(Any, others)))
-    names = ["save", "roll_back", "save"]
-    assert paused == [(name, 1) for name in names] and watchdog._heartbeat.pauses == 0
+    trained(monkeypatch, watchdog, saver, bad=2)
+    assert paused == [(name, 1) for name in ("save", "roll_back", "save")] and watchdog._heartbeat.pauses == 0
 
 
-def test_a_signal_while_pictures_are_drawn_saves_and_stops_without_another_step() -> None:
-    engine: Any = SimpleNamespace(images_seen=0, global_steps=0, fp16_enabled=lambda: False)
-    engine.train_batch_size = lambda: 8
-
-    def train_batch(batches: object) -> torch.Tensor:
-        engine.images_seen, engine.global_steps = engine.images_seen + 8, engine.global_steps + 1
-        return torch.tensor(1.0)
-
-    engine.train_batch = train_batch
-    requests, saver = Mock(**{"poll.side_effect": [SaveOrStop(), SaveOrStop(stop=True)]}), Mock()
-    saver.save.return_value = 0.0
-    run = {
-        "spec": tiny_spec(train={"images": 24, "batch_images": 8}),
-        "macs": 0,
-        "batches": lambda: None,
-        "requests": requests,
-        "validation": Mock(**{"due.return_value": True}),
-        "observer": Observers(),
-        "recorder": Recorder(),
-        "ended": lambda: False,
-    }
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(session, "gather", lambda interval, engine: interval)
-        session.train(Training(engine=engine, saver=saver, watchdog=Watchdog(0, ["rank 0"], None), **cast(Any, run)))
+def test_a_signal_while_pictures_are_drawn_saves_and_stops_without_another_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saver, validation = Mock(**{"save.return_value": 0.0}), Mock(**{"due.return_value": (True, False)})
+    requests = Mock(**{"poll.side_effect": [SaveOrStop(), SaveOrStop(stop=True)]})
+    watchdog = Watchdog(0, ["rank 0"], None)
+    engine = trained(monkeypatch, watchdog, saver, bad=0, requests=requests, validation=validation)
     assert engine.global_steps == 1 and saver.save.called and requests.saved.called
 
 

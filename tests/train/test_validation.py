@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import numpy as np
@@ -23,16 +22,14 @@ from ddpm_ds.train import validation
 from ddpm_ds.train.objective import Denoising, HeldOutLoss, channel_names
 from ddpm_ds.train.validation import Previews, Validation
 from ddpm_ds.unet.model import UNet
-from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import run_ranks, tiny_spec, write_json
 from tests.pipeline.batches import STATISTICS, global_batch
 from tests.pipeline.ladder_worker import Process, fields_spec, layers_of
-from tests.train.validation_worker import WATCHDOG, Look, in_memory
+from tests.train.validation_worker import WATCHDOG, Look, engine_of, in_memory
 from tests.unet.variants import randomise
 
 CPU = torch.device("cpu")
 WORKER = Path(__file__).with_name("validation_worker.py")
-PREDICTION_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-2}
 LOSS_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3}
 EDM = {"schedule": "edm", "objective": "v"}
 WEIGHTED = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
@@ -92,7 +89,6 @@ def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list
         assert all(record["averages_used"] for record in records), look
         assert all(record["put_back"] for record in records), look
         assert all(record["training"] and record["undisturbed"] for record in records), look
-        assert all(record["prediction"] <= PREDICTION_TOLERANCE[look.precision] for record in records), look
         assert records[0]["shape"] == [look.count, 1, 8, 8]
         assert records[0]["pixels"] <= PIXELS_OFF[look.precision], look
         assert look.precision != "fp32" or records[0]["image"] <= 1, look
@@ -101,22 +97,6 @@ def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list
         assert len(firsts) == look.replicas
         for values in firsts:
             assert values == pytest.approx(expected, rel=LOSS_TOLERANCE[look.precision]), look
-
-
-def engine_of(micro_batch_size: int, **module: object) -> Any:
-    """What pictures and losses ask an engine of one process; ``module`` is about its part of the U-Net."""
-    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
-    return SimpleNamespace(
-        micro_batch_size=micro_batch_size,
-        num_stages=1,
-        dp_world_size=1,
-        grid=grid,
-        device=CPU,
-        is_first_stage=lambda: True,
-        module=SimpleNamespace(tensor=ALONE, **module),
-        images_seen=8,
-        global_steps=0,
-    )
 
 
 def test_images_that_are_drawn_are_gathered_as_nccl_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

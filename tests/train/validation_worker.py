@@ -8,7 +8,6 @@ Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -31,13 +30,13 @@ from ddpm_ds.diffusion.condition import Prompts
 from ddpm_ds.diffusion.process import Diffusion, Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.staged import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.validation import Previews, measured
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.tensor_group import ALONE
 from tests.launching import tiny_spec
 from tests.pipeline.batches import BUCKETS, global_batch
 from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, report_cases
@@ -63,6 +62,22 @@ TEXT: tuple[dict[str, Any], dict[str, Any]] = (
 FEW: dict[str, Any] = {"multipliers": [1], "attention_resolutions": []}
 """Layers of a run without text that two stages share; four take more."""
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
+
+
+def engine_of(micro_batch_size: int, **module: object) -> Any:
+    """What pictures and losses ask an engine of one process; ``module`` is about its part of the U-Net."""
+    grid = SimpleNamespace(get_data_parallel_id=lambda: 0, get_data_parallel_group=lambda: None)
+    return SimpleNamespace(
+        micro_batch_size=micro_batch_size,
+        num_stages=1,
+        dp_world_size=1,
+        grid=grid,
+        device=torch.device("cpu"),
+        is_first_stage=lambda: True,
+        module=SimpleNamespace(tensor=ALONE, **module),
+        images_seen=8,
+        global_steps=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,40 +152,6 @@ def reference(spec: RunSpec) -> UNet:
     for index in range(len(layers)):
         unet.layers[index] = build_awake_layer(layers[index], index, spec.train.seed)
     return unet.eval().requires_grad_(False)
-
-
-def inputs(number: int, images: int, text: bool) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(images, 1, 8, 8, generator=generator)
-    told = (torch.randn(images, POOLED + 6, generator=generator),) if text else ()
-    return x, torch.full((images,), 100 * number), torch.arange(images) % 11, *told
-
-
-def context(number: int, images: int) -> Tensor:
-    return torch.randn(images, TOKENS, WIDTH, generator=torch.Generator().manual_seed(50 + number))
-
-
-def farthest(engine: UnetPipelineEngine, unet: UNet, text: bool) -> float:
-    """Largest difference between the pipeline's predictions and the plain U-Net's, over seven calls at each depth."""
-    images, found = 3, [0.0]
-
-    @functools.cache
-    def alone(number: int) -> Tensor:
-        return unet(*inputs(number, images, text), context=context(number, images) if text else None)
-
-    def take(number: int, prediction: Tensor) -> None:
-        found.append((prediction - alone(number)).abs().max().item())
-
-    for depth in (1, 2, 7):
-        ForwardPipeline(engine, images).run(
-            7,
-            lambda number: inputs(number, images, text),
-            take,
-            context=lambda number: context(number, images),
-            depth=depth,
-        )
-    assert len(found) == (1 + 3 * 7 if engine.is_first_stage() else 1)
-    return max(found)
 
 
 def prompts_of(spec: RunSpec) -> Prompts | None:
@@ -261,7 +242,7 @@ def run_case(look: Look) -> dict[str, Any]:
     )
     engine = case.engine(spec)
     unet, store = reference(spec), store_of(spec)
-    record: dict[str, Any] = {"prediction": farthest(engine, unet, look.text)}
+    record = dict[str, Any]()
 
     ema = Ema(engine, EmaSpec())
     for shadow in ema.shadows:
