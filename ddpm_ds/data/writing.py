@@ -25,13 +25,13 @@ from uuid import uuid4
 import filelock
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache
-from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged, rounding_of
+from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import read_bytes, sha256_of, sync
 
@@ -70,17 +70,15 @@ class CachePlan:
         return range(number * self.shard_images, min(self.images, (number + 1) * self.shard_images))
 
 
-class Record(BaseModel):
+class Record(Kept):
     """Record of a finished file of images."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     labels: tuple[int, ...]
     skipped: tuple[tuple[str, str], ...]
     """Names of unreadable images, with reasons."""
     sha256: dict[str, str]
     """Checksum of the file of each field."""
-    moments: dict[str, tuple[Numbers, ...]] = {}
+    moments: dict[str, tuple[Numbers, ...]] = Field(default={})
     """Moments (5, C) of fields."""
 
 
