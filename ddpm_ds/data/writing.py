@@ -47,8 +47,8 @@ class CachePlan:
     """Fields of an image, images among them."""
     images: int
     """Images of the source, including unreadable ones."""
-    image_bytes: float
-    """Mean bytes per image, of all fields together."""
+    image_bytes: int
+    """Bytes per image, of all fields together."""
     shard_images: int
     """Images of the source per file."""
     origin: str
