@@ -234,10 +234,7 @@ class _Shards:
         return None
 
     def _write_shard(self, number: int) -> Record:
-        """Write one file of each field and their record.
-
-        Headers are padded, so that the count of images can be changed in the end.
-        """
+        """Write one file of each field and their record; headers are padded, so that their counts can change."""
         plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
         labels, skipped, moments = list[int](), list[tuple[str, str]](), dict[str, Moments]()
         with ExitStack() as stack:
