@@ -36,11 +36,11 @@ from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 from tqdm import tqdm
 
 from ddpm_ds.data.sources.base import map_array
-from ddpm_ds.data.statistics import Numbers, Statistics
+from ddpm_ds.data.statistics import Kept, Numbers, Statistics
 from ddpm_ds.data.text import Encoded, widened
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
@@ -81,10 +81,8 @@ Extent = Annotated[int, Field(ge=1, le=2**16)]
 """Channels, height or width of the images, of which a forged number is refused before memory is allocated for it."""
 
 
-class StoredField(BaseModel):
+class StoredField(Kept):
     """Shape and type of a field of one image."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     shape: Annotated[tuple[Extent, ...], Field(min_length=1, max_length=3)]
     """(C, h, w), or (K,) for a vector."""
@@ -130,10 +128,8 @@ def field_of(kind: Kind, shape: tuple[int, int, int]) -> StoredField:
     return StoredField(shape=shape, values="float16" if kind == "latents" else "uint8")
 
 
-class Coordinate(BaseModel):
+class Coordinate(Kept):
     """Positions along one dimension of the images, as the source has them, for files of samples."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     along: Literal["image", "height", "width"]
     name: str
@@ -142,23 +138,19 @@ class Coordinate(BaseModel):
     units: str = ""
 
 
-class Origin(BaseModel):
+class Origin(Kept):
     """State of ``data.path`` when its images were prepared."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     content: str
     """Hash of the names, the labels and some images, or of whole files of arrays."""
     looks: dict[str, Look]
     """Looks of the path (``.``) and of some folders and files in it, by relative name."""
-    condition_looks: dict[str, Look] = {}
+    condition_looks: dict[str, Look] = Field(default={})
     """The same of ``data.condition.path``."""
 
 
-class FieldFacts(BaseModel):
+class FieldFacts(Kept):
     """Facts that a run keeps of its data-set cache, so that it samples without it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     fields: dict[str, StoredField]
     statistics: dict[str, Statistics]
@@ -166,10 +158,8 @@ class FieldFacts(BaseModel):
     """Coordinates along height and width."""
 
 
-class CacheMeta(BaseModel):
+class CacheMeta(Kept):
     """Content of ``meta.json``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     format: Literal[1]
     source: str
@@ -184,12 +174,12 @@ class CacheMeta(BaseModel):
     """Number of images in each file; empty if one file holds all."""
     origin: Origin | None = None
     """None for a source that is not at a path."""
-    fields: dict[str, StoredField] = {}
+    fields: dict[str, StoredField] = Field(default={})
     """All fields, images among them, of a source of arrays that are read by name; empty for other sources."""
     constants: StoredField | None = None
-    statistics: dict[str, Statistics] = {}
+    statistics: dict[str, Statistics] = Field(default={})
     """Statistics of the fields of floats, and of a condition of bytes."""
-    rounding: dict[str, Numbers] = {}
+    rounding: dict[str, Numbers] = Field(default={})
     """RMS of the rounding to float16 by channel, as a share of the standard deviation."""
     coordinates: tuple[Coordinate, ...] = ()
     masked: bool = False

@@ -312,10 +312,7 @@ class Coder:
         return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
 
     def _mapped(self, work: Callable[[Any, Tensor], Tensor], images: Tensor, pixels: int) -> Tensor:
-        """Apply ``work`` to images, each of so many ``pixels``; return float32 and move the model off the device.
-
-        Falls back from fp16 to fp32 and from the device to the CPU.
-        """
+        """Return ``work`` on images of so many ``pixels`` each as float32, in fp32 or on the CPU where it fails."""
         import torch
 
         done: list[Tensor] = []
@@ -335,7 +332,7 @@ class Coder:
                         continue
                 self._dtype = torch.float32
                 del self.model  # its weights may be rounded, so it must be loaded again
-        self.model.cpu()
+        self.model.cpu()  # leaves the device to others
         return torch.cat(done)
 
 
@@ -371,11 +368,7 @@ def _weights(folder: Path) -> Path:
 
 @until_changed
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of weights, which must be finite.
-
-    Raises:
-        OSError: they can't be read, or are not finite; ``strerror`` is the reason.
-    """
+    """Return the SHA-256 of weights; raises OSError, whose ``strerror`` is the reason, unless all are finite."""
     with open_tensors(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
             tensor = tensors.get_tensor(name)

@@ -220,10 +220,10 @@ def prepare_images(
         if regression is not None and base is not None:
             _check_made_of(found, made_of(prepare(base, progress), regression), "residuals", "fields")
     elif autoencoder is not None and encode_on is None:
-        raise _missing(f"data.autoencoder = {autoencoder.name}: there are no latents", path)
+        raise _missing(f"data.autoencoder = {autoencoder.name}: there are no latents at {path}; make them")
     elif spec.residual_of is not None and regression is None:
-        residual_of = spec.residual_of
-        raise _missing(f"data.residual_of = {residual_of}: there are no residuals", path, f"residual {residual_of}")
+        run = spec.residual_of
+        raise _missing(f"data.residual_of = {run}: there are no residuals at {path}; make them", f"residual {run}")
     else:
         make = partial(source_work, spec, progress)
         if autoencoder is not None and encode_on is not None:
@@ -250,7 +250,7 @@ def _text(
             raise damaged(path, "it has text of other captions or encoders")
         return found
     if encoders.device is None and encoders.spec.stored != "ids":
-        raise _missing(f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text", path)
+        raise _missing(f"data.text.encoders = {encoders.spec.encoders}: there is no encoded text at {path}; make it")
     work = text_work(images, encoders)
     if progress:
         plan, free = work.plan, shutil.disk_usage(path.parent).free
@@ -298,8 +298,8 @@ def _check_made_of(found: DatasetCache, sources: Mapping[str, str], what: str, b
         raise DataError(f"{found.path} has {what} of other {base} than there are now; delete it and try again")
 
 
-def _missing(what: str, path: Path, option: str = "encode") -> DataError:
-    return DataError(f"{what} at {path}; make it once with: ddpm-ds prepare --{option}")
+def _missing(what: str, option: str = "encode") -> DataError:
+    return DataError(f"{what} once with: ddpm-ds prepare --{option}")
 
 
 def buckets_of(

@@ -21,10 +21,14 @@ Moments: TypeAlias = "npt.NDArray[np.float64]"
 a channel has no value."""
 
 
-class Statistics(BaseModel):
-    """Statistics of all values of a field that are not masked, one number for each channel."""
+class Kept(BaseModel):
+    """Part of a file of JSON that a cache or run keeps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Statistics(Kept):
+    """Statistics of all values of a field that are not masked, one number for each channel."""
 
     mean: Numbers
     std: Numbers

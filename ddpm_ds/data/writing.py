@@ -25,13 +25,13 @@ from uuid import uuid4
 import filelock
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 from tqdm import tqdm
 
 from ddpm_ds.command_line import gib
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import cache
-from ddpm_ds.data.statistics import Moments, Numbers, Statistics, merged, rounding_of
+from ddpm_ds.data.statistics import Kept, Moments, Numbers, Statistics, merged, rounding_of
 from ddpm_ds.errors import DataError, one_line
 from ddpm_ds.files import read_bytes, sha256_of, sync
 
@@ -47,8 +47,8 @@ class CachePlan:
     """Fields of an image, images among them."""
     images: int
     """Images of the source, including unreadable ones."""
-    image_bytes: float
-    """Mean bytes per image, of all fields together."""
+    image_bytes: int
+    """Bytes per image, of all fields together."""
     shard_images: int
     """Images of the source per file."""
     origin: str
@@ -70,17 +70,15 @@ class CachePlan:
         return range(number * self.shard_images, min(self.images, (number + 1) * self.shard_images))
 
 
-class Record(BaseModel):
+class Record(Kept):
     """Record of a finished file of images."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     labels: tuple[int, ...]
     skipped: tuple[tuple[str, str], ...]
     """Names of unreadable images, with reasons."""
     sha256: dict[str, str]
     """Checksum of the file of each field."""
-    moments: dict[str, tuple[Numbers, ...]] = {}
+    moments: dict[str, tuple[Numbers, ...]] = Field(default={})
     """Moments (5, C) of fields."""
 
 
@@ -236,10 +234,7 @@ class _Shards:
         return None
 
     def _write_shard(self, number: int) -> Record:
-        """Write one file of each field and their record.
-
-        Headers are padded, so that the count of images can be changed in the end.
-        """
+        """Write one file of each field and their record; headers are padded, so that their counts can change."""
         plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
         labels, skipped, moments = list[int](), list[tuple[str, str]](), dict[str, Moments]()
         with ExitStack() as stack:

@@ -106,7 +106,7 @@ def test_what_is_masked_stays_out_of_the_statistics(spec_of: SpecOf, tmp_path: P
 
 
 def test_residuals_are_made_by_a_regression_alone(spec_of: SpecOf) -> None:
-    with pytest.raises(DataError, match=r"make it once with: ddpm-ds prepare --residual \S+run$"):
+    with pytest.raises(DataError, match=r"make them once with: ddpm-ds prepare --residual \S+run$"):
         prepare(spec_of())
 
 
