@@ -99,14 +99,8 @@ def take_files(
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add ``--set``, an option of every program and verb that takes a run spec."""
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the spec, or with ds.KEY=VALUE of the DeepSpeed JSON; may be repeated",
-    )
+    about = "change one value of the spec, or with ds.KEY=VALUE of the DeepSpeed JSON; may be repeated"
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=about)
 
 
 def cache_folder() -> Path:
@@ -254,14 +248,11 @@ def valid_text(text: str) -> str:
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
     """Return the lines of a table with columns as wide as their widest cell, right-aligned except ``left`` ones."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = list(zip(*rows, strict=True))
+    for number, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[number] = tuple(cell.ljust(width) if number in left else cell.rjust(width) for cell in column)
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

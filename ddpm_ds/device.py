@@ -44,9 +44,8 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
     :data:`MESSAGE_ENVIRONMENT`. CUDA gets cuDNN's benchmark mode, since shapes stay the same from step to step.
 
-    Raises:
-        LayoutError: CUDA was requested but is missing or unusable, has fewer devices than local processes, or its
-            environment would deadlock a pipeline.
+    Raises LayoutError if CUDA was requested but is missing or unusable, has fewer devices than local processes, or its
+    environment would deadlock a pipeline.
     """
     asked_by = "--device" if wanted != "auto" else "DS_ACCELERATOR"
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")

@@ -95,7 +95,7 @@ class EvaluationError(UserError):
 
 
 class BadNumbersError(Exception):
-    """The loss is not finite, or the loss scale is at its floor, so training can't continue; exit code 3."""
+    """The loss is not finite, or the loss scale is at its floor; exit code 3."""
 
     exit_code = EXIT_BAD_NUMBERS
 

@@ -69,7 +69,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def presets(folder: str) -> Path:
-    """Return a folder of presets, such as ``launch/specs``: that of the clone, or its copy in an installed package."""
+    """Return a folder of presets, such as ``launch/specs``, of the clone, or its copy in an installed package."""
     package = Path(str(resources.files("ddpm_ds"))).resolve()
     clone = package.parent / folder
     return clone if clone.is_dir() else package / "presets" / Path(folder).name
@@ -79,9 +79,7 @@ def preset(path: Path | str, folder: Path) -> Path:
     """Return a path that a user gave, or the preset in ``folder`` that it means if there is no such file.
 
     ``digits``, ``digits.yaml`` and ``launch/specs/digits.yaml`` mean the preset, wherever the program is started.
-
-    Raises:
-        SpecError: no such file is there, and the package was installed without its presets.
+    Raises SpecError if the package was installed without its presets.
     """
     given = expanded(path)
     if os.path.exists(given) or given.parent.name not in ("", folder.name):
@@ -138,9 +136,8 @@ def read_json(path: Path, most: int = MOST_RECORD_BYTES) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, limiting the digits of numbers and the depth of nesting.
 
-    Raises:
-        ValueError: it is not JSON, has a duplicate key or exceeds a limit; the message is one line. The line of a
-            ``JSONDecodeError`` is that of the fault, not the line where the parser noticed it.
+    Raises ValueError with one line if it is not JSON, has a duplicate key or exceeds a limit. A ``JSONDecodeError``
+    has the line of the fault, not the one where the parser noticed it.
     """
     try:
         value = json.loads(

@@ -25,7 +25,7 @@ TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start the processes, stay with them, and say at the end what was saved and
 how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
 
-The run spec (YAML) has the U-Net, images and length, the DeepSpeed JSON the engine. Processes are stages x replicas.
+The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
 """
 TRAIN_EPILOG = """\
 examples

@@ -41,19 +41,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.errors import (
-    EXIT_PEER_LOST,
-    KNOWN_TO_ALL_RANKS,
-    PeerLostError,
-    UserError,
-    is_out_of_memory,
-    print_to_stderr,
-)
+from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, PeerLostError, UserError, is_out_of_memory, print_to_stderr
 from ddpm_ds.pipeline.messages import broadcast_object
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 from ddpm_ds.processes.rendezvous import SealedStore, connect
 
-BEAT_SECONDS = 0.5
+BEAT_SECONDS, JUDGE_SECONDS = 0.5, 0.2
 STORE_TIMEOUT = timedelta(seconds=60)
 LAST_WORDS_SECONDS = 3.0
 """Time for which rank 0 keeps the store open at its end, so that the others can read that it leaves, and why."""
@@ -63,9 +56,6 @@ COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 ANSWER_SECONDS = 0.2
 """Time limit for a device's answer whether it has unfinished work."""
 KEY, VERDICT = "alive/{}", "verdict"
-FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
-"""Beats, steps, state and place of a rank before its first report."""
-JUDGE_SECONDS = 0.2
 WAIT_FOR_CULPRIT_SECONDS = 5.0
 """Time for which a rank whose collective failed looks for the lost rank."""
 TOGETHER_BEATS = 3
@@ -78,9 +68,8 @@ def make_store(rank: int, world_size: int) -> SealedStore:
         return SealedStore(connect(rank, broadcast_object(None, int), STORE_TIMEOUT))
     served = dist.HashStore() if world_size == 1 else connect(rank, 0, STORE_TIMEOUT)
     store = SealedStore(served)
-    for peer in range(world_size):
-        store.set(KEY.format(peer), FIRST_MESSAGE)  # reading a key that is missing would block
-    store.set(VERDICT, "")
+    for key in (*map(KEY.format, range(world_size)), VERDICT):
+        store.set(key, "")  # reading a key that is missing would block
     if isinstance(served, dist.TCPStore):
         broadcast_object(served.port, int)
     return store
@@ -111,7 +100,7 @@ class Judgement:
 
     ranks: list[int]
     reason: str
-    code: int = EXIT_PEER_LOST
+    code: int = PeerLostError.exit_code
 
 
 class DeviceWork:
@@ -202,7 +191,7 @@ class Heartbeat(threading.Thread):
             return False
         self.answer_at = self._clock()
         for peer, message in zip(self.peers.values(), values[:-1], strict=True):
-            if message:  # empty if it was not sealed by this run
+            if message:  # empty before a rank's first, and if this run has not sealed it
                 peer.read(self.answer_at, *json.loads(message))
         if values[-1]:
             self.verdict = Judgement(**json.loads(values[-1]))
@@ -323,7 +312,7 @@ class Watchdog:
             if finding is None:
                 self.stop(failure=type(error).__name__)
                 raise
-            if finding.code != EXIT_PEER_LOST:
+            if finding.code != PeerLostError.exit_code:
                 self._end(finding)  # another rank has given the reason and exited before this judge read it
             self.stop()
             gone = ", ".join(self.names[rank] for rank in finding.ranks)
@@ -389,7 +378,7 @@ class Watchdog:
 
     def _end(self, finding: Judgement) -> None:
         self._heartbeat.proposal = finding
-        lost = finding.code == EXIT_PEER_LOST
+        lost = finding.code == PeerLostError.exit_code
         line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed" if lost else finding.reason
         if lost or finding.ranks == [self._rank]:
             printing = threading.Thread(target=self._log, args=(line,), daemon=True)  # logging may block on a lost lock

@@ -13,15 +13,8 @@ from deepspeed.launcher.multinode_runner import PDSHRunner
 from deepspeed.launcher.runner import fetch_hostfile
 
 from ddpm_ds.errors import SpecError
-from ddpm_ds.processes.hosts import (
-    ENVIRONMENT_FILE,
-    find_environment,
-    read_environment,
-    read_hostfile,
-    ssh,
-    ssh_to,
-    this_host,
-)
+from ddpm_ds.processes import hosts
+from ddpm_ds.processes.hosts import ENVIRONMENT_FILE, find_environment, read_environment, read_hostfile, this_host
 from tests.launching import REPOSITORY
 
 
@@ -38,21 +31,13 @@ def test_hosts_and_slots_are_those_that_deepspeed_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "text", "said"),
     [
-        (
-            read_hostfile,
-            "worker-1 slots=4\nworker-2\n",
-            "line 2: 'worker-2' is not HOST slots=N; write it as: worker-1",
-        ),
+        (read_hostfile, "a slots=4\nworker-2\n", "line 2: 'worker-2' is not HOST slots=N; write it as: worker-1"),
         (read_hostfile, "worker-1 slots=4x\n", "line 1: 'worker-1 slots=4x' is not HOST slots=N"),
         (read_hostfile, "a slots=1\nb slots=1\na slots=1\n", "line 3: 'a slots=1' names a a second time"),
         (read_hostfile, "a slots=0\n", "gives no process to a; delete the line"),
         (read_hostfile, "# nobody\n", "names no host; add a line such as"),
         (read_hostfile, None, "can't be read"),
-        (
-            read_environment,
-            "A=1\nNCCL_DEBUG",
-            "line 2: 'NCCL_DEBUG' is not NAME=VALUE; write it as: GLOO",
-        ),
+        (read_environment, "A=1\nNCCL_DEBUG", "line 2: 'NCCL_DEBUG' is not NAME=VALUE; write it as: GLOO"),
         *(
             (read_environment, line, f"line 1: {line!r} is not NAME=VALUE")
             for line in ("2ND=a", "my name=a", "A =b", "export A=b", "# why", "A=b # why", "A='b'", 'A="b', "A=\\$")
@@ -94,15 +79,15 @@ def test_this_host_is_known_by_what_ssh_calls_it(tmp_path: Path, monkeypatch: py
 
 
 def test_ssh_is_called_as_pdsh_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    *words, remote = ssh("me@worker-1", ["echo", "a b", "$HOME"])
+    *words, remote = hosts.ssh("me@worker-1", ["echo", "a b", "$HOME"])
     assert " ".join(words) == "ssh -o BatchMode=yes -o ConnectTimeout=10 -l me -a -x worker-1"
     assert remote == "echo 'a b' '$HOME'"
     monkeypatch.setenv("PDSH_SSH_ARGS", "-F 'my config' -l%u %h")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
-    assert ssh_to("you@worker-1") == ["ssh", "-l", "you", "-p", "2222", "-F", "my config", "-lyou", "worker-1"]
+    assert hosts.ssh_to("you@worker-1") == ["ssh", "-l", "you", "-p", "2222", "-F", "my config", "-lyou", "worker-1"]
     for host in ("-oProxyCommand=reboot", "me@-oProxyCommand=reboot"):
         with pytest.raises(SpecError, match="would be an option of ssh"):
-            ssh_to(host)
+            hosts.ssh_to(host)
 
 
 def test_plain_lines_mean_the_same_here_and_in_the_shell_of_deepspeeds_launcher(tmp_path: Path) -> None:
@@ -115,9 +100,8 @@ def test_plain_lines_mean_the_same_here_and_in_the_shell_of_deepspeeds_launcher(
         runner.add_export(name, value)
     exports = "".join(f"export {name}={value}; " for name, value in runner.exports.items())  # as PDSHRunner.get_cmd
     names = " ".join(f'"${name}"' for name in values)
-    shell = subprocess.run(
-        ["sh", "-c", f"{exports} printf '%s\\n' {names}"], capture_output=True, text=True, check=True
-    )
+    words = ["sh", "-c", f"{exports} printf '%s\\n' {names}"]
+    shell = subprocess.run(words, capture_output=True, text=True, check=True)
     assert shell.stdout.splitlines() == list(values.values())
 
 

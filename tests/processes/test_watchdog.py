@@ -256,9 +256,8 @@ def test_a_rank_0_that_no_longer_collects_is_named_though_its_store_answers(watc
 def test_the_values_of_a_beat_grow_with_the_ranks_and_not_with_their_square() -> None:
     """At 4,096 ranks and two beats a second: 32,768 values, in 16,384 requests, instead of 33.6 million."""
     size, store = 4096, dist.HashStore()
-    for rank in range(size):
-        store.set(f"alive/{rank}", watchdog.FIRST_MESSAGE)
-    store.set(watchdog.VERDICT, "")
+    for key in (*map(watchdog.KEY.format, range(size)), watchdog.VERDICT):
+        store.set(key, "")
     counting = Mock(wraps=store)
     beats = [watchdog.Heartbeat(rank, size, counting, clock=lambda: 0.0) for rank in range(size)]
     assert all(beat._exchange("running", "-") for beat in beats)
