@@ -187,12 +187,12 @@ def test_usual_places_of_captions_are_read(
             {"metadata.jsonl": json.dumps({"file_name": "2.png", "text": ["x"] * 65_536})},
             "it has 65,536 captions, and 256 are the most of an image",
         ),
-        ({"2.txt": None}, "2.txt can't be read (it is a named pipe, not a file); mend it"),
+        ({"2.txt": None}, "2.txt can't be read (it is a named pipe, not a file); write it again"),
         ({"metadata.csv": None}, "metadata.csv, line 0: it is a named pipe, not a file"),
         ({"dataset.json": None, **ONE, "a/1.txt": ""}, "dataset.json of data.path"),
         ({"metadata.jsonl": 2**40}, "line 1: Expecting value: line 1 column 1 (char 0); write it again"),
         ({"metadata.csv": 2**40}, "line 1: field larger than field limit (131072); write it again"),
-        ({"2.caption": 2**40}, "2.caption can't be read (it has more than 16,777,216 bytes); mend it"),
+        ({"2.caption": 2**40}, "2.caption can't be read (it has more than 16,777,216 bytes); write it again"),
     ],
 )
 def test_captions_that_are_not_read_are_named_with_the_key_that_reads_them(

@@ -74,7 +74,7 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
         (sample("a", 0, b"[" * 9999, "json"), "the label in a.json is no whole number"),
         ([("a.png", PNG[0]), ("b.png", PNG[1]), ("a.png", PNG[2])], "a.png and a.png are of one key"),
         ({"a.png": PNG[0], "a.jpg": PNG[1]}, "a.png and a.jpg are of one key"),
-        ([("a.png", PNG[0]), ("a.cls", b"1"), ("a.cls", b"2")], "a.cls is there twice"),
+        ([("a.png", PNG[0]), ("a.cls", b"1"), ("a.cls", b"2")], "a.cls and a.cls are of one key"),
         ({"../a.png": PNG[0]}, "../a.png points outside it"),
         ({"/a.png": PNG[0]}, "/a.png points outside it"),
         ({"a.txt": b"text"}, "holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards"),

@@ -129,6 +129,15 @@ def texts_of(block: Any, key: str, place: str) -> list[str] | dict[str, str]:
     return dict.fromkeys(others, place)
 
 
+def texts_in(place: str, read: Callable[[], bytes], key: str) -> list[str] | dict[str, str]:
+    """Return the captions in the file of an image, a text or as :func:`texts_of` of a .json; raises ValueError."""
+    try:
+        text = read().decode("utf-8-sig")
+        return texts_of(parse_json(text), key, place) if place.lower().endswith(".json") else [text.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{place} can't be read ({one_line(error)})") from error
+
+
 def under_other_keys(others: Mapping[str, str], key: str) -> str:
     """Return advice about captions that may be under ``others``, keys with their places, instead of ``key``."""
     keys = sorted(others, key=lambda other: "caption" not in other.lower())

@@ -1,14 +1,14 @@
 """Image files of a folder and its subfolders."""
 
 import csv
-import functools
 import glob
 import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,11 +30,12 @@ from ddpm_ds.data.sources.base import (
     read_path,
     say,
     slashed,
+    texts_in,
     texts_of,
     under_other_keys,
 )
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_text
+from ddpm_ds.files import MOST_RECORD_BYTES, open_regular, parse_json, read_bytes
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files of captions in any folder, with a line for each image below it."""
@@ -74,15 +75,18 @@ class FolderSource:
 
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     """List the image files under the folder ``data.path``."""
-    root = read_path(spec, "a folder of images", folder=True)
-    texts: dict[str, str] | None = None if spec.text is None else {}
-    files = _without_masks(_image_files(str(root), texts), progress)
+    root, texts = read_path(spec, "a folder of images", folder=True), dict[str, str]()
+    every = [*_image_files(str(root), texts)]
+    files = [name for name in every if MASK.search(name) is None]
+    if progress and (masks := len(every) - len(files)):
+        first = printable(next(filter(MASK.search, every)))
+        say(f"data.path: {masks:,} masks of OneTrainer, such as {first}, are neither images here nor read")
     if not files:
         raise DataError(
             f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
             "of images with --set data.path=FOLDER"
         )
-    listed = {} if spec.text is None else _listed_captions(root, texts or {}, spec.text.captions)
+    listed = {} if spec.text is None else _listed_captions(root, texts, spec.text.captions)
     files += sorted(listed.keys() - files)  # reading the missing ones fails, so they are reported
     labels = None
     if os.path.exists(root / LABELS):
@@ -90,64 +94,48 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
     captions = None
     if spec.text is not None:
-        captions = _captions(root, files, texts or {}, listed, spec.text.captions, progress)
-    if progress and captions is not None and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
-        say(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
+        captions = _captions(root, files, texts, listed, spec.text.captions, progress)
+        if progress and (repeated := [*filter(REPEATED.fullmatch, (root.name, *classed[0]))]):
+            say(f"data.path: {repeated[0]} asks sd-scripts for repeats; here each image comes once in an epoch")
     return FolderSource(*classed, root, Names(files), captions)
-
-
-def _without_masks(names: Iterable[str], progress: bool) -> list[str]:
-    """Return names of images without those of masks, of which a line is printed."""
-    found = [*names]
-    images = [name for name in found if MASK.search(name) is None]
-    if progress and (masks := len(found) - len(images)):
-        first = next(filter(MASK.search, found))
-        say(f"data.path: {masks:,} masks of OneTrainer, such as {printable(first)}, are neither images here nor read")
-    return images
 
 
 def _captions(
     root: Path, files: Sequence[str], texts: Mapping[str, str], listed: _Listed, key: str, progress: bool
 ) -> Captions:
-    """Return the captions of each image: those that are ``listed``, or else those in the file of its name among
-    ``texts``; raises DataError.
+    """Return the captions of each image: ``listed`` ones, or else of the file of its name among ``texts``; raises
+    DataError.
     """
     others = dict[str, str]()
 
-    def found() -> Iterator[Sequence[str] | None]:
-        for name in files:
-            captions = listed.get(name)
-            if isinstance(captions, list):
-                yield captions
-                continue
-            stem = os.path.splitext(name)[0]
-            beside = [texts[at] for end in TEXTS for at in (stem + end, name + end) if at in texts]
-            unread = captions or {}
-            for place in beside:
-                captions = _caption_file(root / place, key)
-                if isinstance(captions, list):
-                    break
-                unread |= captions
-            else:
-                others.update(unread)
-                yield None
-                continue
-            if progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
-                say(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
-            yield captions
+    def of(name: str) -> list[str] | None:
+        stem = os.path.splitext(name)[0]
+        beside = [texts[at] for end in TEXTS for at in (stem + end, name + end) if at in texts]
+        found, unread = listed.get(name, {}), dict[str, str]()
+        for place in beside:
+            if isinstance(found, list):
+                break
+            unread |= found
+            found = texts_in(printable(place), partial(read_bytes, root / place), key)
+        if not isinstance(found, list):
+            others.update(unread | found)
+            return None
+        if name not in listed and progress and len(beside) > 1 and not beside[1].lower().endswith(".json"):
+            say(f"data.text: images have several files of captions; of {', '.join(beside)} the first is read")
+        return found
 
-    captions = Captions(found())
+    try:
+        captions = Captions(map(of, files))
+    except ValueError as error:
+        raise DataError(f"data.path = {root}: {error}; write it again") from error
     if captions.missing:
-        captions.advice = _advice(root, files[captions.missing[0]], others, key)
+        first = files[captions.missing[0]]
+        captions.advice = under_other_keys(others, key) if others else _advice(root, first, key)
     return captions
 
 
-def _advice(root: Path, name: str, others: Mapping[str, str], key: str) -> str:
-    """Return words for where the captions may be, of which image ``name`` has none: under ``others``, which are keys
-    with their files, in files beside it, or in files of the whole folder.
-    """
-    if others:
-        return under_other_keys(others, key)
+def _advice(root: Path, name: str, key: str) -> str:
+    """Return advice about image ``name`` without captions: files beside it, or of the whole folder, are not read."""
     folder, image = os.path.split(name)
     stem = os.path.splitext(image)[0]
     near = {path.name for path in (root / folder).glob(f"{glob.escape(stem)}.*") if not is_image(path.name)}
@@ -158,20 +146,9 @@ def _advice(root: Path, name: str, others: Mapping[str, str], key: str) -> str:
     return f"{there}give each a .txt of its name, or a line {line} in {root / METADATA[0]}, or leave these out"
 
 
-def _caption_file(path: Path, key: str) -> list[str] | dict[str, str]:
-    """Return what :func:`texts_of` does of a file of one image; raises DataError."""
-    try:
-        text = read_text(path)
-        if not path.name.lower().endswith(".json"):
-            return [text.strip()]
-        return texts_of(parse_json(text), key, path.name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.path: {path} can't be read ({one_line(error)}); mend it") from error
-
-
 def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
-    """Return what :func:`texts_of` does of lines like ``{"file_name": "a.png", "text": "a cat"}``, or of rows below a
-    header, by the image's path, in the :data:`METADATA` among ``texts``.
+    """Return what :func:`texts_of` finds, by image, in the :data:`METADATA` among ``texts``: lines such as
+    ``{"file_name": "a.png", "text": "a cat"}``, or rows below a header.
 
     Raises:
         DataError: a file can't be read, or an image is named twice.
@@ -185,7 +162,7 @@ def _listed_captions(root: Path, texts: Mapping[str, str], key: str) -> _Listed:
         try:
             with open_regular(root / place) as file:
                 text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-                limited = iter(functools.partial(text.readline, MOST_RECORD_BYTES), "")
+                limited = iter(partial(text.readline, MOST_RECORD_BYTES), "")
                 lines = csv.DictReader(limited, strict=True) if rows else limited
                 for content in lines:
                     line += 1
@@ -213,9 +190,9 @@ def class_of(path: str) -> str:
     return printable(folder) if inside else "."
 
 
-def _image_files(root: str, texts: dict[str, str] | None) -> Iterator[str]:
-    """Yield the relative paths of files under ``root`` with an extension that Pillow can decode, sorted; add those that
-    may have captions to ``texts``, by the path with a small extension.
+def _image_files(root: str, texts: dict[str, str]) -> Iterator[str]:
+    """Yield the relative paths of image files under ``root``, sorted; add files that may have captions to ``texts``, by
+    the path with a small extension.
     """
     visited: dict[str, str] = {}
     waiting = [""]  # the last one comes next; a folder ends with a slash
@@ -234,21 +211,18 @@ def _image_files(root: str, texts: dict[str, str] | None) -> Iterator[str]:
             )
         try:
             with os.scandir(folder) as entries:
-                found = [(entry.name, _is_folder(entry)) for entry in entries if not entry.name.startswith(".")]
+                found = [
+                    (entry.name, os.path.isdir(entry) if entry.is_symlink() else entry.is_dir())  # a link may be broken
+                    for entry in entries
+                    if not entry.name.startswith(".")
+                ]
         except OSError as error:
             raise DataError(
                 f"data.path: {error.filename} can't be listed ({error.strerror}); allow it or move it elsewhere"
             ) from error
         found.sort(reverse=True)
         waiting += [path + name + "/" * is_folder for name, is_folder in found if is_folder or is_image(name)]
-        for name, is_folder in found if texts is not None else ():
+        for name, is_folder in found:
             stem, extension = os.path.splitext(name)
             if not is_folder and (extension.lower() in TEXTS or name in METADATA):
-                texts[path + stem + extension.lower()] = path + name  # type: ignore[index]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+                texts[path + stem + extension.lower()] = path + name

@@ -7,22 +7,20 @@ its arrays as :class:`Variable` by name, and reads none of them::
     HDF5     by h5py, and so NetCDF 4: data sets by their path in the file
     NetCDF   of formats 1 and 2 by scipy
 
-What their attributes say of values and dimensions is applied to all alike: packed numbers are unpacked, missing values
-are NaN, and the dimension of time is the first.
+Attributes are applied to all alike: packed numbers are unpacked, missing values are NaN, and time is the first
+dimension.
 """
 
 from __future__ import annotations
 
 import base64
-import bisect
 import difflib
 import errno
-import itertools
 import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,13 +39,13 @@ from ddpm_ds.files import open_regular, parse_json, read_bytes
 Array: TypeAlias = "npt.NDArray[Any]"
 
 USUAL_IMAGES, USUAL_CONDITION = ("images", "image", "arr_0"), ("condition",)
-"""Names of the arrays that are meant where the spec names none."""
+"""Names that are looked for where the spec names none."""
 SMALL_BYTES = 2**22
-"""Bytes that are read together of arrays whose images are smaller."""
+"""Bytes of small images that are read together."""
 MOST_BYTES = 2**26
-"""Maximum bytes that are read together, of all arrays, so that each chunk of a file is read once."""
+"""Maximum bytes that are read together, of all arrays."""
 MOST_WASTE, WASTE_BYTES = 64, 10**8
-"""Chunks that hold more than so many times the bytes of the image that is asked for, and so many bytes, are refused."""
+"""Chunks of more than so many times an image's bytes, and so many bytes, are refused."""
 MOST_NAMED = 12
 """Maximum names of arrays in an error."""
 MOST_COORDINATES = 2**16
@@ -57,6 +55,8 @@ MOST_IMAGES = 10**9
 PACKED, MISSING = ("scale_factor", "add_offset"), ("_FillValue", "missing_value")
 ATTRIBUTES = (*PACKED, *MISSING, "_Unsigned", "units")
 """Attributes that are read of an array."""
+ZARR: dict[str, Literal[2, 3]] = {".zarray": 2, "zarr.json": 3}
+"""Files of an array's metadata, by Zarr's format."""
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 """What a data set's NAME begins with if it stands for a dimension alone."""
 TIME, OTHER, PLACE = range(3)
@@ -91,13 +91,13 @@ class Variable:
     fault: str = ""
     """Why it can't be read, with the fix, after its name."""
     fill: Any = 0
-    """Value that chunks have that are not there."""
+    """Value that is read for missing chunks."""
     lacks: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0), repr=False)
-    """Counts the chunks that are not there, and all."""
+    """Counts the missing chunks, and all."""
 
     @property
     def units(self) -> str:
-        """Units as the file says them."""
+        """Units as in the file."""
         return _text(self.attributes.get("units", ""))
 
     @property
@@ -114,13 +114,6 @@ class Variable:
     def image_bytes(self) -> int:
         """Bytes of one image."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of the chunks that hold one image."""
-        chunks = self.chunks or (1, *self.shape[1:])
-        sides = [chunk * -(-side // chunk) for chunk, side in zip(chunks[1:], self.shape[1:], strict=True)]
-        return chunks[0] * math.prod(sides) * self.dtype.itemsize
 
 
 Variables: TypeAlias = "dict[str, Variable]"
@@ -173,9 +166,7 @@ class Arrays:
         """Return the arrays with these ``names``, which ``key`` of the spec lists; raises DataError."""
         if missing := next((name for name in names if name not in self.found), None):
             near = sorted(self.found, key=lambda name: -difflib.SequenceMatcher(None, missing, name).ratio())
-            more = f" and {len(near) - MOST_NAMED} more" if len(near) > MOST_NAMED else ""
-            holds = f"it holds {', '.join(near[:MOST_NAMED])}{more}" if near else "it holds no array"
-            raise DataError(f"{key} has {missing}, which {self} does not hold as an array; {holds}")
+            raise DataError(f"{key} has {missing}, which {self} does not hold as an array; it holds {_listed(near)}")
         return self.taken([self.found[name] for name in names])
 
     def taken(self, found: list[Variable]) -> list[Variable]:
@@ -194,16 +185,12 @@ class Arrays:
 
     def only(self, key: str, usual: Sequence[str], fits: Callable[[Variable], bool]) -> list[Variable]:
         """Return the array with a usual name, or the only one that fits; raises DataError."""
-        fitting = [variable for name, variable in self.found.items() if fits(variable)]
-        chosen = [self.found[name] for name in usual if name in self.found] or fitting
-        if len(chosen) == 1 or (chosen and chosen[0].name in usual):
-            return self.taken(chosen[:1])
+        fitting = [variable for variable in self.found.values() if fits(variable)]
+        chosen = [self.found[name] for name in usual if name in self.found][:1] or fitting
+        if len(chosen) == 1:
+            return self.taken(chosen)
         holds = [f"{each.name} {_size(each.shape)}" for each in fitting or self.found.values()]
-        more = f" and {len(holds) - MOST_NAMED} more" if len(holds) > MOST_NAMED else ""
-        raise DataError(
-            f"{key} is empty, and {self} holds {', '.join(holds[:MOST_NAMED]) or 'no array'}{more}; name those that "
-            f"are meant with --set {key}=[NAME,...]"
-        )
+        raise DataError(f"{key} is empty, and {self} holds {_listed(holds)}; name arrays with --set {key}=[NAME,...]")
 
 
 def open_arrays_of(spec: DataSpec, opener: Opener, condition: bool = False) -> Arrays:
@@ -235,7 +222,10 @@ def open_at(key: str, path: Path, spec: DataSpec, opener: Opener) -> Arrays:
         found = {name: replace(each, lacks=lambda: (0, 0)) for name, each in found.items()}
     before = path.stat()
     watched = {name: _watched(each, path, before) for name, each in found.items()}
-    return Arrays(key, path, {name: _finished(each, watched) for name, each in watched.items()})
+    finished = {
+        name: _opened(name, lambda each=each: _ordered(_unpacked(each), watched)) for name, each in watched.items()
+    }
+    return Arrays(key, path, finished)
 
 
 def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable:
@@ -245,9 +235,8 @@ def _watched(variable: Variable, path: Path, before: os.stat_result) -> Variable
 
     def check() -> None:
         if (size := path.stat().st_size) < before.st_size and not path.is_dir():
-            raise DataError(
-                f"{path} was cut from {before.st_size:,} to {size:,} bytes while it was read; bring it back"
-            )
+            sizes = f"from {before.st_size:,} to {size:,} bytes"
+            raise DataError(f"{path} was cut {sizes} while it was read; bring it back")
 
     def read(part: Any) -> Array:
         check()
@@ -267,16 +256,20 @@ def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
     def fits(variable: Variable) -> bool:
         return len(variable.shape) in (3, 4) and variable.size == spec.stored_size
 
-    found = arrays.named("data.variables", spec.variables) if spec.variables else None
-    found = found or arrays.only("data.variables", USUAL_IMAGES, fits)
+    key = "data.variables"
+    found = arrays.named(key, spec.variables) if spec.variables else arrays.only(key, USUAL_IMAGES, fits)
+    _check_kinds(arrays, found, "(N, H, W)", "(N, C, H, W)")
     for variable in found:
-        _check_kind(arrays, variable, spec, (3, 4), "(N, H, W) or (N, C, H, W)")
-        if variable.size != spec.stored_size:
-            key = "data.image_size" if spec.crop_from is None else "data.crop_from"
-            has = variable.size
+        if not spec.are_fields and variable.dtype != np.uint8:
             raise DataError(
-                f"{key} = {written(spec.stored_size)}, but {variable.name} of {arrays} is {written(has)}, and fields "
-                f"are not scaled; --set {key}={written(has)}"
+                f"data.values = bytes, but {variable.name} of {arrays} holds {variable.dtype}; --set "
+                "data.values=float32"
+            )
+        if variable.size != spec.stored_size:
+            key, has = "data.image_size" if spec.crop_from is None else "data.crop_from", written(variable.size)
+            raise DataError(
+                f"{key} = {written(spec.stored_size)}, but {variable.name} of {arrays} is {has}, and fields are not "
+                f"scaled; --set {key}={has}"
             )
     _check_channels(arrays, found, "data.channels", spec.channels)
     return found
@@ -284,15 +277,14 @@ def images_of(spec: DataSpec, arrays: Arrays) -> list[Variable]:
 
 def condition_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[Variable]:
     """Return the arrays that are the stored condition, checked; raises DataError."""
+
+    def fits(variable: Variable) -> bool:
+        return arrays.key == "data.condition.path" and len(variable.shape) in (3, 4)
+
     key = "data.condition.variables"
-    own = arrays.key == "data.condition.path"
-    found = (
-        arrays.named(key, asked.variables)
-        if asked.variables
-        else arrays.only(key, USUAL_CONDITION, lambda variable: own and len(variable.shape) in (3, 4))
-    )
+    found = arrays.named(key, asked.variables) if asked.variables else arrays.only(key, USUAL_CONDITION, fits)
+    _check_kinds(arrays, found, "(N, h, w)", "(N, C, h, w)")
     for variable in found:
-        _check_kind(arrays, variable, spec, (3, 4), "(N, h, w) or (N, C, h, w)", pictures=False)
         if variable.size != found[0].size:
             sizes = [f"{each.name} is {written(each.size)}" for each in (found[0], variable)]
             raise DataError(f"{key}: {' and '.join(sizes)} in {arrays}; bring them to one size")
@@ -309,115 +301,96 @@ def constants_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> Array 
     """Return the constant fields, float32 (C, H, W), None if there are none; raises DataError."""
     if not asked.constants:
         return None
-    parts = []
-    for variable in arrays.named("data.condition.constants", asked.constants):
-        _check_kind(arrays, variable, spec, (2, 3), "(H, W) or (C, H, W)", pictures=False)
-        if variable.size != spec.stored_size:
-            raise DataError(
-                f"data.condition.constants: {variable.name} of {arrays} is {written(variable.size)}, and the "
-                f"images are {written(spec.stored_size)}; bring it to their size"
-            )
+    key, parts = "data.condition.constants", list[Array]()
+    found = arrays.named(key, asked.constants)
+    _check_kinds(arrays, found, "(H, W)", "(C, H, W)", size=spec.stored_size)
+    for variable in found:
         values = arrays.whole(variable).astype(np.float32).reshape(-1, *spec.stored_size)
-        if not np.isfinite(values).all():
-            channel = int(np.isfinite(values).all(axis=(1, 2)).argmin())
-            raise DataError(
-                f"data.condition.constants: {variable.name} of {arrays} has NaN or infinity in channel {channel}; "
-                "replace it"
-            )
+        finite = np.isfinite(values).all(axis=(1, 2))
+        if not finite.all():
+            where = f"{variable.name} of {arrays} has NaN or infinity in channel {finite.argmin()}"
+            raise DataError(f"{key}: {where}; replace it")
         parts.append(values)
-    found = np.concatenate(parts)
-    if len(found) != asked.constant_channels:
-        raise _other_channels(
-            arrays, asked.constants, "data.condition.constant_channels", asked.constant_channels, len(found)
-        )
-    return found
+    _check_channels(arrays, found, "data.condition.constant_channels", asked.constant_channels, sum(map(len, parts)))
+    return np.concatenate(parts)
 
 
 def vector_of(spec: DataSpec, asked: ConditionSpec, arrays: Arrays) -> list[Variable]:
     """Return the arrays that are the vector, checked; raises DataError."""
     found = arrays.named("data.condition.vector", asked.vector)
-    for variable in found:
-        _check_kind(arrays, variable, spec, (1, 2), "(N,) or (N, K)", pictures=False)
+    _check_kinds(arrays, found, "(N,)", "(N, K)")
     _check_channels(arrays, found, "data.condition.vector_size", asked.vector_size)
     return found
 
 
 def mask_of(spec: DataSpec, arrays: Arrays) -> Variable | None:
-    """Return the array that is the mask, None if there is none or values that are NaN are masked; raises DataError."""
-    if spec.mask in (None, "nan"):
+    """Return the array that is the mask, None without one or with ``nan``; raises DataError."""
+    if spec.mask is None or spec.mask == "nan":
         return None
-    assert spec.mask is not None
     (found,) = arrays.named("data.mask", [spec.mask])
-    _check_kind(arrays, found, spec, (2, 3, 4), "(N, H, W), (H, W) or (N, C, H, W)", pictures=False)
-    if found.size != spec.stored_size or (len(found.shape) == 4 and found.shape[1] not in (1, spec.channels)):
-        raise DataError(
-            f"data.mask: {found.name} of {arrays} is {_size(found.shape)}, and the images are "
-            f"{_size((spec.channels, *spec.stored_size))}; use a mask of their size, for all channels or for each"
-        )
+    _check_kinds(arrays, [found], "(H, W)", "(N, H, W)", "(N, C, H, W)", size=spec.stored_size)
+    if len(found.shape) == 4 and found.shape[1] not in (1, spec.channels):
+        raise DataError(f"data.mask: {found.name} of {arrays} has {found.shape[1]} channels; use 1 or {spec.channels}")
     return found
 
 
 def check_counts(groups: Sequence[tuple[Arrays, Sequence[Variable]]]) -> int:
-    """Return the number of images, which all arrays must have; raises DataError."""
+    """Return the number of images, which all arrays must have, in chunks that waste little; raises DataError."""
     every = [(arrays, variable) for arrays, variables in groups for variable in variables]
     where, first = every[0]
+    count = first.shape[0]
     for arrays, variable in every:
-        if variable.shape[0] != first.shape[0]:
+        name, shape, image = f"{variable.name} of {arrays}", variable.shape, variable.image_bytes
+        if shape[0] != count:
+            both = f"{first.name} of {where} has {count:,} images and {name} {shape[0]:,}"
+            raise DataError(f"{both}; each image needs its own")
+        chunks = variable.chunks or (1, *shape[1:])
+        sides = (chunk * -(-side // chunk) for chunk, side in zip(chunks[1:], shape[1:], strict=True))
+        read = chunks[0] * math.prod(sides) * variable.dtype.itemsize
+        if read > MOST_WASTE * image and read >= WASTE_BYTES:
             raise DataError(
-                f"{first.name} of {where} has {first.shape[0]:,} images and {variable.name} of {arrays} "
-                f"{variable.shape[0]:,}; each image needs its own"
+                f"{name} has chunks of {_size(chunks)}, so that one image of {image / 1e6:,.3g} MB reads "
+                f"{read / 1e6:,.0f} MB; write it again in chunks of {_size((1, *shape[1:]))}"
             )
-        _check_chunks(arrays, variable)
-    if not first.shape[0]:
+    if not count:
         raise DataError(f"{first.name} of {where} has no image; name another with --set data.variables=[NAME,...]")
-    if first.shape[0] > MOST_IMAGES:
-        raise DataError(f"{first.name} of {where} has {first.shape[0]:,} images, more than {MOST_IMAGES:,}; split it")
-    return first.shape[0]
+    if count > MOST_IMAGES:
+        raise DataError(f"{first.name} of {where} has {count:,} images, more than {MOST_IMAGES:,}; split it")
+    return count
 
 
-def _check_chunks(arrays: Arrays, variable: Variable) -> None:
-    """Refuse chunks of which much more is read than one image."""
-    image, read = variable.image_bytes, variable.chunk_bytes
-    if read > MOST_WASTE * image and read >= WASTE_BYTES:
-        better = (1, *variable.shape[1:])
-        raise DataError(
-            f"{variable.name} of {arrays} has chunks of {_size(variable.chunks or ())}, so that one image of "
-            f"{image / 1e6:,.3g} MB reads {read / 1e6:,.0f} MB; write it again in chunks of {_size(better)}"
-        )
+def _check_kinds(arrays: Arrays, found: Sequence[Variable], *shapes: str, size: tuple[int, int] | None = None) -> None:
+    """Refuse arrays of other ``shapes``, each letter a dimension, of another ``size`` or without real numbers."""
+    for variable in found:
+        name = f"{variable.name} of {arrays}"
+        if len(variable.shape) not in [sum(map(str.isalpha, shape)) for shape in shapes]:
+            raise DataError(f"{name} is {_size(variable.shape)}, and should be {' or '.join(shapes)}")
+        if variable.dtype.kind not in "fiub":
+            raise DataError(f"{name} holds {variable.dtype}, and should hold floats or whole numbers")
+        if size is not None and variable.size != size:
+            has = f"{written(variable.size)}, and the images are {written(size)}"
+            raise DataError(f"{name} is {has}; bring it to their size")
 
 
-def _check_kind(
-    arrays: Arrays, variable: Variable, spec: DataSpec, ranks: Sequence[int], shapes: str, pictures: bool = True
-) -> None:
-    """Refuse an array of other dimensions, or of other values than numbers; ``pictures`` may have to be bytes."""
-    if len(variable.shape) not in ranks:
-        raise DataError(f"{variable.name} of {arrays} is {_size(variable.shape)}, and should be {shapes}")
-    if variable.dtype.kind not in "fiub":
-        raise DataError(f"{variable.name} of {arrays} holds {variable.dtype}, and should hold floats or whole numbers")
-    if pictures and not spec.are_fields and variable.dtype != np.uint8:
-        raise DataError(
-            f"data.values = bytes, but {variable.name} of {arrays} holds {variable.dtype}; --set data.values=float32"
-        )
-
-
-def _check_channels(arrays: Arrays, found: Sequence[Variable], key: str, asked: int) -> None:
-    if (has := sum(variable.channels for variable in found)) != asked:
-        raise _other_channels(arrays, [variable.name for variable in found], key, asked, has)
-
-
-def _other_channels(arrays: Arrays, names: Sequence[str], key: str, asked: int, has: int) -> DataError:
-    have = "has" if len(names) == 1 else "have"
-    return DataError(f"{key} = {asked}, but {', '.join(names)} of {arrays} {have} {has}; --set {key}={has}")
+def _check_channels(arrays: Arrays, found: Sequence[Variable], key: str, asked: int, has: int | None = None) -> None:
+    """Refuse arrays that have other channels together, or as counted, than ``key`` of the spec asks for."""
+    has = sum(variable.channels for variable in found) if has is None else has
+    if has != asked:
+        names, have = ", ".join(variable.name for variable in found), "has" if len(found) == 1 else "have"
+        raise DataError(f"{key} = {asked}, but {names} of {arrays} {have} {has}; --set {key}={has}")
 
 
 def _size(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
+def _listed(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return f"{', '.join(words[:MOST_NAMED]) or 'no array'}{more}"
+
+
 def channel_names(found: Sequence[Variable], arrays: Arrays) -> tuple[str, ...]:
-    """Return the names of the channels of arrays (N, H, W) or (N, C, H, W): t2m, or u.850 with the coordinate of its
-    dimension, or its number.
-    """
+    """Return names of channels: t2m of (N, H, W); u.850 of (N, C, H, W), by coordinate or number."""
     names = list[str]()
     for variable in found:
         if len(variable.shape) == 3:
@@ -452,8 +425,8 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
             from scipy.io import netcdf_file
 
             file.seek(0)
-            opened = netcdf_file(file, mmap=True, maskandscale=False)
-            return {name: _netcdf3_variable(name, each) for name, each in opened.variables.items()}
+            found = netcdf_file(file, mmap=True, maskandscale=False).variables
+            return {name: _variable(name, each.data, each.dimensions, vars(each)) for name, each in found.items()}
     import h5py
 
     if not h5py.is_hdf5(path):
@@ -465,21 +438,26 @@ def open_stored(path: Path, spec: DataSpec) -> Variables:
     return _hdf5(h5py.File(path, "r"), path)
 
 
+def _variable(name: str, array: Any, dimensions: Iterable[Any], attributes: Any, **more: Any) -> Variable:
+    """Return a library's ``array`` as a variable; ``more`` are other fields."""
+    known = {key: value for key in ATTRIBUTES if (value := attributes.get(key)) is not None}
+    chunks, names = getattr(array, "chunks", None), tuple(map(_text, dimensions))
+    return Variable(name, array.shape, array.dtype, array.__getitem__, chunks, names, known, **more)
+
+
 def _opened(name: str, make: Callable[[], Variable]) -> Variable:
     """Return an array, or one with a fault: an array that nobody asks for may be broken."""
     try:
         found = make()
-        if min(found.chunks or (1,), default=1) < 1:
+        if min(found.chunks or (1,)) < 1:
             raise ValueError(f"its chunks are {_size(found.chunks or ())}")
         return found
     except Exception as error:  # a library may raise anything on forged metadata
-        return Variable(
-            name, (0,), np.dtype(float), lambda part: np.empty(0), fault=f"can't be read ({one_line(error)})"
-        )
+        return _nothing(name, (0,), f"can't be read ({one_line(error)})")
 
 
-def _attributes(given: Any) -> dict[str, Any]:
-    return {key: value for key in ATTRIBUTES if (value := given.get(key)) is not None}
+def _nothing(name: str, shape: tuple[int, ...] = (), fault: str = "") -> Variable:
+    return Variable(name, shape, np.dtype(float), lambda part: np.empty(0), fault=fault)
 
 
 def _zarr(path: Path) -> Variables:
@@ -489,28 +467,46 @@ def _zarr(path: Path) -> Variables:
     if not any((path / each).exists() for each in (".zarray", ".zgroup", "zarr.json")):
         count = len(os.listdir(path))
         raise ValueError(f"it is a folder of {count:,} files and no Zarr; name one file, into which they are joined")
-    names = [*files_below(path)]
+    files = [*files_below(path)]
     found: Variables = {}
-
-    def opened(folder: str, kind: str) -> Variable:
-        version: Literal[2, 3] = 2 if kind == ".zarray" else 3
-        metadata = parse_json(read_bytes(path / folder / kind))
-        if version == 3 and metadata["node_type"] == "group":
-            return Variable(folder, (), np.dtype(float), lambda part: np.empty(0))
-        _check_codecs(metadata, version)
-        return _zarr_variable(folder, zarr.open_array(path / folder, mode="r", zarr_format=version), names)
-
-    for name in names:
-        folder, _, kind = name.rpartition("/")
-        if kind in (".zarray", "zarr.json"):
-            each = _opened(_text(folder or "images"), partial(opened, folder, kind))
+    for folder, _, kind in (file.rpartition("/") for file in files):
+        if kind in ZARR:
+            name = _text(folder or "images")
+            each = _opened(name, partial(_zarr_array, zarr.open_array, path, files, folder, kind, name))
             if each.shape:
-                found[each.name] = each
+                found[name] = each
     return found
 
 
+def _zarr_array(open_array: Any, path: Path, files: Sequence[str], folder: str, kind: str, name: str) -> Variable:
+    """Return the array in a folder, nothing for a group; ``kind`` is its metadata's file, ``files`` are all files."""
+    metadata, version = parse_json(read_bytes(path / folder / kind)), ZARR[kind]
+    if version == 3 and metadata["node_type"] == "group":
+        return _nothing(name)
+    _check_codecs(metadata, version)
+    array = open_array(path / folder, mode="r", zarr_format=version)
+    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
+    above, inside, attributes = folder.rpartition("/")[0], f"{folder}/" if folder else "", dict(array.attrs)
+    if version == 2 and names:
+        attributes.setdefault("_FillValue", array.fill_value)  # as xarray writes and reads it
+
+    def lacks() -> tuple[int, int]:
+        """Compare the files with the grid of chunks."""
+        grid = [-(-side // chunk) for side, chunk in zip(array.shape, array.shards or array.chunks, strict=True)]
+        there = 0
+        for chunk in (file.removeprefix(inside) for file in files if file.startswith(inside)):
+            place = tuple(int(each) for each in re.split("[./]", chunk) if each.isdecimal())
+            in_grid = len(place) == len(grid) and all(at < count for at, count in zip(place, grid, strict=True))
+            there += in_grid and array.metadata.encode_chunk_key(place) == chunk
+        return math.prod(grid) - there, math.prod(grid)
+
+    dimensions = (_text(f"{above}/{each}").lstrip("/") if each else "" for each in names)
+    fill = 0 if array.fill_value is None else array.fill_value
+    return _variable(name, array, dimensions, attributes, fill=fill, lacks=lacks)
+
+
 def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
-    """Refuse a codec, filter or compressor in the metadata of a Zarr array, or inside of another, that is unknown."""
+    """Refuse unknown codecs, filters and compressors in the metadata of a Zarr array, or inside of a codec."""
     for key in ("filters", "compressor") if version == 2 else ("codecs", "index_codecs"):
         listed = given.get(key) or ()
         for each in [listed] if isinstance(listed, str | dict) else listed:
@@ -519,40 +515,6 @@ def _check_codecs(given: Mapping[str, Any], version: Literal[2, 3]) -> None:
                 raise ValueError(f"it is stored with {name}, which may run code; write it again with blosc or zstd")
             if isinstance(each, dict):
                 _check_codecs(each.get("configuration") or {}, version)
-
-
-def _zarr_variable(folder: str, array: Any, files: Sequence[str]) -> Variable:
-    """Return the array in a folder; ``files`` are those of the whole Zarr folder, sorted."""
-    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
-    above, inside = folder.rpartition("/")[0], f"{folder}/" if folder else ""
-    attributes = _attributes(array.attrs)
-    if array.metadata.zarr_format == 2 and names and array.fill_value is not None:
-        attributes.setdefault("_FillValue", array.fill_value)  # as xarray writes and reads it
-
-    def lacks() -> tuple[int, int]:
-        """Compare the files with the grid of chunks."""
-        grid = [-(-side // chunk) for side, chunk in zip(array.shape, array.shards or array.chunks, strict=True)]
-        there = 0
-        for file in itertools.takewhile(
-            lambda file: file.startswith(inside), files[bisect.bisect_left(files, inside) :]
-        ):
-            chunk = file.removeprefix(inside)
-            place = [int(each) for each in re.split("[./]", chunk) if each.isdecimal()]
-            in_grid = len(place) == len(grid) and all(at < count for at, count in zip(place, grid, strict=True))
-            there += in_grid and array.metadata.encode_chunk_key(tuple(place)) == chunk
-        return math.prod(grid) - there, math.prod(grid)
-
-    return Variable(
-        _text(folder or "images"),
-        array.shape,
-        array.dtype,
-        array.__getitem__,
-        array.chunks,
-        tuple(_text(f"{above}/{each}").lstrip("/") if each else "" for each in names),
-        attributes,
-        fill=0 if array.fill_value is None else array.fill_value,
-        lacks=lacks,
-    )
 
 
 def _hdf5(file: Any, path: Path) -> Variables:
@@ -572,19 +534,20 @@ def _hdf5(file: Any, path: Path) -> Variables:
                 if isinstance(item, h5py.Group):
                     groups.append((f"{name}/", item))
                 elif not isinstance(item, h5py.Datatype):
-                    found[name] = _opened(name, partial(_hdf5_variable, name, item, path))
+                    found[name] = _opened(name, partial(_hdf5_array, name, item, path))
     return found
 
 
-def _hdf5_variable(name: str, item: Any, path: Path) -> Variable:
+def _hdf5_array(name: str, item: Any, path: Path) -> Variable:
     import h5py
 
+    if _text(item.attrs.get("NAME", "")).startswith(NO_VARIABLE):
+        return _nothing(name)
     made = item.id.get_create_plist()
     for code, _, _, called in map(made.get_filter, range(made.get_nfilters())):
         if not h5py.h5z.filter_avail(code):
-            raise ValueError(
-                f"it needs HDF5's filter {code}, {_text(called) or 'without a name'}: pip install hdf5plugin"
-            )
+            named = _text(called) or "without a name"
+            raise ValueError(f"it needs HDF5's filter {code}, {named}: pip install hdf5plugin")
     if item.external:
         raise ValueError(f"its values are in another file, {item.external[0][0]}; write it again into one file")
     mapped = _mapped(item, path) if item.is_virtual else 0
@@ -598,17 +561,8 @@ def _hdf5_variable(name: str, item: Any, path: Path) -> Variable:
         chunks = math.prod(-(-side // chunk) for side, chunk in zip(item.shape, item.chunks, strict=True))
         return chunks - item.id.get_num_chunks(), chunks
 
-    return Variable(
-        name,
-        () if _text(item.attrs.get("NAME", "")).startswith(NO_VARIABLE) else item.shape,
-        item.dtype,
-        item.__getitem__,
-        item.chunks,
-        tuple(_text(each[0].name if len(each) else each.label).lstrip("/") for each in item.dims),
-        _attributes(item.attrs),
-        fill=item.fillvalue,
-        lacks=lacks,
-    )
+    dimensions = (_text(each[0].name if len(each) else each.label).lstrip("/") for each in item.dims)
+    return _variable(name, item, dimensions, item.attrs, fill=item.fillvalue, lacks=lacks)
 
 
 def _mapped(item: Any, path: Path) -> int:
@@ -619,55 +573,30 @@ def _mapped(item: Any, path: Path) -> int:
     import h5py
 
     count = 0
-    for file, parts in itertools.groupby(item.virtual_sources(), key=lambda part: part.file_name):
-        source = path if file == "." else path.parent / file
-        with suppress(FileNotFoundError):
+    for part in item.virtual_sources():
+        source = path if part.file_name == "." else path.parent / part.file_name
+        try:
             open_regular(source).close()
-            with h5py.File(source, "r") as opened:
-                for part in parts:
-                    found = opened.get(part.dset_name)
-                    size = part.vspace.get_select_npoints()
-                    is_own = isinstance(found, h5py.Dataset) and not (found.is_virtual or found.external)
-                    if not is_own or not _holds(found, part.src_space, size):
-                        raise ValueError(
-                            f"its source {part.dset_name} of {source} is not there as a data set of its own"
-                        )
-                    count += size
-            continue
-        raise ValueError(f"its source {source} is not there")
+        except FileNotFoundError:
+            raise ValueError(f"its source {source} is not there") from None
+        with h5py.File(source, "r") as opened:
+            found, selected, size = opened.get(part.dset_name), part.src_space, part.vspace.get_select_npoints()
+            there = isinstance(found, h5py.Dataset) and not (found.is_virtual or found.external)
+            if there and selected.get_select_type() == h5py.h5s.SEL_ALL:
+                there = found.size == size
+            elif there:
+                _, last = selected.get_select_bounds()
+                there = len(last) == found.ndim and all(np.less(last, found.shape))
+            if not there:
+                raise ValueError(f"its source {part.dset_name} of {source} is not there as a data set of its own")
+        count += size
     return count
-
-
-def _holds(found: Any, selected: Any, size: int) -> bool:
-    """Return whether a data set has the ``size`` values that are selected of it, which may be all."""
-    import h5py
-
-    if selected.get_select_type() == h5py.h5s.SEL_ALL:
-        return bool(found.size == size)
-    _, last = selected.get_select_bounds()
-    return len(last) == len(found.shape) and all(at < side for at, side in zip(last, found.shape, strict=True))
 
 
 def _text(value: Any) -> str:
     """Return a name or an attribute as text that can be written to any file."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _netcdf3_variable(name: str, variable: Any) -> Variable:
-    return Variable(
-        name,
-        variable.data.shape,
-        variable.data.dtype,
-        variable.data.__getitem__,
-        dimensions=tuple(variable.dimensions),
-        attributes=_attributes(vars(variable)),
-    )
-
-
-def _finished(variable: Variable, found: Variables) -> Variable:
-    """Return an array unpacked, with NaN for missing values and the dimension of time first."""
-    return _opened(variable.name, lambda: _ordered(_unpacked(variable), found))
 
 
 def _unpacked(variable: Variable) -> Variable:

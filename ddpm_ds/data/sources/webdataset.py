@@ -11,8 +11,9 @@ import tarfile
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from ddpm_ds.data.sources.base import (
     one_line,
     outside,
     printable,
-    texts_of,
+    texts_in,
     under_other_keys,
 )
 from ddpm_ds.errors import DataError
@@ -42,7 +43,11 @@ LABELS = ("cls", "json")
 """Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
 CAPTIONS = ("json", "txt", "caption")
 """Extensions of captions. The first one counts."""
+IMAGE = "image"
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+
+_Members: TypeAlias = "dict[str, tuple[str, int, int]]"
+"""Name, offset and size of the members of a key, by extension; that of the image is IMAGE."""
 
 
 @dataclass
@@ -75,24 +80,23 @@ class WebDatasetSource:
 def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
     shards, key = _shards(spec), None if spec.text is None else spec.text.captions
-    found, others = list[_Sample](), dict[str, str]()
-    places = array("q")
+    found, places, others = list[_Sample](), array("q"), dict[str, str]()
     with tqdm(shards, desc="listing shards", delay=1, disable=not progress) as bar:
         for number, shard in enumerate(bar):
             for sample in _samples(shard, key):
-                places.extend((number, sample.offset, sample.size))
-                others.update(sample.unread)
+                places.extend((number, *sample.place))
                 found.append(sample)
+                others.update(sample.texts if isinstance(sample.texts, dict) else {})
     if not found:
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
-    numbers = np.array([sample.label for sample in found], np.int64)
-    classes, numbers = labelled(numbers)
-    captions = None if key is None else Captions(sample.texts for sample in found)
-    if captions is not None and key is not None and others:
-        captions.advice = under_other_keys(others, key)
+    classes, labels = labelled(np.array([sample.label for sample in found], np.int64))
+    captions = None
+    if key is not None:
+        captions = Captions(sample.texts if isinstance(sample.texts, list) else None for sample in found)
+        captions.advice = under_other_keys(others, key) if others else ""
     files, table = Names(sample.name for sample in found), np.array(places, np.int64).reshape(-1, 3)
-    source = WebDatasetSource(classes, np.maximum(numbers, 0), shards, files, table, captions)
-    if len(without := np.flatnonzero(numbers == UNLABELLED)):
+    source = WebDatasetSource(classes, labels, shards, files, table, captions)
+    if len(without := np.flatnonzero(labels == UNLABELLED)):
         raise DataError(
             f"data.path = {spec.path}: {len(without):,} of {len(found):,} images have no label, first "
             f"{source.name(int(without[0]))}; give each a .cls, or none"
@@ -119,41 +123,24 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
     return shards
 
 
-@dataclass(slots=True)
-class _Sample:
-    """Members of one key."""
+class _Sample(NamedTuple):
+    """An image of a shard, with its label and what :func:`texts_in` returns."""
 
-    name: str = ""
-    """That of its image, empty without one."""
-    offset: int = 0
-    size: int = 0
-    labels: dict[str, int] = field(default_factory=dict)
-    found: dict[str, list[str] | dict[str, str]] = field(default_factory=dict)
-    """Captions, or other keys of a block, by extension."""
-
-    @property
-    def label(self) -> int:
-        return next((self.labels[kind] for kind in LABELS if self.labels.get(kind, UNLABELLED) >= 0), UNLABELLED)
-
-    @property
-    def texts(self) -> list[str] | None:
-        return next((texts for kind in CAPTIONS if isinstance(texts := self.found.get(kind), list)), None)
-
-    @property
-    def unread(self) -> dict[str, str]:
-        """Other keys of texts, of a sample without captions."""
-        blocks = [] if self.texts is not None else [*self.found.values()]
-        return next((block for block in blocks if isinstance(block, dict)), {})
+    name: str
+    place: tuple[int, int]
+    """Offset of its content and size in bytes."""
+    label: int
+    texts: list[str] | dict[str, str]
 
 
 def _samples(shard: Path, captions: str | None) -> list[_Sample]:
-    """Return the samples of a shard that have an image, with captions that are under this key of their .json, or in
-    their .txt; a mask ``KEY.seg.png`` beside ``KEY.png`` is not read.
+    """Return the images of a shard, with captions under this key of their .json, or in their .txt; a mask
+    ``KEY.seg.png`` beside ``KEY.png`` is not read.
 
     Raises:
         DataError: the shard is damaged or has wrong content; the message names it.
     """
-    samples, dotted = defaultdict[str, _Sample](_Sample), dict[str, str]()
+    found, dotted = defaultdict[str, _Members](dict), dict[str, str]()
     try:
         with open_regular(shard) as file, tarfile.TarFile(fileobj=file) as archive:
             while (member := archive.next()) is not None:
@@ -165,48 +152,45 @@ def _samples(shard: Path, captions: str | None) -> list[_Sample]:
                     raise ValueError(f"{name} points outside it, or is a link, a device or has holes, not a file")
                 folder, base = os.path.split(member.name)
                 stem, _, extension = base.partition(".")
-                key, extension = os.path.join(folder, stem), extension.lower()
-                if extension in LABELS:
-                    if extension in samples[key].labels:
-                        raise ValueError(f"{name} is there twice")
-                    samples[key].labels[extension] = _label(name, _content(file, member))
-                if captions is not None and extension in CAPTIONS:
-                    samples[key].found[extension] = _texts(name, _content(file, member), captions)
-                if is_image(base) and "." in extension:
+                key, kind = os.path.join(folder, stem), IMAGE if is_image(base) else extension.lower()
+                if kind == IMAGE and "." in extension:
                     dotted.setdefault(key, name)
-                elif is_image(base):
-                    if samples[key].name:
-                        raise ValueError(f"{printable(samples[key].name)} and {name} are of one key")
-                    samples[key].name, samples[key].offset = member.name, member.offset_data
-                    samples[key].size = member.size
+                elif kind in (IMAGE, *LABELS, *CAPTIONS):
+                    if kind in found[key]:
+                        raise ValueError(f"{printable(found[key][kind][0])} and {name} are of one key")
+                    found[key][kind] = member.name, member.offset_data, member.size
             file.seek(archive.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # else tarfile would end silently
                 raise ValueError(f"it ends early, or is damaged, at byte {archive.offset:,}")
             while rest := file.read(CHUNK_BYTES):
                 if rest.strip(b"\0"):
                     raise ValueError("it has more behind its end; several tar files in one are not read")
+            if alone := [name for key, name in dotted.items() if IMAGE not in found[key]]:
+                raise DataError(f"data.path: shard {shard}: the key of {alone[0]} ends at its first dot; rename it")
+            return [_sample(file, members, captions) for members in found.values() if IMAGE in members]
     except BROKEN as error:
         raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
-    for key, name in dotted.items():
-        if not samples[key].name:
-            raise DataError(f"data.path: shard {shard}: the key of {name} ends at its first dot; rename it")
-    return [sample for sample in samples.values() if sample.name]
 
 
-def _content(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
-    if member.size > MOST_RECORD_BYTES:
-        raise ValueError(f"{printable(member.name)} has more than {MOST_RECORD_BYTES:,} bytes")
-    return os.pread(file.fileno(), member.size, member.offset_data)
+def _sample(file: IO[bytes], members: _Members, captions: str | None) -> _Sample:
+    """Return the image among the members of a key; raises ValueError."""
 
+    def content(kind: str) -> bytes:
+        name, offset, size = members[kind]
+        if size > MOST_RECORD_BYTES:
+            raise ValueError(f"{printable(name)} has more than {MOST_RECORD_BYTES:,} bytes")
+        return os.pread(file.fileno(), size, offset)
 
-def _texts(name: str, content: bytes, key: str) -> list[str] | dict[str, str]:
-    """Return the captions in a text, or under ``key`` of a .json, or its other keys of texts; raises ValueError."""
-    try:
-        if not name.lower().endswith("json"):
-            return [content.decode("utf-8-sig").strip()]
-        return texts_of(parse_json(content), key, name)
-    except ValueError as error:
-        raise ValueError(f"{name}: {one_line(error)}") from error
+    labels = (_label(printable(members[kind][0]), content(kind)) for kind in LABELS if kind in members)
+    kinds = [kind for kind in CAPTIONS if kind in members] if captions is not None else []
+    texts = [texts_in(printable(members[kind][0]), partial(content, kind), captions or "") for kind in kinds]
+    name, *place = members[IMAGE]
+    return _Sample(
+        name,
+        (place[0], place[1]),
+        next((label for label in labels if label != UNLABELLED), UNLABELLED),
+        next((each for each in texts if isinstance(each, list)), texts[0] if texts else {}),
+    )
 
 
 def _label(name: str, content: bytes) -> int:
@@ -218,8 +202,7 @@ def _label(name: str, content: bytes) -> int:
             if label is UNLABELLED:
                 return UNLABELLED
         else:
-            check_digits(content.decode("ascii").strip())
-            label = int(content)
+            label = int(check_digits(content.decode("ascii").strip()))
     except (ValueError, AttributeError):
         label = None
     if type(label) is not int or not 0 <= label < MOST_CLASSES:
