@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +16,7 @@ from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import Pixels, Source
 from ddpm_ds.errors import DataError
@@ -38,5 +43,26 @@ def line_of(spec: DataSpec) -> str:
     """The error of a source, which is one line."""
     with pytest.raises(DataError) as caught:
         open_source(spec)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def shard(path: Path, members: Mapping[str, bytes] | list[tuple[str, bytes]], **changes: Any) -> Path:
+    """A tar file of these members; ``changes`` are of each header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items() if isinstance(members, Mapping) else members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for key, value in changes.items():
+                setattr(member, key, value)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def refusal(spec: DataSpec) -> str:
+    """The error of a preparation, which is one line."""
+    with pytest.raises(DataError) as caught:
+        prepare(spec)
     assert str(caught.value).isprintable()
     return str(caught.value)

@@ -20,9 +20,8 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import fields
 from ddpm_ds.data.fields import open_fields
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.sources import variables
-from ddpm_ds.data.sources.variables import Variable, open_at, open_stored
 from ddpm_ds.errors import DataError
+from tests.data.reading import refusal
 
 SpecOf = Callable[..., DataSpec]
 VALUES = np.random.default_rng(3).normal(280.0, 5.0, (6, 8, 9))
@@ -41,13 +40,6 @@ def stored(kind: str, folder: Path, data: xarray.Dataset, **encoding: Any) -> Pa
         engine: Any = "scipy" if kind == "netcdf3" else "h5netcdf"
         data.to_netcdf(path, encoding=encoding, engine=engine)
     return path
-
-
-def line_of(spec: DataSpec) -> str:
-    with pytest.raises(DataError) as caught:
-        prepare(spec)
-    assert str(caught.value).isprintable() and "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,19 +85,13 @@ def test_the_dimension_of_time_counts_images(
     assert [each.name for each in store.meta.coordinates] == ["time", *kept]
 
 
-def test_an_array_of_places_counts_images_by_its_other_dimension(tmp_path: Path, spec_of: SpecOf) -> None:
-    array = xarray.DataArray(VALUES, dims=("sample", "south_north", "west_east"))
-    path = stored("hdf5", tmp_path, xarray.Dataset({"t": array.transpose("south_north", "west_east", "sample")}))
-    assert (prepare(spec_of(source="hdf5", path=path, **GIVEN)).images[:][:, 0] == VALUES.astype(np.float32)).all()
-
-
 def test_arrays_of_one_number_each_name_dimensions_that_have_no_names(tmp_path: Path, spec_of: SpecOf) -> None:
     beside = {"time": np.arange(6), "lat": np.arange(8.0), "longitude": np.arange(9.0)}
     np.savez(tmp_path / "a.npz", t=VALUES.transpose(1, 2, 0), **beside)  # type: ignore[arg-type]
     store = prepare(spec_of(source="arrays", path=tmp_path / "a.npz", **GIVEN, variables=["t"]))
     assert (store.images[:][:, 0] == VALUES.astype(np.float32)).all()
     stored("hdf5", tmp_path, xarray.Dataset({"t": (("lat", "lon", "member", "level"), np.zeros((8, 9, 2, 3)))}))
-    line = line_of(spec_of(source="netcdf", path=tmp_path / "a.nc", **GIVEN, variables=["t"]))
+    line = refusal(spec_of(source="netcdf", path=tmp_path / "a.nc", **GIVEN, variables=["t"]))
     assert "its dimensions are lat, lon, member, level; write it again with the one first that counts images" in line
 
 
@@ -172,7 +158,7 @@ def test_a_zarr_folder_runs_no_code(
     path = stored("zarr2" if codecs in ("objects", "compressor") else "zarr3", tmp_path, data)
     forge(path, name, shape, codecs, pickle.dumps(Runs(tmp_path / "ran")))
     condition = {"kind": "stored", "variables": ["t"], "channels": 1, "constants": ["land"], "constant_channels": 1}
-    line = line_of(spec_of(source=source, path=path, variables=["t"], condition=condition, **GIVEN))
+    line = refusal(spec_of(source=source, path=path, variables=["t"], condition=condition, **GIVEN))
     assert f"{name} of data.path" in line and "pickle, which may run code; write it again with blosc or zstd" in line
     assert not (tmp_path / "ran").exists()
 
@@ -233,7 +219,7 @@ def test_nothing_is_read_for_values_that_are_not_there(
 ) -> None:
     path = make(tmp_path)
     spec = spec_of(source="hdf5", path=path, **GIVEN)
-    line = line_of(spec)
+    line = refusal(spec)
     assert said.format(path) in line
     if " lacks " in line:
         assert "bring them, or --set data.missing_chunks=fill" in line
@@ -376,7 +362,7 @@ def needing(file: h5py.File) -> None:
 def test_a_bad_file_is_one_line(make: Callable[[Path], Path], said: str, tmp_path: Path, spec_of: SpecOf) -> None:
     path = make(tmp_path)
     for source in ("hdf5", "zarr", "netcdf"):
-        line = line_of(spec_of(source=source, path=path, **GIVEN))
+        line = refusal(spec_of(source=source, path=path, **GIVEN))
         assert said in line and str(path) in line
 
 
@@ -393,13 +379,13 @@ def test_no_source_waits_for_a_pipe(source: str, suffix: str, key: str, tmp_path
         if source != "arrays":
             path = hdf5_of(tmp_path, lambda file: file.create_dataset("images", data=VALUES))
     condition = {"kind": "stored", "channels": 1, "path": pipe} if key == "condition" else None
-    line = line_of(spec_of(source=source, path=path, condition=condition, **GIVEN))
+    line = refusal(spec_of(source=source, path=path, condition=condition, **GIVEN))
     assert f"= {pipe} can't be read by source {source} (it is a named pipe, not a file)" in line
 
 
 def test_more_images_than_memory_has_labels_for_are_refused(tmp_path: Path, spec_of: SpecOf) -> None:
     path = forged(tmp_path, shape=[2**40, 8, 9])
-    line = line_of(spec_of(source="zarr", path=path, missing_chunks="fill", **GIVEN))
+    line = refusal(spec_of(source="zarr", path=path, missing_chunks="fill", **GIVEN))
     assert "has 1,099,511,627,776 images, more than 1,000,000,000; split it" in line
 
 
@@ -410,17 +396,6 @@ def test_names_that_are_no_text_are_kept_as_escapes(tmp_path: Path, spec_of: Spe
 
 def test_hdf5_groups_and_unknown_names_are_named(tmp_path: Path, spec_of: SpecOf) -> None:
     path = hdf5_of(tmp_path, lambda file: file.create_dataset("era5/t", data=VALUES))
-    line = line_of(spec_of(source="netcdf", path=path, variables=["era5"], **GIVEN))
+    line = refusal(spec_of(source="netcdf", path=path, variables=["era5"], **GIVEN))
     assert "data.variables has era5, which" in line and "it holds era5/t" in line
     assert len(prepare(spec_of(source="netcdf", path=path, variables=["era5/t"], **GIVEN))) == 6
-
-
-def test_warnings_of_a_library_are_not_printed(
-    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    def warning(path: Path, spec: DataSpec) -> dict[str, Variable]:
-        variables.warnings.warn("of a library", stacklevel=1)
-        return open_stored(path, spec)
-
-    arrays = open_at("data.path", zarr_of(tmp_path / "a"), spec_of(source="zarr", path=tmp_path / "a"), warning)
-    assert [*arrays.found] == ["images"] and not recwarn.list

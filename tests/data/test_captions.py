@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import shutil
-import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.captions import STEPS, in_8_bits, texts_of
 from ddpm_ds.data.latents import pixels_learned
 from ddpm_ds.data.loader import MicroBatch, micro_batches
-from ddpm_ds.data.prepare import cache_path, prepare, prepare_images
+from ddpm_ds.data.prepare import prepare, prepare_images
 from ddpm_ds.data.sources import open_source
 from ddpm_ds.data.sources.base import say
 from ddpm_ds.data.text import TEXTS_AT_ONCE, TextEncoders, check_text
@@ -36,6 +34,8 @@ from ddpm_ds.errors import DataError, SpecError
 from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import encoded
 from tests.autoencoders import save_autoencoder
+from tests.data.reading import PICTURES, shard
+from tests.data.reading import encoded as image_file
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
@@ -81,16 +81,6 @@ def captioned(cache: DatasetCache) -> list[list[str]]:
     """The captions of each image."""
     texts = texts_of(cache)
     return [[texts[number] for number in row if number >= 0] for row in cache.others["captions"][:]]
-
-
-def test_captions_of_a_folder_are_in_its_metadata_or_beside_its_images(spec_of: SpecOf) -> None:
-    cache = prepare_images(spec_of())
-    assert captioned(cache) == [
-        ["a cat", "a green cat"],
-        *[["a cat"]] * 5,
-        *([f"a red dog{' of many' * number}"] for number in range(6)),
-    ]
-    assert texts_of(cache)[0] == "" and len(texts_of(cache)) == 9, "equal captions are kept once, and the empty one"
 
 
 def opened(spec_of: SpecOf, root: Path, files: Mapping[str, str | int | None], **changes: Any) -> Any:
@@ -154,10 +144,6 @@ def test_usual_places_of_captions_are_read(
             "metadata.jsonl has no text, but caption: --set data.text.captions=caption",
         ),
         (
-            {"metadata.csv": "file_name,title,prompt\n2.png,x,y", "a/1.txt": ""},
-            "metadata.csv has no text, but title, prompt: --set data.text.captions=title",
-        ),
-        (
             {"2.json": '{"url": "x", "captions": ["two", "too"], "box": [1, 2]}', "a/1.txt": ""},
             "2.json has no text, but captions, url: --set data.text.captions=captions",
         ),
@@ -170,17 +156,11 @@ def test_usual_places_of_captions_are_read(
             'meta_lat.json is not read: give each a .txt of its name, or a line {"file_name": "2.png", "text": "its',
         ),
         ({"metadata.jsonl": '{"file_name": "no/9.png"}', **ONE, "a/1.txt": ""}, "1 of 3 images"),
-        ({}, "2 of 2 images of data.source = folder have no caption, first 2.png; give each a .txt of its name, or a"),
         (
             {"metadata.jsonl": LINES + LINES[: LINES.index("\n")]},
             "line 3: a/1.png is named twice, and several captions are a list; write it again",
         ),
-        (
-            {"metadata.jsonl": LINES, "a/metadata.csv": "file_name,text\n1.png,one"},
-            "a/1.png is named twice, and several",
-        ),
         ({"metadata.jsonl": '{"image_path": "2.png"}'}, "line 1: it has no file_name, but image_path; write"),
-        ({"metadata.csv": "image,text\n2.png,two"}, "line 2: it has no file_name, but image, text; write"),
         ({"metadata.csv": 'file_name,text\n2.png,"two'}, "line 2: unexpected end of data; write"),
         ({"a/metadata.jsonl": '{"file_name": "../2.png", "text": "two"}'}, "it points outside its folder (a/../2.png)"),
         (
@@ -245,24 +225,36 @@ def test_what_other_trainers_mean_by_names_gets_a_line(
     assert not capsys.readouterr().err, "once, however often the source is opened"
 
 
-def test_other_keys_of_a_shard_are_named(spec_of: SpecOf, tmp_path: Path) -> None:
-    content = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(content, "png")
-    with tarfile.open(tmp_path / "one.tar", "w") as shard:
-        for name, data in (("1.png", content.getvalue()), ("1.json", b'{"caption": "one"}')):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            shard.addfile(member, io.BytesIO(data))
-    spec = spec_of(source="webdataset", path=tmp_path / "one.tar")
-    with pytest.raises(DataError, match=r"first one\.tar/1\.png; 1\.json has no text, but caption: --set"):
+def test_captions_of_a_shard_are_in_its_json_or_txt_and_other_keys_are_named(spec_of: SpecOf, tmp_path: Path) -> None:
+    (one, two), path = (image_file(pixels) for pixels in PICTURES[:2]), tmp_path / "x.tar"
+    shard(path, {"a.png": one, "a.json": b'{"caption": ["one", "two"]}', "a.txt": b"no", "b.png": two, "b.json": b"{}"})
+    spec = spec_of(source="webdataset", path=path)
+    with pytest.raises(DataError, match=r"first x\.tar/b\.png; give each a .txt"):
         captions.known_captions(open_source(spec), spec)
-    found = open_source(spec_of({"captions": "caption"}, source="webdataset", path=tmp_path / "one.tar"))
-    assert [*found.captions.texts] == ["", "one"]  # type: ignore[attr-defined]
+    shard(
+        path, {"a.png": one, "a.json": b'{"caption": ["one", "two"]}', "b.png": two, "b.txt": "drei\u00e9\n".encode()}
+    )
+    with pytest.raises(DataError, match=r"first x\.tar/a\.png; a\.json has no text, but caption: --set"):
+        captions.known_captions(open_source(spec), spec)
+    named = spec_of({"captions": "caption"}, source="webdataset", path=path)
+    assert captioned(prepare_images(named)) == [["one", "two"], ["dreié"]]
+
+
+@pytest.mark.parametrize("values", [["one", "two"], [["one", "other"], ["two"]]])
+def test_captions_of_hugging_face_are_a_column(spec_of: SpecOf, tmp_path: Path, values: list[Any]) -> None:
+    import datasets
+
+    images = [Image.fromarray(pixels) for pixels in PICTURES[:2]]
+    rows = datasets.Dataset.from_dict({"image": images, "text": values}).cast_column("image", datasets.Image())
+    rows.save_to_disk(str(tmp_path / "saved"))
+    spec = spec_of(source="huggingface", path=tmp_path / "saved")
+    assert captioned(prepare_images(spec)) == [[each] if isinstance(each, str) else each for each in values]
+    with pytest.raises(DataError, match=r"data\.text\.captions = image of .* holds no texts; choose one of text"):
+        open_source(spec_of({"captions": "image"}, source="huggingface", path=tmp_path / "saved"))
 
 
 def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> None:
     texts = ["a red cat", "", "green dog " * 60, *["dog"] * (TEXTS_AT_ONCE - 3)]  # as many as are encoded at once
-    parts = {"vae": None, "unet": None, "scheduler": None}
     load: Any = _loaded
     found = TextEncoders.open(TextSpec(encoders=str(encoders), layer="penultimate"), CPU)
     xl: Any = StableDiffusionXLPipeline.encode_prompt
@@ -270,7 +262,7 @@ def test_tokens_are_those_of_the_pipelines(encoders: Path, tmp_path: Path) -> No
     tokens, _, pooled, _ = xl(pipeline, texts, device=CPU, do_classifier_free_guidance=False)
     encoded = found.encode(texts)
     assert torch.equal(encoded.tokens, tokens) and encoded.pooled is not None and torch.equal(encoded.pooled, pooled)
-    assert (found.tokens, found.channels, found.pooled_channels) == (77, 48, 24) and parts
+    assert (found.tokens, found.channels, found.pooled_channels) == (77, 48, 24)
     few = found.encode(texts[:3])
     assert torch.equal(few.tokens, tokens[:3]), "each text has its bits, however many are encoded"
     assert (found.ids(texts[:1])[:, 0] != found.ids(texts[:1])[:, 1]).any()
@@ -288,16 +280,10 @@ def _loaded(kind: Any, folder: Path, second: bool) -> Any:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     pipeline = kind.__new__(kind)
-    modules: dict[str, Any] = {
-        "tokenizer": CLIPTokenizer.from_pretrained(folder / "tokenizer"),
-        "text_encoder": CLIPTextModel.from_pretrained(folder / "text_encoder"),
-        "vae": None,
-        "unet": None,
-        "scheduler": None,
-    }
-    if second:
-        modules["tokenizer_2"] = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
-        modules["text_encoder_2"] = CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2")
+    modules: dict[str, Any] = dict.fromkeys(("vae", "unet", "scheduler"))
+    for suffix, model in (("", CLIPTextModel), ("_2", CLIPTextModelWithProjection))[: 1 + second]:
+        modules[f"tokenizer{suffix}"] = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}")
+        modules[f"text_encoder{suffix}"] = model.from_pretrained(folder / f"text_encoder{suffix}")
     pipeline.register_modules(**modules)
     pipeline.register_to_config(force_zeros_for_empty_prompt=True)
     return pipeline
@@ -364,29 +350,18 @@ def test_a_caption_is_chosen_by_seed_and_index_alone(spec_of: SpecOf) -> None:
     whole = batch_of(cache, size=48)
     for fields in ({"text"}, {"pooled", "images"}):  # ranks ask for different fields
         for replica, workers in ((0, 0), (1, 0), (1, 1)):
-            asked = {"fields": fields, "seed": 0, "start_images": 24, "workers": workers}
-            part = next(
-                micro_batches(
-                    cache,
-                    batch_images=12,
-                    micro_batch_images=6,
-                    replicas=2,
-                    replica=replica,
-                    **asked,  # type: ignore[arg-type]
-                )
-            )
+            given: dict[str, Any] = {"fields": fields, "seed": 0, "start_images": 24, "workers": workers}
+            given |= {"batch_images": 12, "micro_batch_images": 6, "replicas": 2, "replica": replica}
+            part = next(micro_batches(cache, **given))
             mine = slice(24 + 6 * replica, 30 + 6 * replica)
             assert torch.equal(part.index, whole.index[mine])
             for name in fields:
                 assert torch.equal(getattr(part, name), getattr(whole, name)[mine])
     twice = np.array(_positions(cache, whole)) == 0
     assert whole.text is not None and len(twice.nonzero()[0]) == 4
-    seen = {bytes(text.numpy().tobytes()) for text in batch_of(cache, size=480).text[_zeros(cache)]}  # type: ignore[index]
-    assert len(seen) == 2, "both captions of the first cat are seen"
-
-
-def _zeros(cache: DatasetCache) -> list[int]:
-    return [at for at, position in enumerate(_positions(cache, batch_of(cache, size=480))) if position == 0]
+    many = batch_of(cache, size=480)
+    first = np.array(_positions(cache, many)) == 0
+    assert many.text is not None and len(many.text[first].unique(dim=0)) == 2, "both captions of the first cat are seen"
 
 
 def test_8_bits_are_off_by_half_a_step_at_most(spec_of: SpecOf, capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,69 +460,11 @@ def test_sizes_are_those_of_the_upright_file_and_of_its_crop_after_scaling(spec_
     assert sizes[3].tolist() == [400, 1000, 0, 6, 8, 8]
 
 
-def test_captions_of_a_webdataset_are_in_its_json_or_txt(tmp_path: Path, encoders: Path) -> None:
-    png = io.BytesIO()
-    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(png, "PNG")
-    members = {
-        "a.png": png.getvalue(),
-        "a.json": b'{"caption": ["one", "two"]}',
-        "a.txt": b"no",
-        "b.png": png.getvalue(),
-        "b.txt": "drei\u00e9\n".encode(),
-        "b.json": b"{}",
-    }
-    with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    text = {"encoders": str(encoders), "captions": "caption"}
-    spec = DataSpec(
-        source="webdataset",
-        path=tmp_path / "x.tar",
-        image_size=8,
-        channels=3,
-        store_root=tmp_path,
-        text=TextSpec.model_validate(text),
-    )
-    assert captioned(prepare_images(spec)) == [["one", "two"], ["dreié"]]
-
-
-@pytest.mark.parametrize("values", [["one", "two"], [["one", "other"], ["two"]]])
-def test_captions_of_a_data_set_of_hugging_face_are_a_column(tmp_path: Path, encoders: Path, values: list[Any]) -> None:
-    import datasets
-
-    images = [Image.fromarray(np.full((8, 8, 3), number, np.uint8)) for number in range(2)]
-    rows = datasets.Dataset.from_dict({"image": images, "text": values}).cast_column("image", datasets.Image())
-    rows.save_to_disk(str(tmp_path / "saved"))
-    spec = DataSpec(
-        source="huggingface",
-        path=tmp_path / "saved",
-        image_size=8,
-        channels=3,
-        store_root=tmp_path,
-        text=TextSpec(encoders=str(encoders)),
-    )
-    assert captioned(prepare_images(spec)) == [[each] if isinstance(each, str) else each for each in values]
-    wrong = spec.model_copy(update={"text": TextSpec(encoders=str(encoders), captions="image")})
-    with pytest.raises(DataError, match=r"data\.text\.captions = image of .* holds no texts; choose one of text"):
-        open_source(wrong)
-
-
 def test_changed_captions_are_refused(spec_of: SpecOf, folder: Path) -> None:
     prepare(spec_of(), encode_on=CPU)
     (folder / "dogs" / "1.txt").write_text("a blue dog")
     with pytest.raises(DataError, match="has other images or captions than"):
         prepare(spec_of())
-
-
-def test_missing_captions_are_counted_and_named(spec_of: SpecOf, folder: Path) -> None:
-    spec = spec_of()
-    for number in (2, 4):
-        (folder / "dogs" / f"{number}.txt").unlink()
-    with pytest.raises(DataError, match=r"2 of 12 images .* have no caption, first dogs/2\.png; give each a \.txt"):
-        prepare_images(spec)
-    assert not cache_path(spec).exists()
 
 
 def test_text_that_is_not_encoded_is_asked_for(spec_of: SpecOf, encoders: Path, tmp_path: Path) -> None:
@@ -566,14 +483,6 @@ def test_text_that_is_not_encoded_is_asked_for(spec_of: SpecOf, encoders: Path, 
     shutil.copytree(tmp_path / "others", tmp_path / "copy")
     copied = prepare(spec_of({"encoders": str(tmp_path / "copy")}))
     assert copied.text is not None and copied.text.path == anew.text.path, "encoders are known by their content"
-
-
-def test_a_disk_that_is_too_small_for_the_text_is_refused(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_images(spec_of())
-    usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(DataError, match="free, and the texts take"):
-        prepare(spec_of(), encode_on=CPU)
 
 
 @pytest.mark.parametrize(
@@ -599,17 +508,6 @@ def test_encoders_that_cannot_be_used_are_refused_in_a_line(
     with pytest.raises(DataError) as error:
         prepare(spec_of({"encoders": str(tmp_path / "broken")}), encode_on=CPU)
     assert said in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "stores").exists()
-
-
-def test_a_hub_name_without_network_is_refused_in_a_line(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> str:
-        raise OSError("Name or service not known\nmore")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(DataError, match=r"can't be had from the Hugging Face hub \(Name or service not known\); name"):
-        prepare(spec_of({"encoders": "owner/name"}))
-    with pytest.raises(DataError, match="does not exist; name the folder"):
-        prepare(spec_of({"encoders": "./nowhere"}))
 
 
 def test_encoders_of_another_width_than_the_unet_reads_are_refused(spec_of: SpecOf) -> None:

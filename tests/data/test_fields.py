@@ -19,11 +19,12 @@ import zarr
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
-from ddpm_ds.data import cache, fields, prepare, writing
-from ddpm_ds.data.cache import DatasetCache, StoredImages
+from ddpm_ds.data import cache, fields, writing
+from ddpm_ds.data.cache import StoredImages
 from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.prepare import cache_path
+from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import DataError, SpecError
+from tests.data.reading import refusal
 
 SpecOf = Callable[..., DataSpec]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -86,28 +87,10 @@ def write(source: str, path: Path, arrays: Arrays, **chunks: tuple[int, ...]) ->
     return path / "a.nc"
 
 
-def prepared(spec: DataSpec) -> DatasetCache:
-    return prepare.prepare(spec)
-
-
-def line_of(spec: DataSpec) -> str:
-    """The error of a preparation, which is one line and leaves nothing behind."""
-    with pytest.raises(DataError) as caught:
-        prepare.prepare(spec)
-    assert str(caught.value).isprintable()
-    left = (
-        [each for each in spec.store_root.glob("*") if not each.name.endswith(".lock")]
-        if spec.store_root.exists()
-        else []
-    )
-    assert not left and not list(spec.store_root.glob(".*preparing"))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("source", ["arrays", "hdf5", "zarr", "netcdf"])
 def test_a_source_gives_the_arrays_that_were_written(source: str, tmp_path: Path, spec_of: SpecOf) -> None:
     path = write(source, tmp_path, ARRAYS)
-    store = prepared(spec_of(source=source, path=path, mask="sea", **NAMED))
+    store = prepare(spec_of(source=source, path=path, mask="sea", **NAMED))
     wanted = np.concatenate([ARRAYS["t2m"][:, None], WIND], axis=1).astype(np.float32)
     sea = ARRAYS["sea"][:, None].astype(bool)
     images = store.images[:]
@@ -134,14 +117,14 @@ def test_a_source_gives_the_arrays_that_were_written(source: str, tmp_path: Path
         assert time.units.startswith("hours since 2026-01-01")
         assert (y.along, y.name, y.units, y.values[-1]) == ("height", "y", "degrees_north", 55.0)
         assert (x.along, x.name, x.values) == ("width", "x", ())
-    assert len(store.key) == 64 and prepared(spec_of(source=source, path=path, mask="sea", **NAMED)).key == store.key
+    assert len(store.key) == 64 and prepare(spec_of(source=source, path=path, mask="sea", **NAMED)).key == store.key
 
 
 def test_float16_and_whole_numbers_and_other_byte_orders_are_converted(tmp_path: Path, spec_of: SpecOf) -> None:
     for number, kind in enumerate((">f4", "<i2", "<f8", "|b1", "<f2")):
         array = (RANDOM.normal(0.0, 9.0, (3, 2, 8, 8))).astype(kind)
         np.save(tmp_path / f"{number}.npy", array)
-        store = prepared(spec_of(source="arrays", path=tmp_path / f"{number}.npy", values="float16", channels=2))
+        store = prepare(spec_of(source="arrays", path=tmp_path / f"{number}.npy", values="float16", channels=2))
         assert store.images.dtype == np.float16 and (store.images[:] == array.astype(np.float16)).all()
 
 
@@ -160,13 +143,13 @@ def test_float16_is_rounded_after_the_mean_is_subtracted_and_says_what_that_cost
     }
     if masked:
         arrays["t2m"][arrays["sea"] == 0] = 1e20
-    monkeypatch.setattr(prepare, "SHARD_BYTES", 3 * 1000)
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 3 * 1000)
     names = ("t2m", "wind", "number", "rain")
     condition = {"kind": "stored", "variables": ["coarse"], "channels": 1}
     asked: dict[str, Any] = {"image_size": SIZE, "channels": 4, "variables": names, "condition": condition}
     spec = spec_of(source="arrays", path=write("arrays", tmp_path, arrays), values="float16", **asked)
     spec = spec.model_copy(update={"mask": "sea" if masked else None})
-    store = pickle.loads(pickle.dumps(prepare.prepare(spec, progress=True)))
+    store = pickle.loads(pickle.dumps(prepare(spec, progress=True)))
     said = capsys.readouterr().err
     assert "RMS of the rounding of images to float16, as a share of their spread: rain " in said
     assert said.count("; --set data.values=float32 keeps more") == 1 and "of condition to float16" in said
@@ -196,13 +179,13 @@ def test_a_pair_of_files_has_images_and_condition_by_place(tmp_path: Path, spec_
     np.save(tmp_path / "c.npy", RANDOM.integers(0, 256, (4, 2, 2), np.uint8))
     condition = {"kind": "stored", "channels": 1, "path": tmp_path / "c.npy"}
     spec = spec_of(source="arrays", path=tmp_path / "x.npy", channels=3, condition=condition)
-    store = prepared(spec)
+    store = prepare(spec)
     assert store.meta.kind == "pixels" and store.fields["condition"].dtype == store.images.dtype == np.uint8
     assert (store.images[:] == images).all()
     assert (store.fields["condition"][:] == np.load(tmp_path / "c.npy")[:, None]).all()
     np.save(tmp_path / "c.npy", RANDOM.normal(size=(4, 2, 3)))
     with pytest.raises(DataError, match="has other images than"):
-        prepare.prepare(spec)
+        prepare(spec)
 
 
 def test_the_variance_of_values_far_from_zero_is_that_of_the_values(
@@ -210,12 +193,12 @@ def test_the_variance_of_values_far_from_zero_is_that_of_the_values(
 ) -> None:
     """1e6 with a variance of 1e-4, over files, chunks and blocks: sums of squares in float64 would lose all digits."""
     values = 1e6 + RANDOM.normal(0.0, 1e-2, (9, 1, 8, 8))
-    monkeypatch.setattr(prepare, "SHARD_BYTES", 4 * 64 * 2)
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * 64 * 2)
     monkeypatch.setattr(fields, "TOGETHER_BYTES", 4 * 64)
     monkeypatch.setattr("ddpm_ds.data.statistics.BLOCK_VALUES", 10)
     np.save(tmp_path / "a.npy", (values - 1e6).astype(np.float32) + np.float32(2**20))
     stored = np.load(tmp_path / "a.npy").astype(np.float64)
-    store = prepared(spec_of(source="arrays", path=tmp_path / "a.npy", values="float32"))
+    store = prepare(spec_of(source="arrays", path=tmp_path / "a.npy", values="float32"))
     assert store.meta.counts == (2, 2, 2, 2, 1)
     found = store.meta.statistics["images"]
     assert found.mean == pytest.approx((stored.mean(),), rel=1e-15)
@@ -230,9 +213,9 @@ def test_nan_is_masked_where_the_spec_says_so_and_is_the_mean_of_its_channel(tmp
     np.savez(tmp_path / "a.npz", images=values, condition=condition)
     changes: dict[str, Any] = {"values": "float32", "channels": 2, "condition": {"kind": "stored", "channels": 1}}
     spec = spec_of(source="arrays", path=tmp_path / "a.npz", **changes)
-    line = line_of(spec)
+    line = refusal(spec)
     assert "images of data.path" in line and "NaN in image 0, channel 0; --set data.mask=nan masks" in line
-    store = prepared(spec.model_copy(update={"mask": "nan"}))
+    store = prepare(spec.model_copy(update={"mask": "nan"}))
     known = np.isfinite(values)
     assert (store.fields["mask"][:] == known).all() and store.fields["mask"].dtype == np.uint8
     images, found = store.images[:], store.meta.statistics["images"]
@@ -248,7 +231,7 @@ def test_bad_input_is_one_line_that_names_the_fix(source: str, tmp_path: Path, s
 
     def refused(**changes: Any) -> str:
         condition = NAMED["condition"] | changes.pop("condition", {})
-        return line_of(spec_of(source=source, path=path, **NAMED | {"condition": condition} | changes))
+        return refusal(spec_of(source=source, path=path, **NAMED | {"condition": condition} | changes))
 
     assert "data.variables has t2n, which data.path" in (line := refused(variables=("t2n",), channels=1))
     assert "does not hold as an array; it holds t2m, " in line
@@ -267,6 +250,7 @@ def test_bad_input_is_one_line_that_names_the_fix(source: str, tmp_path: Path, s
     assert "data.mask: t2m" in (line := refused(mask="t2m")) and "other values than 0 and 1 in image 0" in line
     assert "data.variables is empty" in (line := refused(variables=()))
     assert "t2m 12x6x10" in line and "coarse" not in line
+    assert {each.suffix for each in (tmp_path / "stores").iterdir()} <= {".lock"}, "nothing is left"
 
 
 def test_values_that_can_t_be_stored_are_named_by_variable_image_and_channel(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -274,14 +258,14 @@ def test_values_that_can_t_be_stored_are_named_by_variable_image_and_channel(tmp
     values[33, 1, 4, 4] = 7e4
     np.savez(tmp_path / "a.npz", u=values[:, 0], v=values[:, 1], nan=np.where(values == 7e4, np.inf, values))
     spec = spec_of(source="arrays", path=tmp_path / "a.npz", variables=("u", "v"), channels=2, values="float16")
-    line = line_of(spec)
+    line = refusal(spec)
     assert "v of data.path" in line and "70000 in image 33, channel 1, and float16 ends at 65504" in line
     assert "--set data.values=float32" in line
-    line = line_of(spec.model_copy(update={"variables": ("nan",), "mask": "nan"}))
+    line = refusal(spec.model_copy(update={"variables": ("nan",), "mask": "nan"}))
     assert "infinity in image 33, channel 1; replace it" in line
     for name, kind in (("complex", np.complex64), ("text", "S3")):
         np.save(tmp_path / f"{name}.npy", np.ones((2, 8, 8), kind))
-        line = line_of(spec_of(source="arrays", path=tmp_path / f"{name}.npy", values="float32"))
+        line = refusal(spec_of(source="arrays", path=tmp_path / f"{name}.npy", values="float32"))
         assert "should hold floats or whole numbers" in line
 
 
@@ -295,11 +279,11 @@ def test_a_constant_channel_is_refused_where_it_would_be_divided_by(tmp_path: Pa
             with pytest.raises(
                 DataError, match=rf"data\.normalise = {way}, but channel 1 \(images\.1\) .* 3 everywhere"
             ):
-                prepared(spec.model_copy(update={"normalise": way}))
-    assert (prepared(spec).images[:] == values.astype(np.float32)).all()
+                prepare(spec.model_copy(update={"normalise": way}))
+    assert (prepare(spec).images[:] == values.astype(np.float32)).all()
     condition = {"kind": "stored", "channels": 2, "normalise": "statistics"}
     with pytest.raises(DataError, match=r"data\.condition\.normalise = statistics, but channel 1 \(condition\.1\)"):
-        prepared(spec_of(source="arrays", path=tmp_path / "a.npz", values="float32", channels=2, condition=condition))
+        prepare(spec_of(source="arrays", path=tmp_path / "a.npz", values="float32", channels=2, condition=condition))
 
 
 @pytest.mark.parametrize("source", ["hdf5", "zarr"])
@@ -309,11 +293,11 @@ def test_chunks_of_which_an_image_wastes_a_gigabyte_are_refused_with_better_ones
     path = write(source, tmp_path, {"images": np.ones((200, 8, 8), np.float32)}, images=(100, 8, 8))
     spec = spec_of(source=source, path=path, values="float32")
     monkeypatch.setattr("ddpm_ds.data.sources.variables.WASTE_BYTES", 100 * 256)
-    line = line_of(spec)
+    line = refusal(spec)
     assert "chunks of 100x8x8, so that one image of 0.000256 MB reads 0 MB" in line
     assert "write it again in chunks of 1x8x8" in line
     monkeypatch.setattr("ddpm_ds.data.sources.variables.MOST_WASTE", 100)
-    assert len(prepared(spec)) == 200
+    assert len(prepare(spec)) == 200
 
 
 @pytest.mark.parametrize("source", ["hdf5", "zarr"])
@@ -335,7 +319,7 @@ def test_each_chunk_of_a_file_is_read_once(
 
     monkeypatch.setitem(fields.FIELD_OPENERS, source, counting)
     monkeypatch.setattr("ddpm_ds.data.sources.variables.SMALL_BYTES", 1)
-    store = prepared(spec_of(source=source, path=path, values="float32", channels=2))
+    store = prepare(spec_of(source=source, path=path, values="float32", channels=2))
     assert [(part.start, part.stop) for part in reads] == [(first, first + 4) for first in range(0, 18, 4)]
     assert (store.images[:] == values.astype(np.float32)).all()
 
@@ -352,7 +336,7 @@ def test_preparation_holds_few_images_at_a_time(
     monkeypatch.setattr(cache, "MOST_META_BYTES", 2**20)  # what is read of a text counts as if it were so long
     monkeypatch.setattr(writing, "MOST_RECORD_BYTES", 2**20)
     tracemalloc.start()
-    prepared(spec)
+    prepare(spec)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 5 * 8 * 2**20
@@ -361,7 +345,7 @@ def test_preparation_holds_few_images_at_a_time(
 def test_a_rank_reads_no_file_of_a_field_that_it_does_not_ask_for(
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = prepared(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), mask="sea", **NAMED))
+    store = prepare(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), mask="sea", **NAMED))
     given: dict[str, Any] = {"seed": 3, "batch_images": 8, "micro_batch_images": 4, "replicas": 1, "replica": 0}
     whole = list(itertools.islice(micro_batches(store, fields=store.fields.keys(), **given), 5))
     reads, read = list[str](), StoredImages.read
@@ -391,8 +375,8 @@ def test_fields_of_several_files_are_those_of_one_and_a_killed_preparation_goes_
     tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write("hdf5", tmp_path, ARRAYS)
-    whole = prepared(spec_of(source="hdf5", path=path, mask="sea", **NAMED))
-    monkeypatch.setattr(prepare, "SHARD_BYTES", 2000)
+    whole = prepare(spec_of(source="hdf5", path=path, mask="sea", **NAMED))
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 2000)
     spec = spec_of(source="hdf5", path=path, mask="sea", store_root=tmp_path / "other", **NAMED)
     chunk, made, alive = fields.FieldSource._chunk, list[int](), [3]
 
@@ -404,10 +388,10 @@ def test_fields_of_several_files_are_those_of_one_and_a_killed_preparation_goes_
 
     monkeypatch.setattr(fields.FieldSource, "_chunk", killed)
     with pytest.raises(KeyboardInterrupt):
-        prepare.prepare(spec)
+        prepare(spec)
     before = list(made)
     alive[0] = COUNT + 1
-    several = prepared(spec)
+    several = prepare(spec)
     assert made == sorted(set(made)) and before == made[:3] and len(several.meta.counts) == len(made) > 4
     for name in whole.fields:
         assert (several.fields[name][:] == whole.fields[name][:]).all()
@@ -441,11 +425,11 @@ def test_a_missing_library_is_named_with_its_extra(
     (tmp_path / "a").write_bytes(b"no such format")
     for source, library in (("hdf5", "h5py"), ("netcdf", "h5py")):
         spec = spec_of(source=source, path=tmp_path / "a", values="float32")
-        assert f"can't be read by source {source}" in line_of(spec)
+        assert f"can't be read by source {source}" in refusal(spec)
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, library, None)
-            assert "pip install 'ddpm_ds[fields]'" in line_of(spec)
-        assert "does not exist; give it with --set data.path=" in line_of(
+            assert "pip install 'ddpm_ds[fields]'" in refusal(spec)
+        assert "does not exist; give it with --set data.path=" in refusal(
             spec.model_copy(update={"path": tmp_path / "b"})
         )
 
@@ -478,7 +462,7 @@ def test_a_full_disk_is_told_of_all_fields_together(
 ) -> None:
     usage = writing.shutil._ntuple_diskusage(10**9, 10**9, 4 * 3 * 60 * COUNT)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
-    assert "and the images take" in line_of(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), **NAMED))
+    assert "and the images take" in refusal(spec_of(source="arrays", path=write("arrays", tmp_path, ARRAYS), **NAMED))
 
 
 def test_an_image_that_can_t_be_read_is_left_out_of_every_field_and_named(
@@ -499,8 +483,8 @@ def test_an_image_that_can_t_be_read_is_left_out_of_every_field_and_named(
     monkeypatch.setitem(fields.FIELD_OPENERS, "hdf5", damaged)
     monkeypatch.setattr("ddpm_ds.data.sources.variables.SMALL_BYTES", 1)
     spec = spec_of(source="hdf5", path=path, **NAMED)
-    assert "data.max_bad_fraction = 0.01 is passed: 1 of 12 images" in line_of(spec)
-    store = prepared(spec.model_copy(update={"max_bad_fraction": 0.1}))
+    assert "data.max_bad_fraction = 0.01 is passed: 1 of 12 images" in refusal(spec)
+    store = prepare(spec.model_copy(update={"max_bad_fraction": 0.1}))
     kept = np.delete(np.arange(COUNT), 5)
     assert (store.path / "skipped.txt").read_text() == "image 5\twrong checksum\n"
     assert (store.fields["vector"][:][:, 0] == kept).all() and (

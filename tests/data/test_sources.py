@@ -4,17 +4,12 @@ import errno
 import importlib
 import json
 import os
-import pickle
 import re
 import shutil
-import socket
 import struct
-import tarfile
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
-from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
-from tqdm import tqdm
 
 from ddpm_ds.config.choices import SOURCES, SourceChoice
 from ddpm_ds.config.spec import DataSpec
@@ -30,7 +24,7 @@ from ddpm_ds.data.decoding import fit
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import OPENERS, open_source
 from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, Opener, UnreadableImage
+from ddpm_ds.data.sources.base import Opener, UnreadableImage
 from ddpm_ds.errors import DataError
 from tests.data.reading import at, encoded, line_of
 
@@ -167,90 +161,10 @@ def test_a_path_in_a_folder_that_is_closed_to_the_user_is_one_line_that_names_it
         assert f"data.path: {tmp_path}/closed/x can't be read (Permission denied)" in line, source
 
 
-@pytest.fixture
-def fake_cifar(monkeypatch: pytest.MonkeyPatch, spec_of: SpecOf) -> Path:
-    """A two-images-per-file archive in CIFAR-10's format at the place where one is put by hand."""
-    from torchvision.datasets import CIFAR10
-
-    archive = spec_of().store_root / "downloads" / CIFAR10.filename
-    archive.parent.mkdir(parents=True)
-    build = archive.parent.parent / CIFAR10.base_folder
-    build.mkdir()
-
-    def write(name: str, content: dict[str, object]) -> str:
-        (build / name).write_bytes(pickle.dumps(content))
-        return md5((build / name).read_bytes()).hexdigest()
-
-    def batch(name: str, k: int) -> list[str]:
-        pixels = np.zeros((2, 3, 32, 32), np.uint8)
-        pixels[:, :] = np.arange(3)[:, None, None] + 10 * k
-        return [name, write(name, {"data": pixels.reshape(2, -1), "labels": [k, k + 1]})]
-
-    train = [batch(f"data_batch_{k}", k) for k in range(1, 6)]
-    meta = write("batches.meta", {"label_names": [f"kind {k}" for k in range(10)]})
-    monkeypatch.setattr(CIFAR10, "train_list", train)
-    monkeypatch.setattr(CIFAR10, "test_list", [batch("test_batch", 7)])
-    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": meta})
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(build, CIFAR10.base_folder)
-    monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive.read_bytes()).hexdigest())
-    monkeypatch.setattr(CIFAR10, "url", "https://127.0.0.1:1/cifar-10-python.tar.gz")  # refuses
-    return archive
-
-
-def test_cifar10_archive_put_by_hand_is_read_without_network(fake_cifar: Path, spec_of: SpecOf) -> None:
-    source = open_source(spec_of(source="cifar10", image_size=32, channels=3))
-    assert (len(source.labels), source.classes[3]) == (10, "kind 3")
-    pixels, label = at(source, 2, 32, 3)
-    assert (pixels.shape, label) == ((32, 32, 3), 2)
-    assert pixels[0, 0].tolist() == [20, 21, 22]
-
-
-def test_a_download_shows_its_bar_where_asked_for_and_does_not_wait_for_ever(
-    fake_cifar: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from torchvision.datasets import CIFAR10
-
-    timeouts = []
-
-    def download(self: CIFAR10) -> None:
-        timeouts.append(socket.getdefaulttimeout())
-        for _ in tqdm(range(1)):
-            shutil.unpack_archive(fake_cifar, self.root)
-
-    monkeypatch.setattr(CIFAR10, "download", download)
-    for progress in (False, True):
-        open_source(spec_of(source="cifar10", image_size=32, channels=3), progress)
-        out, err = capsys.readouterr()
-        assert out == "" and ("100%" in err) == progress
-    assert timeouts == [NETWORK_TIMEOUT_SECONDS] * 2 and socket.getdefaulttimeout() is None
-
-
-def test_cifar10_without_network_says_where_to_put_the_archive(
-    fake_cifar: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fake_cifar.write_bytes(fake_cifar.read_bytes()[:100])
-    line = line_of(spec_of(source="cifar10", image_size=32, channels=3))
-    assert "data.source = cifar10" in line and f"put it at {fake_cifar}" in line
-    assert capfd.readouterr() == ("", "")
-
-
-def png_of(width: int, height: int) -> bytes:
-    """A PNG file whose header claims this size; it holds no pixels."""
-    header = struct.pack(">II", width, height) + bytes((8, 2, 0, 0, 0))
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
 def test_what_would_take_too_much_or_never_end_is_a_bad_image(tmp_path: Path, spec_of: SpecOf) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "endless.png").symlink_to("/dev/zero")
     (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
-    (tmp_path / "bomb.png").write_bytes(png_of(13_000, 13_000))
-    (tmp_path / "larger.png").write_bytes(png_of(2**31 - 1, 2**31 - 1))
     (tmp_path / "script.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
     with (tmp_path / "sparse.webp").open("wb") as file:
         file.write(b"RIFF\0\0\0\0WEBPVP8 ")
@@ -260,8 +174,6 @@ def test_what_would_take_too_much_or_never_end_is_a_bad_image(tmp_path: Path, sp
         "pipe.png": "it is a named pipe, not a file",
         "endless.png": "it is a device, not a file",
         "loop.png": "Too many levels of symbolic links",
-        "bomb.png": "13000 x 13000 pixels take 1,352 MB to decode, more than 300; scale it down",
-        "larger.png": "exceeds limit",
         "script.png": "cannot identify image file",
         "sparse.webp": "1,099,511,627,776 bytes, more than 268,435,456; save it smaller",
     }
@@ -381,12 +293,12 @@ def test_a_forged_header_of_an_array_is_one_line(forged: bytes, place: str, tmp_
 
 def test_an_array_that_is_there_twice_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
     path = written(tmp_path / "a.npz", images=GREY, arr_0=GREY)
-    assert "it has images or labels twice" in line_of(spec_of(source="arrays", path=path))
+    assert "it has images or arr_0 twice" in line_of(spec_of(source="arrays", path=path))
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
         warnings.simplefilter("ignore")
         for _ in range(2):
             file.writestr("images.npy", npy())
-    assert "it has images or labels twice" in line_of(spec_of(source="arrays", path=path))
+    assert "it has images twice" in line_of(spec_of(source="arrays", path=path))
 
 
 def unpacked(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.png", "00000/img1.png")) -> Path:

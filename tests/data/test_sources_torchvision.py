@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 from torchvision import datasets
+from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
+from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS
 from tests.data.reading import PICTURES, at, encoded, line_of
 
 SpecOf = Callable[..., DataSpec]
@@ -36,7 +38,7 @@ def downloads(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> Path:
 def mnist(folder: Path) -> None:
     """MNIST's files: eight images for training, four for tests."""
     raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
+    raw.mkdir(parents=True, exist_ok=True)
     for part, numbers in (("train", range(8)), ("t10k", range(8, 12))):
         pixels = PICTURES[numbers.start : numbers.stop, ..., 0]
         header = struct.pack(">IIII", 0x0803, len(numbers), 8, 8)
@@ -55,6 +57,29 @@ def test_arrays_of_each_split_are_read(downloads: Path, spec_of: SpecOf) -> None
         assert source.classes[3] == "3 - three" and len(source.labels) == (8 if first == 0 else 4)
     store = prepare(spec_of(source="torchvision", name="MNIST", split="test"))
     assert (store.meta.source, store.meta.folder, store.labels.tolist()) == ("torchvision", "MNIST", [8, 9, 0, 1])
+
+
+def test_a_download_shows_its_bar_where_asked_for_and_does_not_wait_for_ever(
+    downloads: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeouts = []
+
+    def download(self: datasets.MNIST) -> None:
+        timeouts.append(socket.getdefaulttimeout())
+        for _ in tqdm(range(1)):
+            mnist(downloads)
+
+    monkeypatch.setattr(datasets.MNIST, "download", download)
+    for progress in (False, True):
+        open_source(spec_of(source="torchvision", name="MNIST"), progress)
+        out, err = capsys.readouterr()
+        assert out == "" and ("100%" in err) == progress
+    assert timeouts == [NETWORK_TIMEOUT_SECONDS] * 2 and socket.getdefaulttimeout() is None
+
+
+def test_cifar10_without_network_says_where_to_put_the_archive(downloads: Path, spec_of: SpecOf) -> None:
+    line = line_of(spec_of(source="cifar10", image_size=32, channels=3))
+    assert "data.source = cifar10" in line and f"put it at {downloads / datasets.CIFAR10.filename}" in line
 
 
 def test_arrays_with_channels_first_are_read(downloads: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:

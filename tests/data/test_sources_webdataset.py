@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tqdm import tqdm
@@ -17,23 +15,10 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources import open_source, webdataset
 from ddpm_ds.data.sources.base import UnreadableImage
 from ddpm_ds.errors import DataError
-from tests.data.reading import PICTURES, at, encoded, line_of
+from tests.data.reading import PICTURES, at, encoded, line_of, shard
 
 SpecOf = Callable[..., DataSpec]
 PNG = [encoded(pixels) for pixels in PICTURES]
-
-
-def shard(path: Path, members: Mapping[str, bytes] | list[tuple[str, bytes]], **changes: Any) -> Path:
-    """A tar file of these members; ``changes`` are of each header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items() if isinstance(members, Mapping) else members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            for key, value in changes.items():
-                setattr(member, key, value)
-            tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def sample(key: str, i: int, label: bytes | None = None, kind: str = "cls") -> dict[str, bytes]:
@@ -68,21 +53,15 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
     [
         (sample("a", 0, b"1") | sample("b", 1), "1 of 2 images have no label, first a.tar/b.png; give each a .cls"),
         (sample("a", 0, b"cat"), "the label in a.cls is no whole number from 0 to 999,999; write it again"),
-        (sample("a", 0, b"-1"), "the label in a.cls is no whole number"),
         (sample("a", 0, b"1" * 50), "the label in a.cls is no whole number"),
         (sample("a", 0, b'{"label": true}', "json"), "the label in a.json is no whole number"),
         (sample("a", 0, b"[" * 9999, "json"), "the label in a.json is no whole number"),
         ([("a.png", PNG[0]), ("b.png", PNG[1]), ("a.png", PNG[2])], "a.png and a.png are of one key"),
-        ({"a.png": PNG[0], "a.jpg": PNG[1]}, "a.png and a.jpg are of one key"),
         ([("a.png", PNG[0]), ("a.cls", b"1"), ("a.cls", b"2")], "a.cls and a.cls are of one key"),
         ({"../a.png": PNG[0]}, "../a.png points outside it"),
         ({"/a.png": PNG[0]}, "/a.png points outside it"),
         ({"a.txt": b"text"}, "holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards"),
-        ({}, "holds no images"),
-        (
-            {"a.1.png": PNG[0]},
-            "the key of a.1.png ends at its first dot; rename it",
-        ),
+        ({"a.1.png": PNG[0]}, "the key of a.1.png ends at its first dot; rename it"),
     ],
 )
 def test_shards_that_are_wrong_are_one_line(
@@ -106,10 +85,7 @@ def test_a_shard_that_ends_early_anywhere_is_one_line(tmp_path: Path, spec_of: S
     for size in (0, 100, 512, 700, 1024, end - 512, end - 100, end, end + 100):
         path.write_bytes(whole[:size])
         line = line_of(spec_of(source="webdataset", path=path.parent))
-        assert f"shard {path}" in line and ("early" in line or "tar file" in line or "end of data" in line), (
-            size,
-            line,
-        )
+        assert f"shard {path}" in line and any(each in line for each in ("early", "tar file", "end of data")), size
     path.write_bytes(whole[: end // 1024 * 512] + b"\1" * 512 + whole[end // 1024 * 512 + 512 :])
     assert f"shard {path}" in line_of(spec_of(source="webdataset", path=path))
 

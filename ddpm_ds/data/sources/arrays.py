@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib.util import find_spec
@@ -41,7 +42,7 @@ from ddpm_ds.data.sources.files import FolderSource
 from ddpm_ds.data.sources.variables import Variable, Variables
 from ddpm_ds.errors import DataError
 
-ARRAY_NAMES = (("images", "arr_0"), ("labels", "arr_1"))
+IMAGES, LABELS = ("images", "arr_0"), ("labels", "arr_1")
 """Names of the images and of the labels in a .npz."""
 COPY_BYTES = 2**22
 
@@ -82,7 +83,12 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     """
     path = read_path(spec, "a .npy or .npz file")
     try:
-        images, labels = _stored_arrays(path, spec.store_root)
+        found = _mapped(path, spec.store_root, [*IMAGES, *LABELS])
+        if twice := next((names for names in (IMAGES, LABELS) if all(name in found for name in names)), None):
+            raise ValueError(f"it has {' or '.join(twice)} twice")
+        images, labels = (next((found[name] for name in names if name in found), None) for names in (IMAGES, LABELS))
+        if images is None:
+            raise ValueError(f"it has no array {' or '.join(IMAGES)}")
     except BROKEN as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the disk of store_root is full
@@ -106,40 +112,32 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     return ArraySource(*labelled(labels.astype(np.int64)), images)
 
 
-def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
-    """Return the images and the labels of a numpy file, mapped; raises many kinds of errors."""
+def _mapped(path: Path, folder: Path, names: Sequence[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a numpy file, or those of these ``names``, mapped; that of a ``.npy`` is named images.
 
+    Members of a ``.npz`` are unpacked into unnamed temporary files in ``folder``, with their checksums compared. Raises
+    many kinds of errors.
+    """
     if path.suffix != ".npz":
-        return map_array(path), None
+        return {IMAGES[0]: map_array(path)}
     folder.mkdir(parents=True, exist_ok=True)
+    found = dict[str, npt.NDArray[Any]]()
     with zipfile.ZipFile(path) as archive:
-        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        found = [[name for name in names if name in members] for names in ARRAY_NAMES]
-        if len(members) < len(archive.infolist()) or max(map(len, found)) > 1:
-            raise ValueError("it has images or labels twice")
-        if not found[0]:
-            raise ValueError(f"it has no array {' or '.join(ARRAY_NAMES[0])}")
-        images, *labels = (_unpacked(archive, members[names[0]], folder) for names in found if names)
-        return images, labels[0] if labels else None
-
-
-def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> npt.NDArray[Any]:
-    """Unpack an array into an unnamed temporary file in ``folder``, comparing its checksum, and map it."""
-    with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
-        shutil.copyfileobj(packed, file, COPY_BYTES)
-        file.flush()
-        return map_array(Path(f"/proc/self/fd/{file.fileno()}"))
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            if name in found:
+                raise ValueError(f"it has {name} twice")
+            if names is None or name in names:
+                with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
+                    shutil.copyfileobj(packed, file, COPY_BYTES)
+                    file.flush()
+                    found[name] = map_array(Path(f"/proc/self/fd/{file.fileno()}"))
+    return found
 
 
 def open_numpy(path: Path, spec: DataSpec) -> Variables:
     """Open the arrays of a ``.npz``, unpacked into unnamed files in ``store_root``, or a ``.npy``, named images."""
-    if path.suffix != ".npz":
-        arrays = {"images": map_array(path)}
-    else:
-        spec.store_root.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            arrays = {name: _unpacked(archive, member, spec.store_root) for name, member in members.items()}
+    arrays = _mapped(path, spec.store_root)
     return {name: Variable(name, each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
 
 
@@ -158,8 +156,7 @@ def _open_torchvision(spec: DataSpec, name: str, key: str, progress: bool) -> So
     from torchvision import datasets  # imports torch
 
     kind: Any = getattr(datasets, name, None) if name in datasets.__all__ else None
-    known = inspect.isclass(kind)
-    if not known:
+    if not inspect.isclass(kind):
         near = difflib.get_close_matches(name, datasets.__all__, 1, 0.0)[0]
         raise DataError(f"{key} is no data set of torchvision; did you mean {near}?")
     folder = spec.store_root / "downloads"
